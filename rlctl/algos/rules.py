@@ -1,0 +1,128 @@
+"""The correction rules in the one internal form the mathematics understands.
+
+`rlctl.spec` translates what the user wrote (either dialect) into these records; nothing below
+the spec knows that dialects exist. No torch here, so that a dry run can print bands of ρ.
+
+Notation: ρ_t = π_train(t) / π_rollout(t), per token; r = log ρ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+#: Log-ratios, and sums of them, are clamped to ±this before `exp`.
+LOG_RATIO_CLAMP = 20.0
+
+Level = Literal["token", "sequence", "geometric"]
+Bound = Literal["clip", "truncate", "mask"]
+Statistic = Literal["ratio", "k1", "k2", "k3"]
+Reduction = Literal["none", "sum", "mean", "max"]
+Scope = Literal["token", "sequence"]
+LossDenominator = Literal["before_rejection", "after_rejection"]
+MetricConvention = Literal["applied", "verl"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Importance weight = level → bound → normalise (three independent choices).
+
+    Attributes:
+        level: `token` w = ρ_t; `sequence` w = Π ρ_t; `geometric` w = (Π ρ_t)^(1/len);
+            None: no weight reaches the loss, metrics are still computed (at token level).
+        bound: `clip` to [lower, upper]; `truncate` to at most upper; `mask`: zero outside
+            [lower, upper].
+        lower: lower bound on w (ignored by `truncate`), > 0.
+        upper: upper bound on w.
+        normalize: divide by the mean surviving weight of the whole mini-batch.
+        metrics: whether the `rollout_is_*` names carry the applied weights' statistics or
+            the formulas of verl 0.9 (comparable curves, kinder figures).
+    """
+
+    level: Level | None
+    bound: Bound = "clip"
+    lower: float = 0.5
+    upper: float = 2.0
+    normalize: bool = False
+    metrics: MetricConvention = "applied"
+
+    def band(self) -> tuple[float, float]:
+        """Interval of w outside which the bound changes the weight."""
+        return (0.0, self.upper) if self.bound == "truncate" else (self.lower, self.upper)
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRule:
+    """One rejection criterion = statistic → reduction → bounds → scope.
+
+    Attributes:
+        name: what the user called it; metrics are `rollout_rs_<name>_*`.
+        statistic: per token: `ratio` ρ; `k1` = −log ρ; `k2` = ½ log² ρ; `k3` = ρ − 1 − log ρ.
+        reduction: `none` judges each token; `sum`, `mean`, `max` judge the sequence.
+            A `ratio` is summed and averaged in log space (a product, a geometric mean).
+        lower: smallest accepted value (None: no lower bound).
+        upper: largest accepted value (None: no upper bound).
+        scope: what one violation rejects: the token or its whole sequence. A reduced
+            statistic always rejects the sequence.
+        negative_advantage_only: reject only where the sequence's advantage is negative
+            (off-policy sequence masking of DeepSeek-V3.2).
+    """
+
+    name: str
+    statistic: Statistic
+    reduction: Reduction
+    lower: float | None
+    upper: float | None
+    scope: Scope
+    negative_advantage_only: bool = False
+
+    def band(self) -> tuple[float, float]:
+        """The accepted interval as bounds on ρ.
+
+        For `none` and `max` it bounds each token's ρ_t; for `sum` with `ratio`/`k1` the product
+        Π ρ; for `mean` with `ratio`/`k1` the geometric mean. For sums and means of k2 and k3 it
+        is the band one token would have to stay in if the others contributed nothing (`sum`), or
+        if all tokens were alike (`mean`).
+        """
+        lower = -math.inf if self.lower is None else self.lower
+        upper = math.inf if self.upper is None else self.upper
+        if self.statistic == "ratio":
+            return max(lower, 0.0), upper
+        if self.statistic == "k1":
+            return _exp(-upper), _exp(-lower)
+        if self.statistic == "k2":
+            width = math.sqrt(2.0 * upper) if upper < math.inf else math.inf
+            return _exp(-width), _exp(width)
+        return _k3_band(upper)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionRules:
+    """Everything the update needs to know about rollout correction."""
+
+    weight: WeightRule
+    reject: tuple[RejectRule, ...] = ()
+    loss_denominator: LossDenominator = "before_rejection"
+
+
+def _exp(value: float) -> float:
+    """`exp` that saturates to infinity instead of raising."""
+    return math.inf if value > 700.0 else math.exp(value)
+
+
+def _k3_band(upper: float) -> tuple[float, float]:
+    """Solve ρ − 1 − log ρ = upper for its two roots around 1, by bisection in log ρ."""
+    if upper == math.inf:
+        return 0.0, math.inf
+
+    def k3(log_ratio: float) -> float:
+        return _exp(log_ratio) - 1.0 - log_ratio
+
+    def root(inside: float, outside: float) -> float:
+        for _ in range(200):
+            middle = 0.5 * (inside + outside)
+            inside, outside = (middle, outside) if k3(middle) <= upper else (inside, middle)
+        return _exp(inside)
+
+    return root(0.0, -(upper + 2.0)), root(0.0, math.log(upper + 2.0) + 2.0)

@@ -1,0 +1,85 @@
+"""One batch gains fields step by step: Prompts → Rollouts → ScoredBatch → TrainBatch.
+
+Letters: N prompts, B = N × n responses, P prompt tokens, T response tokens, L = P + T.
+Log-probs are nats in float32 at the sampling temperature; index t is response token t itself
+(already shifted); padding holds 0.0 and is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is asked, before anything is sampled.
+
+    Example: two prompts of 3 and 2 tokens give `prompt_ids` of shape (2, 3), the second row
+    starting with one padding token.
+    """
+
+    prompt_ids: Tensor  # (N, P) int64, left-padded
+    prompt_mask: Tensor  # (N, P) bool
+    group_ids: Tensor  # (N,) int64, the prompt's place in the whole batch, over all ranks
+    data_sources: tuple[str, ...]  # (N,) which grader judges the answer
+    ground_truths: tuple[str, ...]  # (N,)
+    texts: tuple[str, ...]  # (N,) the prompt as the model reads it, for dumps and graders
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """n sampled responses per prompt, siblings adjacent (but identified by `group_ids` only)."""
+
+    input_ids: Tensor  # (B, L) int64: prompt left-padded, response right-padded
+    attention_mask: Tensor  # (B, L) bool
+    position_ids: Tensor  # (B, L) int64, 0 at the first real token
+    responses: Tensor  # (B, T) int64
+    response_mask: Tensor  # (B, T) bool: tokens the policy sampled, end-of-sequence included
+    rollout_log_probs: Tensor  # (B, T) float32, of the distribution actually sampled from
+    truncated: Tensor  # (B,) bool: hit the length limit before ending
+    group_ids: Tensor  # (B,) int64
+    policy_version: Tensor  # (B,) int64, optimizer updates behind the sampling weights
+    data_sources: tuple[str, ...]
+    ground_truths: tuple[str, ...]
+    prompt_texts: tuple[str, ...]
+    response_texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """Rollouts plus what graders and policies say of them."""
+
+    rollouts: Rollouts
+    scores: Tensor  # (B,) float32 grader output; 0.0 where not `score_valid`
+    score_valid: Tensor  # (B,) bool: False where the grader failed; such a sample is left out
+    old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode the rollout's own
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The tensors one update reads, all of B rows."""
+
+    input_ids: Tensor  # (B, L) int64
+    attention_mask: Tensor  # (B, L) bool
+    position_ids: Tensor  # (B, L) int64
+    responses: Tensor  # (B, T) int64
+    response_mask: Tensor  # (B, T) bool, never mutated
+    sample_mask: Tensor  # (B,) bool: False for a sample whose grader failed
+    rollout_log_probs: Tensor  # (B, T) float32
+    old_log_probs: Tensor  # (B, T) float32
+    advantages: Tensor  # (B, T) float32, 0.0 off-mask
+
+    def rows(self, start: int, stop: int) -> TrainBatch:
+        """Rows [start, stop) as views, nothing copied."""
+        return TrainBatch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
+
+    def split(self, size: int) -> list[TrainBatch]:
+        """Consecutive pieces of `size` rows (the last may be smaller)."""
+        return [self.rows(start, start + size) for start in range(0, len(self), size)]
+
+    def __len__(self) -> int:
+        return int(self.responses.shape[0])

@@ -1,0 +1,87 @@
+"""Errors as data: what went wrong, where, and what to write instead.
+
+Library code raises; only `rlctl.cli.app` prints and exits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+class RlctlError(Exception):
+    """A failure whose message is meant for the user.
+
+    Args:
+        what: one sentence saying what is wrong.
+        where: file, line, row or key it is wrong at, if known.
+        fix: what to write or run instead, if known.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """One line for logs; the CLI lays the parts out itself."""
+        where = f"{self.where}: " if self.where else ""
+        fix = f" ({self.fix})" if self.fix else ""
+        return f"{where}{self.what}{fix}"
+
+
+class RunFailure(RlctlError):
+    """The work was sound but could not be finished (exit 1)."""
+
+    exit_code = 1
+
+
+class UsageError(RlctlError):
+    """The request itself is wrong: arguments, paths, input data (exit 2)."""
+
+    exit_code = 2
+
+
+class EnvironmentFailure(RlctlError):
+    """Something this machine lacks: a package, a device, disk space (exit 4)."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a spec.
+
+    Attributes:
+        severity: `error` stops the run; `warning` is shown and the run goes on.
+        key: dotted key, e.g. `actor.lr`.
+        what: one sentence.
+        where: `file:line`, `command line` or None for a default.
+        fix: what to write instead.
+    """
+
+    severity: Literal["error", "warning"]
+    key: str
+    what: str
+    fix: str | None = None
+    where: str | None = None
+
+
+class SpecError(UsageError):
+    """Every problem found in a spec, reported together (exit 2)."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        count = len(problems)
+        super().__init__(f"the spec has {count} problem{'s' if count != 1 else ''}")
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for problem in self.problems:
+            where = f"{problem.where}: " if problem.where else ""
+            fix = f" ({problem.fix})" if problem.fix else ""
+            lines.append(f"  {where}{problem.key}: {problem.what}{fix}")
+        return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""`actor`: how the policy is updated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlctl.spec.base import NullWord, Section
+
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class ActorSpec(Section):
+    """Loss and optimizer of the policy."""
+
+    ppo_mini_batch_size: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Prompts per optimizer step, over all ranks; null: the whole batch."""
+    ppo_micro_batch_size_per_gpu: int = Field(default=8, ge=1)
+    """Sequences per forward pass on one rank. Changes memory and speed, never the result."""
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    clip_ratio: float = Field(default=0.2, gt=0)
+    """PPO clip: π_θ/π_old is kept in [1 − clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: Annotated[float | None, NullWord] = Field(default=None, gt=0, lt=1)
+    """Lower half of the clip; null: `clip_ratio`."""
+    clip_ratio_high: Annotated[float | None, NullWord] = Field(default=None, gt=0)
+    """Upper half of the clip ("clip-higher"); null: `clip_ratio`."""
+    loss_agg_mode: AggMode = "token-mean"
+    """How token losses become one number; denominators count the whole mini-batch on all ranks."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: hold, or decay to zero at the last step."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""

@@ -1,0 +1,27 @@
+"""What every section of the spec has in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class Section(BaseModel):
+    """Frozen, and deaf to no mistake: an unknown key is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+def _null_word(value: Any) -> Any:
+    """`rollout_is="null"`, as shell scripts write it, means null."""
+    return None if isinstance(value, str) and value.strip().lower() in {"null", "none", ""} else value
+
+
+def _one_or_many(value: Any) -> Any:
+    """A single name stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+NullWord = BeforeValidator(_null_word)
+StrList = Annotated[list[str], BeforeValidator(_one_or_many)]

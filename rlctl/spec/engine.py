@@ -1,0 +1,16 @@
+"""`engine`: DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlctl.spec.base import Section
+
+
+class EngineSpec(Section):
+    """The training engine (DeepSpeed)."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What is sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Arithmetic of the forward and backward pass."""

@@ -1,0 +1,28 @@
+"""`rollout`: how responses are sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlctl.spec.base import NullWord, Section
+
+
+class RolloutSpec(Section):
+    """Sampling of responses."""
+
+    name: Literal["hf"] = "hf"
+    """Engine: `hf` is Hugging Face generation inside the trainer's process."""
+    n: int = Field(default=8, ge=1)
+    """Responses per prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature; log-probs of rollout and trainer are both taken at it."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 every ratio is biased by the mass cut off."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample from the k likeliest tokens; -1: all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Drop tokens below this share of the likeliest one's probability."""
+    max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Sequences generated at once on one rank; null: all of the batch."""

@@ -1,0 +1,41 @@
+"""`RunSpec`: the table of contents of a run."""
+
+from __future__ import annotations
+
+from rlctl.spec.actor import ActorSpec
+from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.spec.base import Section
+from rlctl.spec.data import DataSpec
+from rlctl.spec.engine import EngineSpec
+from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.spec.reward import RewardSpec
+from rlctl.spec.rollout import RolloutSpec
+from rlctl.spec.trainer import TrainerSpec
+
+
+class RunSpec(Section):
+    """One training run, complete: every field has a value, every value an origin."""
+
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    reward: RewardSpec = RewardSpec()
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    actor: ActorSpec = ActorSpec()
+    engine: EngineSpec = EngineSpec()
+    trainer: TrainerSpec = TrainerSpec()
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the policy is the built-in tiny model."""
+        return self.model.path == EMBEDDED
+
+    @property
+    def ppo_mini_batch_size(self) -> int:
+        """Prompts per optimizer step, with null resolved."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all machines."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes

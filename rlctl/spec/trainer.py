@@ -1,0 +1,42 @@
+"""`trainer`: the run around the algorithm."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rlctl.spec.base import NullWord, Section, _one_or_many
+
+Logger = Literal["console", "wandb", "tensorboard"]
+
+
+class TrainerSpec(Section):
+    """Length, seed, tracking and checkpoints of the run."""
+
+    logger: Annotated[list[Logger], BeforeValidator(_one_or_many)] = ["console"]
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    project_name: str = Field(default="rlctl", pattern=r"^[A-Za-z0-9._-]+$")
+    """Project in W&B, and the folder under `runs/`."""
+    experiment_name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Run name in W&B, and the start of the run directory's name."""
+    total_epochs: int = Field(default=1, ge=1)
+    """Passes over the training prompts."""
+    total_training_steps: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Batches to train on; null: as many as `total_epochs` gives."""
+    n_gpus_per_node: int = Field(default=1, ge=1)
+    """Ranks started on this machine (processes, where there is no GPU)."""
+    nnodes: int = Field(default=1, ge=1)
+    """Machines. For more than one, start `rlctl train` under torchrun on each."""
+    save_freq: int = Field(default=-1, ge=-1)
+    """Checkpoint every this many steps, and at the end; -1: only at the end."""
+    test_freq: int = Field(default=-1, ge=-1)
+    """Validate every this many steps, and at start and end; -1: never."""
+    max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
+    """Checkpoints kept, newest first; null: all."""
+    rollouts_per_step: int = Field(default=32, ge=-1)
+    """Responses per step written to `rollouts/` with their log-probs; 0: none, -1: all."""
+    seed: int = Field(default=1, ge=0)
+    """Seeds data order, sampling and initialisation."""
+    run_dir: Annotated[str | None, NullWord] = None
+    """Where everything goes; null: `runs/<project_name>/<experiment_name>-<time>`."""

@@ -1,0 +1,312 @@
+"""Every metric a run may log: name, unit, definition, and what the neighbours call the same quantity.
+
+Tracking writes these keys, diagnosis reads them, `docs/metrics.md` is printed from them. No torch here.
+
+A peer's name is listed only where the quantity is the same; names that collide but differ (five
+different KLs, for one) are left to the readers of `rlctl.diagnose`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+#: Correction statistics of a whole batch or mini-batch, never an average over micro-batches.
+CORRECTION = "rollout_corr/"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One logged number.
+
+    Attributes:
+        name: the key; `<…>` stands for a part that varies, such as a criterion's name.
+        unit: `1` for a pure number, `fraction` for a share in [0, 1], `nats`, `tokens`, `s`, `GiB` …
+        definition: what is computed, over what.
+        peers: framework → its name for the same quantity.
+    """
+
+    name: str
+    unit: str
+    definition: str
+    peers: Mapping[str, str] = field(default_factory=dict)
+
+
+def _correction() -> Iterator[Metric]:
+    """How far the rollout policy is from the trained one (ρ = π_train / π_rollout, per token)."""
+
+    def metric(key: str, unit: str, definition: str, **peers: str) -> Metric:
+        name = CORRECTION + key
+        return Metric(name, unit, definition, {"verl": name, **peers})
+
+    yield metric("training_ppl", "1", "mean over sequences of exp(−mean log π_train)")
+    yield metric("rollout_ppl", "1", "mean over sequences of exp(−mean log π_rollout)")
+    yield metric("training_log_ppl", "nats", "mean over sequences of −mean log π_train")
+    yield metric("rollout_log_ppl", "nats", "mean over sequences of −mean log π_rollout")
+    per_sequence = "over sequences of d = mean log π_rollout − mean log π_train of one sequence"
+    yield metric("log_ppl_diff", "nats", f"mean {per_sequence}")
+    yield metric("log_ppl_abs_diff", "nats", f"mean of |d| {per_sequence}")
+    yield metric("log_ppl_diff_max", "nats", f"largest d {per_sequence}")
+    yield metric("log_ppl_diff_min", "nats", f"smallest d {per_sequence}")
+    yield metric("ppl_ratio", "1", f"mean of exp(d) {per_sequence}")
+    yield metric("kl", "nats", "mean over response tokens of log π_rollout − log π_train (k1 estimate)")
+    yield metric("k3_kl", "nats", "mean over response tokens of ρ − 1 − log ρ (k3 estimate, never negative)")
+    yield metric("chi2_token", "1", "mean over response tokens of ρ², minus 1; raw ESS ≈ 1 / (1 + χ²)")
+    yield metric("chi2_seq", "1", "mean over sequences of (Π ρ)², minus 1; raw ESS ≈ 1 / (1 + χ²)")
+
+
+_APPLIED = "of the applied weights (bounded, rejected ones zero, normalised: what the loss multiplies by)"
+_RAW = "of the raw weights (before bound, rejection and normalisation: the true distance of the policies)"
+_UNITS = "over response tokens (level token) or sequences (levels sequence and geometric)"
+
+
+def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
+    """The importance weights' statistics; `kind` is empty (applied) or `raw_`."""
+
+    def metric(key: str, unit: str, definition: str, **others: str) -> Metric:
+        name = f"{CORRECTION}rollout_is_{kind}{key}"
+        return Metric(name, unit, definition, {"verl": name, **others} if peers else {})
+
+    trl = {
+        s: {"trl": f"sampling/importance_sampling_ratio/{s}"} if peers else {} for s in ("mean", "max", "min")
+    }
+    yield metric("mean", "1", f"mean {which}, {_UNITS}", **trl["mean"])
+    yield metric("std", "1", f"standard deviation {which}, {_UNITS}")
+    yield metric("max", "1", f"maximum {which}, {_UNITS}", **trl["max"])
+    yield metric("min", "1", f"minimum {which}, {_UNITS}", **trl["min"])
+    yield metric("eff_sample_size", "fraction", f"(Σw)² / (n Σw²) in (0, 1] {which}, {_UNITS}")
+    token_ess = f"(Σw)² / (n Σw²) in (0, 1] {which}, over response tokens whatever the level"
+    yield Metric(f"{CORRECTION}rollout_is_{kind}eff_sample_size_token", "fraction", token_ess)
+    per_sequence = f"over sequences of each sequence's mean token weight, {which}"
+    yield metric("seq_mean", "1", f"mean {per_sequence}")
+    yield metric("seq_std", "1", f"standard deviation {per_sequence}")
+    yield metric("seq_max", "1", f"maximum {per_sequence}")
+    yield metric("seq_min", "1", f"minimum {per_sequence}")
+    yield metric("seq_max_deviation", "1", f"largest |w − 1| {per_sequence}")
+
+
+def _bounds_and_counts() -> Iterator[Metric]:
+    """What bound and rejection did, and what could not be corrected."""
+
+    def metric(key: str, unit: str, definition: str, verl: bool = True) -> Metric:
+        name = CORRECTION + key
+        return Metric(name, unit, definition, {"verl": name} if verl else {})
+
+    raw = "raw weights, before the bound"
+    yield metric("rollout_is_ratio_fraction_high", "fraction", f"share of {raw}, above the upper threshold")
+    yield metric("rollout_is_ratio_fraction_low", "fraction", f"share of {raw}, below the lower threshold")
+    mean = "share of sequences whose mean raw token weight is"
+    yield metric("rollout_is_seq_fraction_high", "fraction", f"{mean} above the upper threshold")
+    yield metric("rollout_is_seq_fraction_low", "fraction", f"{mean} below the lower threshold")
+    yield metric("rollout_is_batch_norm_factor", "1", "mean surviving weight the weights were divided by")
+    yield metric("rollout_rs_masked_fraction", "fraction", "rejected response tokens / response tokens")
+    yield metric("rollout_rs_seq_masked_fraction", "fraction", "share of sequences with a rejected token")
+    nonfinite = "sequences rejected because a log-prob was NaN or infinite, or because nothing was sampled"
+    yield metric("nonfinite_sequences", "sequences", nonfinite, verl=False)
+    saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
+    yield metric("saturated_sequences", "sequences", saturated, verl=False)
+    skipped = "optimizer steps not made because nothing survived or a loss or gradient was not finite"
+    yield metric("skipped_updates", "updates", skipped, verl=False)
+
+
+def _criteria() -> Iterator[Metric]:
+    """One rejection criterion's statistics; the longer endings first, they are matched in this order."""
+
+    def metric(ending: str, unit: str, definition: str) -> Metric:
+        name = f"{CORRECTION}rollout_rs_<criterion>_{ending}"
+        return Metric(name, unit, definition, {"verl": name})
+
+    judged = "of the criterion's statistic, over what it judges (tokens or sequences)"
+    one = "this criterion alone rejects"
+    yield metric("seq_masked_fraction", "fraction", f"share of sequences in which {one} a token")
+    yield metric("masked_fraction", "fraction", f"share of response tokens that {one}")
+    yield metric("fraction_high", "fraction", f"share {judged}, above the upper bound")
+    yield metric("fraction_low", "fraction", f"share {judged}, below the lower bound")
+    yield metric("mean", "of the statistic", f"mean {judged}")
+    yield metric("std", "of the statistic", f"standard deviation {judged}")
+    yield metric("max", "of the statistic", f"maximum {judged}")
+    yield metric("min", "of the statistic", f"minimum {judged}")
+
+
+def _training() -> Iterator[Metric]:
+    """The gap in probabilities, and where the run stands."""
+
+    def verl(key: str, unit: str, definition: str) -> Metric:
+        return Metric(f"training/{key}", unit, definition, {"verl": f"training/{key}"})
+
+    gap = "over response tokens of |π_train − π_rollout| (probabilities, not log-probs)"
+    yield verl("rollout_probs_diff_mean", "1", f"mean {gap}")
+    yield verl("rollout_probs_diff_max", "1", f"maximum {gap}")
+    yield verl("rollout_probs_diff_std", "1", f"standard deviation {gap}")
+    pearson = "Pearson correlation of π_train and π_rollout over response tokens"
+    yield verl("rollout_actor_probs_pearson_corr", "1", pearson)
+    yield verl("global_step", "steps", "batches trained on so far, this one included")
+    yield verl("epoch", "epochs", "passes over the training prompts begun before this batch, from 0")
+    stale = "over samples of optimizer updates between sampling and training"
+    yield Metric("training/staleness_mean", "updates", f"mean {stale}")
+    yield Metric("training/staleness_max", "updates", f"maximum {stale}")
+
+
+def _actor() -> Iterator[Metric]:
+    """The policy's update."""
+
+    def metric(key: str, unit: str, definition: str, **peers: str) -> Metric:
+        name = f"actor/{key}"
+        return Metric(name, unit, definition, {"verl": name, **peers})
+
+    loss = "policy-gradient loss of the batch, correction applied, mean over its optimizer steps"
+    yield metric("pg_loss", "1", loss, trl="policy_loss")
+    clipped = "share of response tokens where PPO's clip binds; 0 for REINFORCE"
+    yield metric("pg_clipfrac", "fraction", clipped, trl="clip_ratio/region_mean")
+    lower = (
+        "share of response tokens where the dual clip for negative advantages binds (not the lower PPO bound)"
+    )
+    yield metric("pg_clipfrac_lower", "fraction", lower)
+    yield metric("ppo_kl", "nats", "mean over response tokens of log π_old − log π_θ: drift within the batch")
+    entropy = "mean over response tokens of the policy's entropy at the sampling temperature"
+    yield metric("entropy", "nats", entropy, trl="entropy")
+    norm = "global gradient norm before clipping, mean over the batch's optimizer steps"
+    yield metric("grad_norm", "1", norm, trl="grad_norm")
+    yield metric("lr", "1", "learning rate of the batch's last optimizer step", trl="learning_rate")
+
+
+def _rewards() -> Iterator[Metric]:
+    """What the graders said, and what became of it."""
+    for statistic, word in (("mean", "mean"), ("max", "maximum"), ("min", "minimum")):
+        score, reward, advantage = (
+            f"critic/{what}/{statistic}" for what in ("score", "rewards", "advantages")
+        )
+        graded = f"{word} over validly graded samples of the grader's score"
+        yield Metric(
+            score, "reward", graded, {"verl": score, **({"trl": "reward"} if word == "mean" else {})}
+        )
+        shaped = f"{word} over validly graded samples of the reward after KL penalty and shaping"
+        yield Metric(reward, "reward", shaped, {"verl": reward})
+        yield Metric(advantage, "1", f"{word} over response tokens of the advantage", {"verl": advantage})
+    yield Metric(
+        "reward/num_errors", "samples", "samples the grader failed on; they are left out, not scored 0"
+    )
+    yield Metric("reward/error_fraction", "fraction", "samples the grader failed on / samples")
+    spread = "fraction of groups whose rewards are all equal: they teach nothing"
+    yield Metric("reward/zero_spread_groups", "fraction", spread, {"trl": "frac_reward_zero_std"})
+
+
+def _lengths() -> Iterator[Metric]:
+    """Tokens per prompt and per response."""
+    trl = {"mean": "mean_length", "max": "max_length", "min": "min_length", "clip_ratio": "clipped_ratio"}
+    for what, clipped in (
+        ("response", "share of responses cut off at data.max_response_length"),
+        ("prompt", "share of prompts as long as data.max_prompt_length"),
+    ):
+        for statistic, word in (("mean", "mean"), ("max", "maximum"), ("min", "minimum"), ("clip_ratio", "")):
+            name = f"{what}_length/{statistic}"
+            peers = {"verl": name, **({"trl": f"completions/{trl[statistic]}"} if what == "response" else {})}
+            unit, definition = ("tokens", f"{word} {what} length") if word else ("fraction", clipped)
+            yield Metric(name, unit, definition, peers)
+
+
+def _performance() -> Iterator[Metric]:
+    """Speed, memory and where the time goes."""
+
+    def verl(name: str, unit: str, definition: str) -> Metric:
+        return Metric(name, unit, definition, {"verl": name})
+
+    yield verl("perf/throughput", "tokens/s/GPU", "prompt and response tokens / (step time × ranks)")
+    yield verl("perf/total_num_tokens", "tokens", "prompt and response tokens of the batch, padding left out")
+    yield verl("perf/time_per_step", "s", "wall time of the step")
+    memory = "peak GPU memory allocated by torch on rank 0; on CPU the process's peak resident memory"
+    yield verl("perf/max_memory_allocated_gb", "GiB", memory)
+    for stage, what in (
+        ("gen", "sampling the responses"),
+        ("reward", "grading"),
+        ("old_log_prob", "the extra forward pass for π_old (decoupled mode)"),
+        ("adv", "advantages, and in decoupled mode weights and rejection"),
+        ("update_actor", "forward, backward and optimizer steps"),
+        ("sync_weights", "handing the new weights to the rollout engine"),
+        ("save_checkpoint", "saving"),
+        ("testing", "validation"),
+        ("step", "the whole step"),
+    ):
+        yield verl(f"timing_s/{stage}", "s", f"wall time of {what}")
+
+
+def _validation() -> Iterator[Metric]:
+    """Held-out prompts, by data source."""
+    reward = "mean score over validation samples of this data source"
+    yield Metric("val/<data_source>/reward_mean", "reward", reward)
+    length = "mean response length over validation samples of this data source"
+    yield Metric("val/<data_source>/response_length_mean", "tokens", length)
+
+
+#: Section title → its metrics, in the order `docs/metrics.md` shows them.
+SECTIONS: Mapping[str, tuple[Metric, ...]] = {
+    "Distance of the two policies": tuple(_correction()),
+    "Importance weights, applied": tuple(_weights("", _APPLIED, peers=True)),
+    "Importance weights, raw": tuple(_weights("raw_", _RAW, peers=False)),
+    "Bounds, rejection and bad numbers": tuple(_bounds_and_counts()),
+    "Rejection, by criterion": tuple(_criteria()),
+    "Run and probability gap": tuple(_training()),
+    "Policy update": tuple(_actor()),
+    "Rewards and advantages": tuple(_rewards()),
+    "Lengths": tuple(_lengths()),
+    "Speed, memory, time": tuple(_performance()),
+    "Validation": tuple(_validation()),
+}
+
+#: Every metric by name, parametrised ones under their pattern.
+METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """`a/<x>_mean` → a regex whose group `x` is the varying part (a data source may hold slashes)."""
+    parts = re.split(r"<(\w+)>", pattern)
+    literal = (re.escape(part) if i % 2 == 0 else rf"(?P<{part}>.+)" for i, part in enumerate(parts))
+    return re.compile("".join(literal))
+
+
+_PATTERNS = tuple((_matcher(name), metric) for name, metric in METRICS.items() if "<" in name)
+
+
+def describe(key: str) -> Metric | None:
+    """The metric a logged key belongs to, its varying part filled in; None for an unknown key.
+
+    Example: `describe("rollout_corr/rollout_rs_token_k1_mean")` is the entry of
+    `rollout_corr/rollout_rs_<criterion>_mean`, named as asked.
+    """
+    if "<" in key:
+        return None
+    if key in METRICS:
+        return METRICS[key]
+    for matcher, metric in _PATTERNS:
+        if match := matcher.fullmatch(key):
+            return replace(metric, name=key, peers={k: _filled(v, match) for k, v in metric.peers.items()})
+    return None
+
+
+def _filled(name: str, match: re.Match[str]) -> str:
+    """A peer's pattern with our key's varying parts put in."""
+    for part, value in match.groupdict().items():
+        name = name.replace(f"<{part}>", value)
+    return name
+
+
+def markdown() -> str:
+    """The tables of `docs/metrics.md`."""
+    lines: list[str] = []
+    for title, metrics in SECTIONS.items():
+        lines += [
+            f"### {title}",
+            "",
+            "| key | unit | definition | same quantity elsewhere |",
+            "|---|---|---|---|",
+        ]
+        for metric in metrics:
+            others = ", ".join(
+                framework if name == metric.name else f"{framework} `{name}`"
+                for framework, name in metric.peers.items()
+            )
+            definition = metric.definition.replace("|", "\\|")
+            lines.append(f"| `{metric.name}` | {metric.unit} | {definition} | {others or '—'} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,33 @@
+"""Writing a file so that readers see the old one or the whole new one, never half of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is synced and takes the name, on failure it goes.
+
+    Raises:
+        OSError: as the file system gives it.
+    """
+    # The suffix goes last, so that a leftover of a killed process never matches *.parquet or *.json.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` (UTF-8) in one go."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,137 @@
+"""`metrics.jsonl`: one flat JSON object per step, the log everything else can be rebuilt from.
+
+    {"step": 12, "timestamp": "2025-01-31T12:00:00.123+00:00", "actor/pg_loss": -0.03, …}
+
+Standard JSON only: NaN and infinities are the strings "NaN", "Infinity", "-Infinity" (what Python's
+`float` and JavaScript's `Number` read back). A line goes to the kernel in one write, so a killed process
+leaves at most one unfinished line, the last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rlctl.errors import RunFailure
+from rlctl.track.files import replacing
+
+METRICS_FILE = "metrics.jsonl"
+DISCARDED_FILE = "metrics.discarded.jsonl"
+
+
+class JsonlSink:
+    """Appends steps to `metrics.jsonl`.
+
+    Raises:
+        RunFailure: the file cannot be opened or written. The one sink whose failure stops the run:
+            a run without a record is worth nothing.
+    """
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _failure(path, error) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        if self._fd is None:
+            raise RunFailure("metrics were logged after the log was closed", where=str(self.path))
+        data = encode_line(step, metrics).encode()
+        try:
+            while data:  # a full disk or a signal may cut a write short
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise _failure(self.path, error) from error
+
+    def close(self, status: str) -> None:
+        """Hand the lines to the disk and close; twice is fine."""
+        del status
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def encode_line(step: int, metrics: Mapping[str, float]) -> str:
+    """One line of `metrics.jsonl`, newline included."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    values = {key: _plain(value) for key, value in metrics.items()}
+    return json.dumps({"step": step, "timestamp": now, **values}, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _plain(value: float) -> float | int | str:
+    """A JSON number, or the name of what JSON has no number for; takes NumPy and 0-d tensors too."""
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number
+
+
+def truncate_after(path: Path, step: int) -> int | None:
+    """Take back every step after `step`, so that a resumed run appends without repeating one.
+
+    Later lines, and an unfinished or unreadable one, move to `metrics.discarded.jsonl` beside `path`.
+    The log itself is replaced in one go; killed in between, the next call does the same again.
+
+    Args:
+        path: `metrics.jsonl`; a missing file is an empty one.
+        step: last step to keep.
+
+    Returns:
+        The last step kept, None if none is.
+
+    Raises:
+        RunFailure: the files cannot be read or written.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        steps = [_step_of(line) for line in lines]
+        kept = [n for n in steps if n is not None and n <= step]
+        if len(kept) < len(lines):
+            keep = [n is not None and n <= step for n in steps]
+            _append(path.with_name(DISCARDED_FILE), [x for x, k in zip(lines, keep, strict=True) if not k])
+            with replacing(path) as temporary:
+                temporary.write_bytes(b"".join(x for x, k in zip(lines, keep, strict=True) if k))
+    except OSError as error:
+        raise _failure(path, error) from error
+    return max(kept, default=None)
+
+
+def _step_of(line: bytes) -> int | None:
+    """A complete line's step; None for anything else."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _append(path: Path, lines: list[bytes]) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _failure(path: Path, error: OSError) -> RunFailure:
+    return RunFailure(
+        f"the metrics log cannot be written: {error.strerror or error}",
+        where=str(path),
+        fix="free space or mend the permissions, then run again with --resume",
+    )

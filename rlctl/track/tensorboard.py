@@ -1,0 +1,33 @@
+"""TensorBoard event files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorboardSink:
+    """Scalars under their own names in `directory`.
+
+    Args:
+        directory: created if needed.
+        start_step: steps already done; later ones of an earlier attempt are hidden (`purge_step`).
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path, start_step: int) -> None:
+        purge = start_step + 1 if start_step else None
+        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=15)  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue one step's scalars."""
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, float(value), step)  # type: ignore[no-untyped-call]
+
+    def close(self, status: str) -> None:
+        """Flush and close."""
+        del status
+        self._writer.close()  # type: ignore[no-untyped-call]

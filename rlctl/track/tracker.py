@@ -1,0 +1,201 @@
+"""One call per step fans out to every place that shows or keeps metrics."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
+
+Status = Literal["finished", "failed", "interrupted"]
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """A place metrics go to."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one step's metrics."""
+
+    def close(self, status: str) -> None:
+        """Finish; called once."""
+
+
+class Tracker:
+    """Fans metrics out to sinks; without sinks (ranks other than 0) it does nothing.
+
+    A context manager: leaving it closes every sink, whatever happened inside.
+
+    Args:
+        record: the log that must not fail, or None.
+        extras: sinks that are dropped with one warning when they fail; training goes on.
+        last_step: last step already logged (a resumed run), None at the start.
+        show: prints a note to the user; by default a line on stderr.
+    """
+
+    def __init__(
+        self,
+        record: JsonlSink | None = None,
+        extras: Sequence[Sink] = (),
+        *,
+        last_step: int | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        self._record = record
+        self._extras = list(extras)
+        self._last_step = last_step
+        self._show = show
+        self._closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step, everything about it at once (validation included).
+
+        Args:
+            step: batches trained on so far; 0 is before the first.
+            metrics: key → value; keys are those of `rlctl.metric_names`.
+
+        Raises:
+            ValueError: the step is not after the last one.
+            RunFailure: `metrics.jsonl` cannot be written.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} logged after step {self._last_step}: one line per step, in order")
+        self._last_step = step
+        if self._record:
+            self._record.log(step, metrics)
+        for sink in tuple(self._extras):
+            try:
+                sink.log(step, metrics)
+            except Exception as error:
+                self._drop(sink, error)
+
+    def note(self, text: str) -> None:
+        """Show a line to the user, above the live display if there is one."""
+        if self._show:
+            self._show(text)
+        elif self._record:
+            sys.stderr.write(text + "\n")
+
+    def close(self, status: Status = "finished") -> None:
+        """Close every sink; twice is fine. The display goes first and leaves the terminal as it was."""
+        if self._closed:
+            return
+        self._closed = True
+        for sink in reversed(self._extras):
+            try:
+                sink.close(status)
+            except Exception as error:
+                self.note(f"warning: {sink.name} did not close cleanly: {_brief(error)}")
+        if self._record:
+            self._record.close(status)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._extras.remove(sink)
+        _log.debug("sink %s dropped", sink.name, exc_info=error)
+        try:
+            sink.close("failed")
+        except Exception as closing:
+            _log.debug("closing %s failed", sink.name, exc_info=closing)
+        self.note(_dropped(sink.name, error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close("finished")
+        else:
+            self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+
+
+def build_tracker(
+    run_dir: Path,
+    loggers: Sequence[str],
+    project: str,
+    experiment: str,
+    config: dict[str, Any],
+    total_steps: int,
+    start_step: int,
+) -> Tracker:
+    """The tracker of a run: `metrics.jsonl` always, and the loggers asked for.
+
+    Steps after `start_step` already in `metrics.jsonl` (of a run that died after its last checkpoint) move
+    to `metrics.discarded.jsonl`, so that resuming repeats none.
+
+    Args:
+        run_dir: existing run directory.
+        loggers: of `console`, `wandb`, `tensorboard`.
+        project: W&B project.
+        experiment: W&B run name.
+        config: the resolved spec, shown by W&B; secrets are redacted.
+        total_steps: steps of the whole run.
+        start_step: steps already done, 0 for a new run.
+
+    Raises:
+        ValueError: an unknown logger.
+        RunFailure: `metrics.jsonl` cannot be written.
+    """
+    if unknown := set(loggers) - {"console", "wandb", "tensorboard"}:
+        raise ValueError(f"unknown loggers {sorted(unknown)}")
+    last_step = truncate_after(run_dir / METRICS_FILE, start_step)
+    record = JsonlSink(run_dir / METRICS_FILE)
+    extras: list[Sink] = []
+    warnings: list[str] = []
+
+    def add(name: str, make: Callable[[], Sink]) -> None:
+        try:
+            extras.append(make())
+        except Exception as error:
+            _log.debug("sink %s failed to start", name, exc_info=error)
+            warnings.append(_dropped(name, error))
+
+    # Imports wait inside: a run that does not ask for W&B never loads it. The console starts last, so
+    # that whatever the others print while starting stays above the live display.
+    if "wandb" in loggers:
+        add("wandb", lambda: _wandb(run_dir, project, experiment, config))
+    if "tensorboard" in loggers:
+        add("tensorboard", lambda: _tensorboard(run_dir, start_step))
+    show: Callable[[str], None] | None = None
+    if "console" in loggers:
+        from rlctl.track.console import ConsoleSink
+
+        console = ConsoleSink(f"{project}/{experiment}", total_steps, start_step)
+        extras.append(console)
+        show = console.note
+    tracker = Tracker(record, extras, last_step=last_step, show=show)
+    for warning in warnings:
+        tracker.note(warning)
+    return tracker
+
+
+def _wandb(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Sink:
+    from rlctl.track.redact import redact_tree
+    from rlctl.track.wandb import WandbSink
+
+    return WandbSink(run_dir, project, experiment, redact_tree(config))
+
+
+def _tensorboard(run_dir: Path, start_step: int) -> Sink:
+    from rlctl.track.tensorboard import TensorboardSink
+
+    return TensorboardSink(run_dir / "tensorboard", start_step)
+
+
+def _dropped(name: str, error: Exception) -> str:
+    return f"warning: {name} failed and is left out, training goes on ({_brief(error)}); metrics.jsonl has it all"
+
+
+def _brief(error: Exception) -> str:
+    """The error's first line, secrets out: some libraries quote the key they were given."""
+    from rlctl.track.redact import redact
+
+    lines = str(error).strip().splitlines()
+    return redact(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)

@@ -35,7 +35,9 @@ class WeightRule:
             [lower, upper].
         lower: lower bound on w (ignored by `truncate`), > 0.
         upper: upper bound on w.
-        normalize: divide by the mean surviving weight of the whole mini-batch.
+        normalize: divide by the mean weight of the whole mini-batch, after the bound.
+        normalize_over: whose mean: `survivors` of rejection (weights that reach the loss then
+            average 1), or `all` units as verl 0.9 does.
         metrics: whether the `rollout_is_*` names carry the applied weights' statistics or
             the formulas of verl 0.9 (comparable curves, kinder figures).
     """
@@ -45,6 +47,7 @@ class WeightRule:
     lower: float = 0.5
     upper: float = 2.0
     normalize: bool = False
+    normalize_over: Literal["survivors", "all"] = "survivors"
     metrics: MetricConvention = "applied"
 
     def band(self) -> tuple[float, float]:

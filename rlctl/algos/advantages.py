@@ -1,0 +1,66 @@
+"""Advantages from scores: responses to one prompt are compared with one another.
+
+Every estimator takes `scores` (B,), `group_ids` (B,) and `valid` (B,) bool (False: the grader
+failed, the sample takes no part) and returns one advantage per response, (B,) float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Per response: its group's sum of `values` and number of members, over valid ones."""
+    _, index = group_ids.unique(return_inverse=True)
+    counted = torch.where(valid, values, 0.0)
+    size = int(index.max()) + 1 if len(index) else 0
+    sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, counted)
+    counts = torch.zeros_like(sums).index_add_(0, index, valid.to(values.dtype))
+    return sums[index], counts[index]
+
+
+def rloo(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """REINFORCE leave-one-out: A_i = r_i − mean of the siblings' rewards.
+
+    Source: Ahmadian et al. 2024, "Back to Basics", eq. 6. A response left without a valid sibling
+    has no baseline and gets 0.
+    """
+    rewards = scores.double()
+    sums, counts = _group_sums(rewards, group_ids, valid)
+    advantage = (counts * rewards - sums) / (counts - 1).clamp(min=1)
+    return torch.where(valid & (counts > 1), advantage, 0.0).float()
+
+
+def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: bool = True) -> Tensor:
+    """Group-relative advantage: A_i = (r_i − mean) / (std + 1e-6), std with n − 1.
+
+    Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2. Without `divide_by_std` it is the
+    centred reward. A group without spread gets exactly 0.
+    """
+    rewards = scores.double()
+    sums, counts = _group_sums(rewards, group_ids, valid)
+    centred = rewards - sums / counts.clamp(min=1)
+    squares, _ = _group_sums(centred.square(), group_ids, valid)
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    if divide_by_std:
+        centred = centred / (std + 1e-6)
+    # Rounding in the mean leaves ±1e-17 in a group of equal rewards: no spread, no signal.
+    return torch.where(valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
+
+
+#: Estimators that need nothing but scores and groups.
+GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "rloo": rloo}
+
+
+def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups whose valid rewards are all equal (they teach nothing), and groups in all; two () float64."""
+    rewards = scores.double()
+    sums, counts = _group_sums(rewards, group_ids, valid)
+    squares, _ = _group_sums((rewards - sums / counts.clamp(min=1)).square(), group_ids, valid)
+    members = torch.ones_like(rewards)
+    _, all_counts = _group_sums(members, group_ids, torch.ones_like(valid))
+    share = 1.0 / all_counts  # each group's members add up to one group
+    return torch.where(squares <= 1e-12, share, 0.0).sum(), share.sum()

@@ -1,0 +1,317 @@
+"""Rollout correction: importance weights and rejection between π_rollout and π_train.
+
+The whole computation is one walk over the batch in blocks of rows small enough to stay in cache,
+each block yielding per-row sums; everything about sequences then happens on (B,) vectors. Sums and
+counts leave this module (`Tally`), never averages, so that any division of a mini-batch into
+micro-batches and ranks adds up to the same weights, masks and metrics. Nothing here moves data to
+the host.
+
+Notation: r_t = log π_train(t) − log π_rollout(t), ρ_t = exp(r_t), clamped to ±20 before `exp`;
+e = ρ − 1 is kept instead of ρ because float32 resolves it near the healthy value ρ = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.correction_metrics import Rows, Tally, build_tally, policy_gap_sums
+from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
+
+#: Elements per block: half a MiB of float32 stays in a core's cache; a GPU wants large kernels.
+_BLOCK_CPU = 1 << 17
+_BLOCK_CUDA = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What correction does to one (part of a) mini-batch.
+
+    Attributes:
+        weights: (B, T) float32, detached: after the bound, 0.0 where rejected, **not yet
+            normalised** (the factor belongs to the whole mini-batch, see `Tally`). None when the
+            rule has no level. May be an expanded view: do not write to it.
+        keep_mask: (B, T) bool, True where the token survives rejection; like the weights it means
+            something only under `response_mask`, and may be an expanded view.
+        row_reject: (B,) bool, sequences with at least one rejected token.
+        nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
+        tally: sums and maxima from which metrics and denominators follow.
+    """
+
+    weights: Tensor | None
+    keep_mask: Tensor
+    row_reject: Tensor
+    nonfinite: Tensor
+    tally: Tally
+
+
+@torch.no_grad()
+def correct(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    rules: CorrectionRules,
+    *,
+    advantages: Tensor | None = None,
+) -> Correction:
+    """Weights, rejection mask and tally of one batch.
+
+    Args:
+        log_probs: (B, T) float32, log π_train of the sampled tokens (π_old or π_θ, by mode).
+        rollout_log_probs: (B, T) float32, log π_rollout of the same tokens.
+        response_mask: (B, T) bool; what is False is never read, NaN included.
+        rules: what to compute.
+        advantages: (B, T), needed by rules with `negative_advantage_only`.
+
+    Raises:
+        ValueError: shapes differ, nothing is in the batch, or a rule needs advantages and got none.
+    """
+    _check_shapes(log_probs, rollout_log_probs, response_mask)
+    if response_mask.numel() == 0:
+        raise ValueError("an empty batch has no correction")
+    if advantages is None and any(rule.negative_advantage_only for rule in rules.reject):
+        raise ValueError("a rule with negative_advantage_only needs advantages")
+
+    batch, horizon = response_mask.shape
+    token_weights = torch.empty_like(rollout_log_probs) if rules.weight.level == "token" else None
+    token_keep = torch.empty_like(response_mask) if any(r.scope == "token" for r in rules.reject) else None
+    blocks: list[Rows] = []
+    for start in range(0, batch, step := _rows_per_block(response_mask, horizon)):
+        part = slice(start, start + step)
+        blocks.append(
+            _token_pass(
+                log_probs[part],
+                rollout_log_probs[part],
+                response_mask[part],
+                rules,
+                None if token_weights is None else token_weights[part],
+                None if token_keep is None else token_keep[part],
+            )
+        )
+    rows = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+    if advantages is not None:
+        rows["advantage"] = torch.where(response_mask, advantages, 0.0).sum(-1)
+    return _sequence_pass(rows, response_mask, rules, token_weights, token_keep)
+
+
+def _rows_per_block(mask: Tensor, horizon: int) -> int:
+    return max(1, (_BLOCK_CUDA if mask.is_cuda else _BLOCK_CPU) // max(horizon, 1))
+
+
+def _check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
+    if not log_probs.shape == rollout_log_probs.shape == response_mask.shape:
+        raise ValueError(
+            f"shapes differ: log_probs {tuple(log_probs.shape)}, rollout_log_probs "
+            f"{tuple(rollout_log_probs.shape)}, response_mask {tuple(response_mask.shape)}"
+        )
+    if response_mask.dtype != torch.bool:
+        raise ValueError(f"response_mask must be bool, not {response_mask.dtype}")
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def _token_pass(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    rules: CorrectionRules,
+    weights_out: Tensor | None,
+    keep_out: Tensor | None,
+) -> Rows:
+    """Per-row sums of one block; fills its part of the per-token weights and mask."""
+    log_ratio = torch.where(mask, log_probs - rollout_log_probs, 0.0)
+    rows: Rows = {"length": mask.sum(-1), "log_ratio": log_ratio.sum(-1)}
+    # A NaN or infinity anywhere in the row shows in its sum; the row is rejected later, and its
+    # values are made harmless here.
+    log_ratio.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    excess = torch.expm1(log_ratio)
+
+    # Padding repeats a token of its own row, so that extremes need no second masked copy.
+    first = mask.int().argmax(-1, keepdim=True)
+    lowest, highest = torch.aminmax(torch.where(mask, log_ratio, log_ratio.gather(-1, first)), dim=-1)
+    rows |= {"log_ratio_min": lowest, "log_ratio_max": highest, "log_ratio_clamped": log_ratio.sum(-1)}
+    rows |= {"excess": excess.sum(-1), "excess_sq": _dot(excess, excess)}
+    rows |= policy_gap_sums(log_probs, rollout_log_probs, mask)
+
+    keep = mask
+    for index, rule in enumerate(rules.reject):
+        keep = _token_criterion(rows, f"rs{index}", rule, log_ratio, excess, mask, keep)
+    if keep_out is not None:
+        keep_out.copy_(keep)
+    rows["num_kept"] = keep.sum(-1)
+    if weights_out is not None:
+        _token_weights(rows, rules.weight, excess, mask, keep, weights_out)
+    return rows
+
+
+def _token_criterion(
+    rows: Rows, name: str, rule: RejectRule, log_ratio: Tensor, excess: Tensor, mask: Tensor, keep: Tensor
+) -> Tensor:
+    """Judge each token, or gather what judging the sequence needs; returns the surviving tokens."""
+    if rule.reduction == "none":
+        centre = 1.0 if rule.statistic == "ratio" else 0.0
+        values = _token_statistic(rule, log_ratio, excess)
+        high = _outside(values, rule.upper, centre, mask, above=True)
+        low = _outside(values, rule.lower, centre, mask, above=False)
+        rows |= {f"{name}_high": high.sum(-1), f"{name}_low": low.sum(-1)}
+        rows |= {f"{name}_sum": values.sum(-1), f"{name}_sum_sq": _dot(values, values)}
+        rows[f"{name}_max"] = torch.where(mask, values, -torch.inf).amax(-1) + centre
+        rows[f"{name}_min"] = torch.where(mask, values, torch.inf).amin(-1) + centre
+        held = values.clamp(
+            min=(0.0 if rule.lower is None else rule.lower) - centre,
+            max=None if rule.upper is None else rule.upper - centre,
+        )
+        held = torch.where(mask, held, 0.0)
+        rows |= {f"{name}_held": held.sum(-1), f"{name}_held_sq": _dot(held, held)}
+        return keep & ~(high | low) if rule.scope == "token" else keep
+    if rule.statistic == "k2" and rule.reduction != "max":
+        rows[f"{name}_sum"] = 0.5 * _dot(log_ratio, log_ratio)
+    return keep
+
+
+def _token_statistic(rule: RejectRule, log_ratio: Tensor, excess: Tensor) -> Tensor:
+    """The statistic per token, a ratio as its distance from 1; zero on padding."""
+    if rule.statistic == "ratio":
+        return excess
+    if rule.statistic == "k1":
+        return -log_ratio
+    if rule.statistic == "k2":
+        return 0.5 * log_ratio.square()
+    return excess - log_ratio
+
+
+def _outside(values: Tensor, bound: float | None, centre: float, mask: Tensor, *, above: bool) -> Tensor:
+    if bound is None:
+        return torch.zeros_like(mask)
+    return mask & (values > bound - centre if above else values < bound - centre)
+
+
+def bound_excess(excess: Tensor, rule: WeightRule) -> Tensor:
+    """Apply the bound to w − 1 (any shape): `clip`, `truncate` or `mask` of `WeightRule`."""
+    if rule.bound == "mask":
+        inside = (excess >= rule.lower - 1.0) & (excess <= rule.upper - 1.0)
+        return torch.where(inside, excess, -1.0)
+    return excess.clamp(min=rule.lower - 1.0 if rule.bound == "clip" else None, max=rule.upper - 1.0)
+
+
+def _token_weights(
+    rows: Rows, rule: WeightRule, excess: Tensor, mask: Tensor, keep: Tensor, weights_out: Tensor
+) -> None:
+    """Bounded token weights into `weights_out`, and the row sums of what will be logged."""
+    bounded = bound_excess(excess, rule)
+    rows["ratio_high"] = (mask & (excess > rule.upper - 1.0)).sum(-1)
+    rows["ratio_low"] = (mask & (excess < _lower_edge(rule) - 1.0)).sum(-1)
+    kept = bounded if keep is mask else torch.where(keep, bounded, -1.0)
+    logged = bounded if rule.metrics == "verl" else kept
+    logged_in = torch.where(mask, logged, 0.0)
+    rows |= {"weight": logged_in.sum(-1), "weight_sq": _dot(logged_in, logged_in)}
+    first = mask.int().argmax(-1, keepdim=True)
+    low, high = torch.aminmax(torch.where(mask, logged, logged.gather(-1, first)), dim=-1)
+    rows |= {"weight_min": low, "weight_max": high}
+    rows["norm_all"] = torch.where(mask, bounded, 0.0).sum(-1)
+    rows["norm_kept"] = torch.where(keep, bounded, 0.0).sum(-1)
+    torch.add(kept, 1.0, out=weights_out).mul_(mask)
+
+
+def _lower_edge(rule: WeightRule) -> float:
+    """Where `ratio_fraction_low` starts: the lower bound, or 1/c for a truncation at c."""
+    return 1.0 / rule.upper if rule.bound == "truncate" else rule.lower
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row-wise Σ a·b without a temporary of their size."""
+    return torch.linalg.vecdot(a, b)
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+def _sequence_pass(
+    rows: Rows,
+    mask: Tensor,
+    rules: CorrectionRules,
+    token_weights: Tensor | None,
+    token_keep: Tensor | None,
+) -> Correction:
+    """Judge and weigh whole sequences, on (B,) vectors in float64."""
+    rows = {name: values.double() for name, values in rows.items()}
+    nonempty = rows["length"] > 0
+    nonfinite = nonempty & ~(rows["log_ratio"].isfinite() & rows["train_log_prob"].isfinite())
+    rows = {name: torch.where(nonfinite, 0.0, v) if name != "length" else v for name, v in rows.items()}
+    finite = nonempty & ~nonfinite
+
+    keep = finite
+    for index, rule in enumerate(rules.reject):
+        failed = _judge_sequences(rows, f"rs{index}", rule)
+        if rule.scope == "sequence":
+            keep = keep & ~failed
+    keep_mask = keep[:, None].expand_as(mask) if token_keep is None else token_keep & keep[:, None]
+    rows["num_kept"] = torch.where(keep, rows["num_kept"], 0.0)
+    row_reject = nonempty & (rows["num_kept"] < rows["length"])
+
+    weights = token_weights
+    if token_weights is not None:
+        token_weights.mul_(keep[:, None])
+    elif rules.weight.level is not None:
+        weights = _sequence_weights(rows, rules.weight, finite, keep)[:, None].expand_as(mask)
+        if token_keep is not None:
+            weights = weights * token_keep
+    tally = build_tally(rows, rules, nonempty=nonempty, finite=finite, keep=keep)
+    return Correction(weights, keep_mask, row_reject, nonfinite, tally)
+
+
+def _judge_sequences(rows: Rows, name: str, rule: RejectRule) -> Tensor:
+    """(B,) bool: the sequence fails this criterion. Adds the statistic it was judged by."""
+    if rule.reduction == "none":
+        failed = rows[f"{name}_high"] + rows[f"{name}_low"] > 0
+    else:
+        value = _sequence_statistic(rows, name, rule)
+        rows[f"{name}_value"] = value
+        failed = torch.zeros_like(value, dtype=torch.bool)
+        if rule.upper is not None:
+            failed = failed | (value > rule.upper)
+        if rule.lower is not None:
+            failed = failed | (value < rule.lower)
+    if rule.negative_advantage_only:
+        failed = failed & (rows["advantage"] < 0)
+    rows[f"{name}_failed"] = failed.double()
+    return failed
+
+
+def _sequence_statistic(rows: Rows, name: str, rule: RejectRule) -> Tensor:
+    """(B,) float64: sum, mean or maximum over the sequence's tokens (a ratio: in log space)."""
+    lowest, highest, length = rows["log_ratio_min"], rows["log_ratio_max"], rows["length"].clamp(min=1)
+    if rule.reduction == "max":
+        if rule.statistic == "ratio":
+            return highest.exp()
+        if rule.statistic == "k1":
+            return -lowest
+        if rule.statistic == "k2":
+            return 0.5 * torch.maximum(lowest.square(), highest.square())
+        # k3 is convex with its minimum at 0: its maximum is at one of the extremes.
+        return torch.maximum(lowest.expm1() - lowest, highest.expm1() - highest)
+    if rule.statistic == "ratio":
+        log_ratio = rows["log_ratio"] / (length if rule.reduction == "mean" else 1.0)
+        return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    if rule.statistic == "k1":
+        total = -rows["log_ratio_clamped"]
+    elif rule.statistic == "k2":
+        total = rows[f"{name}_sum"]
+    else:
+        total = rows["excess"] - rows["log_ratio_clamped"]
+    return total / length if rule.reduction == "mean" else total
+
+
+def _sequence_weights(rows: Rows, rule: WeightRule, finite: Tensor, keep: Tensor) -> Tensor:
+    """(B,) float32 bounded weights, 0.0 where the sequence is rejected."""
+    length = rows["length"].clamp(min=1)
+    log_weight = rows["log_ratio"] / (length if rule.level == "geometric" else 1.0)
+    raw = log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
+    bounded = bound_excess(raw, rule)
+    rows |= {"raw": raw, "bounded": bounded}
+    rows["ratio_high"] = (finite & (raw > rule.upper - 1.0)).double()
+    rows["ratio_low"] = (finite & (raw < _lower_edge(rule) - 1.0)).double()
+    return torch.where(keep, bounded + 1.0, 0.0).float()

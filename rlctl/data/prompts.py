@@ -1,0 +1,178 @@
+"""Rows rendered and tokenised once, then drawn batch by batch without any state to save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlctl.batch import Prompts
+from rlctl.data.schema import Row
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TOKENISE_AT_ONCE = 1024
+
+
+class PromptDataset:
+    """The prompts a model can be asked, as token ids.
+
+    Args:
+        rows: what `load_rows` returned.
+        tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
+            the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
+        max_prompt_length: tokens.
+        filter_overlong: leave longer prompts out; False: refuse them.
+
+    Attributes:
+        rows: the rows kept, in order.
+        num_dropped: rows left out for their length.
+
+    Raises:
+        UsageError: a prompt does not render, starts with two start tokens, is too long (when not
+            filtered), or none is left; names the row.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], tokenizer: Any, *, max_prompt_length: int, filter_overlong: bool
+    ) -> None:
+        self._pad_id = _pad_id(tokenizer)
+        self.rows: list[Row] = []
+        self._ids: list[list[int]] = []
+        self._texts: list[str] = []
+        prefix = _start_text(tokenizer)
+        for start in range(0, len(rows), TOKENISE_AT_ONCE):
+            chunk = rows[start : start + TOKENISE_AT_ONCE]
+            texts = [_render(row, tokenizer, prefix) for row in chunk]
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for row, text, ids in zip(chunk, texts, encoded, strict=True):
+                _check_start(row, ids, tokenizer.bos_token_id)
+                if len(ids) <= max_prompt_length:
+                    self.rows.append(row)
+                    self._ids.append(ids)
+                    self._texts.append(text)
+                elif not filter_overlong:
+                    raise _too_long(row, len(ids), max_prompt_length)
+        self.num_dropped = len(rows) - len(self.rows)
+        if not self.rows:
+            raise UsageError(
+                f"no prompt is left: all {len(rows)} have more than {max_prompt_length} tokens",
+                where="data.max_prompt_length",
+                fix="raise data.max_prompt_length",
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Full batches in one pass; what is left over is not used in that epoch.
+
+        Raises:
+            UsageError: the data set is smaller than one batch.
+        """
+        if len(self) < batch_size:
+            raise UsageError(
+                f"a batch takes {batch_size} prompts, the data has {len(self)}"
+                + (f" ({self.num_dropped} more were too long)" if self.num_dropped else ""),
+                where="data.train_batch_size",
+                fix=f"lower data.train_batch_size to {len(self)} or less, or add data",
+            )
+        return len(self) // batch_size
+
+    def batch_indices(self, step: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Which prompts step `step` (from 0, over all epochs) trains on: no state to save for a resume.
+
+        Each epoch has its own permutation of all rows, drawn from `seed` and the epoch's number.
+        """
+        epoch, place = divmod(step, self.steps_per_epoch(batch_size))
+        chosen = slice(place * batch_size, (place + 1) * batch_size)
+        if not shuffle:
+            return list(range(len(self)))[chosen]
+        order: list[int] = _permutation(len(self), seed, epoch)[chosen].tolist()
+        return order
+
+    def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
+        """The prompts at `indices` as one left-padded batch (N, P), P the longest among them.
+
+        Args:
+            indices: places in `rows`.
+            group_ids: of each prompt, its place in the batch over all ranks.
+        """
+        width = max(len(self._ids[i]) for i in indices)
+        ids = torch.full((len(indices), width), self._pad_id, dtype=torch.int64)
+        mask = torch.zeros((len(indices), width), dtype=torch.bool)
+        for place, i in enumerate(indices):
+            length = len(self._ids[i])
+            ids[place, width - length :] = torch.tensor(self._ids[i], dtype=torch.int64)
+            mask[place, width - length :] = True
+        return Prompts(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
+            data_sources=tuple(self.rows[i].data_source for i in indices),
+            ground_truths=tuple(self.rows[i].ground_truth for i in indices),
+            texts=tuple(self._texts[i] for i in indices),
+        )
+
+
+@lru_cache(maxsize=2)
+def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # RandomState, not Generator: NumPy promises that its streams never change between versions.
+    state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    return state.permutation(size)
+
+
+def _render(row: Row, tokenizer: Any, prefix: str) -> str:
+    if not tokenizer.chat_template:
+        return prefix + "\n\n".join(message.content for message in row.prompt)
+    messages = [{"role": message.role, "content": message.content} for message in row.prompt]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # Jinja's own errors and whatever the template raises
+        raise UsageError(
+            f"the model's chat template refuses this prompt: {error}",
+            where=row.where or f"row {row.index}",
+            fix="use roles the template knows (many have no system role)",
+        ) from error
+    return text
+
+
+def _start_text(tokenizer: Any) -> str:
+    """The start token as text, where the tokenizer puts one before plain text."""
+    added = tokenizer("")["input_ids"]
+    starts = bool(added) and added[0] == tokenizer.bos_token_id
+    return str(tokenizer.bos_token) if starts else ""
+
+
+def _check_start(row: Row, ids: Sequence[int], bos_id: int | None) -> None:
+    where = row.where or f"row {row.index}"
+    if not ids:
+        raise UsageError("the prompt has no tokens", where=where)
+    if bos_id is not None and list(ids[:2]) == [bos_id, bos_id]:
+        raise UsageError(
+            "the rendered prompt starts with two start-of-sequence tokens",
+            where=where,
+            fix="remove the start token from the prompt or from the chat template",
+        )
+
+
+def _too_long(row: Row, length: int, limit: int) -> UsageError:
+    return UsageError(
+        f"the prompt has {length} tokens, more than data.max_prompt_length = {limit}",
+        where=row.where or f"row {row.index}",
+        fix=f"raise data.max_prompt_length to {length}, or set data.filter_overlong_prompts=true",
+    )
+
+
+def _pad_id(tokenizer: Any) -> int:
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    raise UsageError(
+        "the tokenizer has neither a padding nor an end-of-sequence token", where=tokenizer.name_or_path
+    )

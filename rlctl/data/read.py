@@ -1,0 +1,171 @@
+"""Prepared Parquet into rows, for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl.data.schema import Message, Row
+from rlctl.errors import UsageError
+
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+REQUIRED = ("data_source", "prompt", "reward_model")
+PREPARE = "write it with `rlctl prepare-data parquet`"
+
+
+class RowError(ValueError):
+    """What is wrong with one row, without saying which."""
+
+
+def load_rows(files: Sequence[str]) -> list[Row]:
+    """The rows of Parquet files (or directories of them) in verl's row schema, in order.
+
+    Columns and fields beyond the schema are ignored, and a `prompt` that is plain text is one user
+    message, so verl's own files work unchanged.
+
+    Raises:
+        UsageError: a file is missing, broken or empty, or a row does not fit; names file and row.
+    """
+    return [row for path in _parquet_files(files) for row in _read_file(path)]
+
+
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """A prompt as text, or as a list of {role, content}.
+
+    Raises:
+        RowError: it is missing, empty, or neither.
+    """
+    if value is None:
+        raise RowError("the prompt is null")
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise RowError(f"the prompt is {_kind(value)}, not text or a list of messages")
+    if not value:
+        raise RowError("the prompt has no messages")
+    return tuple(_parse_message(message) for message in value)
+
+
+def _parse_message(value: Any) -> Message:
+    if not isinstance(value, Mapping):
+        raise RowError(f"a message of the prompt is {_kind(value)}, not {{role, content}}")
+    role, content = value.get("role"), value.get("content")
+    if not isinstance(role, str) or not role:
+        raise RowError("a message of the prompt has no role")
+    if not isinstance(content, str):
+        raise RowError(f"a message's content is {_kind(content)}, not text")
+    if not content.strip():
+        raise RowError(f"the {role} message of the prompt is empty")
+    return Message(check_text(role), check_text(content))
+
+
+def parse_answer(value: Any, name: str) -> str:
+    """An answer given as text or as a number.
+
+    Raises:
+        RowError: it is missing, empty, or something else.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if value is None:
+        raise RowError(f"{name} is null")
+    if not isinstance(value, str):
+        raise RowError(f"{name} is {_kind(value)}, not text or a number")
+    if not value.strip():
+        raise RowError(f"{name} is empty")
+    return check_text(value)
+
+
+def check_text(text: str) -> str:
+    """The text itself, if UTF-8 can hold it.
+
+    Raises:
+        RowError: it has bytes that were not UTF-8, or half a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"not valid UTF-8 text at character {error.start}") from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
+    for name in files:
+        path = Path(name)
+        if not path.exists():
+            raise UsageError("no such file or directory", where=name, fix=PREPARE)
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.glob("*.parquet"))
+        if not found:
+            raise UsageError("the directory holds no .parquet file", where=name, fix=PREPARE)
+        if {"train.parquet", "test.parquet"} <= {file.name for file in found}:
+            raise UsageError(
+                "the directory holds a training and a test split; reading both would mix them",
+                where=name,
+                fix=f"name {path / 'train.parquet'}",
+            )
+        yield from found
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow.names)
+            wanted = [name for name in COLUMNS if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=4096, columns=wanted):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield _row(path, number, values)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"cannot be read as Parquet: {reason}", where=f"{path}:{number + 1}") from error
+    if number == 0:
+        raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        raise UsageError(
+            f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing "
+            f"(it has {', '.join(names)})",
+            where=str(path),
+            fix="convert it with `rlctl prepare-data parquet`",
+        )
+
+
+def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
+    where = f"{path}:{number}"
+    try:
+        source = values["data_source"]
+        if not isinstance(source, str) or not source:
+            raise RowError(f"data_source is {_kind(source)}, not text")
+        judged = values["reward_model"]
+        if not isinstance(judged, Mapping):
+            raise RowError(f"reward_model is {_kind(judged)}, not {{style, ground_truth}}")
+        extra = values.get("extra_info")
+        extra = extra if isinstance(extra, Mapping) else {}
+        index = extra.get("index")
+        return Row(
+            data_source=source,
+            prompt=parse_messages(values["prompt"]),
+            ground_truth=parse_answer(judged.get("ground_truth"), "reward_model.ground_truth"),
+            ability=values.get("ability") or "",
+            style=judged.get("style") or "rule",
+            split=extra.get("split") or "",
+            index=index if isinstance(index, int) else number - 1,
+            where=where,
+        )
+    except RowError as problem:
+        raise UsageError(str(problem), where=where, fix="mend or remove this row") from None

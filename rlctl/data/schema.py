@@ -1,0 +1,85 @@
+"""One row, in verl's layout: `data_source`, `prompt`, `ability`, `reward_model`, `extra_info`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GSM8K_SOURCE = "openai/gsm8k"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of the prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt and how its answers are judged.
+
+    Attributes:
+        data_source: where it comes from; chooses the grader.
+        prompt: the conversation so far, at least one message.
+        ground_truth: what the grader compares with.
+        ability: kind of task, for reports.
+        style: `rule`, `model` or `code`: how it is judged.
+        split: `train` or `test`.
+        index: place in the original input, from 0.
+        question: the original prompt text, before any instruction was added.
+        answer: the original answer text, reasoning included.
+        where: `file:row` it was read from, for messages; not written.
+    """
+
+    data_source: str
+    prompt: tuple[Message, ...]
+    ground_truth: str
+    ability: str = ""
+    style: str = "rule"
+    split: str = ""
+    index: int = 0
+    question: str = ""
+    answer: str = ""
+    where: str = ""
+
+    def to_arrow(self) -> dict[str, Any]:
+        """The nested values `arrow_schema()` describes."""
+        return {
+            "data_source": self.data_source,
+            "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
+            "ability": self.ability,
+            "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
+            "extra_info": {
+                "split": self.split,
+                "index": self.index,
+                "question": self.question,
+                "answer": self.answer,
+            },
+        }
+
+
+@cache
+def arrow_schema() -> pa.Schema:
+    """The explicit schema: large strings, so that no file overflows 32-bit offsets; no nulls are written."""
+    import pyarrow as pa
+
+    text = pa.large_string()
+    message = pa.struct([("role", text), ("content", text)])
+    return pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.list_(message)),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            (
+                "extra_info",
+                pa.struct([("split", text), ("index", pa.int64()), ("question", text), ("answer", text)]),
+            ),
+        ]
+    )

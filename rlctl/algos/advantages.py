@@ -14,7 +14,7 @@ from torch import Tensor
 
 def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Per response: its group's sum of `values` and number of members, over valid ones."""
-    _, index = group_ids.unique(return_inverse=True)
+    _, index = torch.unique(group_ids, return_inverse=True)
     counted = torch.where(valid, values, 0.0)
     size = int(index.max()) + 1 if len(index) else 0
     sums = torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, counted)

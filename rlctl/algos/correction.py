@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction_metrics import Rows, Tally, build_tally, policy_gap_sums
+from rlctl.algos.correction_metrics import Rows, build_tally, policy_gap_sums
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.tally import Tally
 
 #: Elements per block: half a MiB of float32 stays in a core's cache; a GPU wants large kernels.
 _BLOCK_CPU = 1 << 17
@@ -223,7 +224,8 @@ def _lower_edge(rule: WeightRule) -> float:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Row-wise Σ a·b without a temporary of their size."""
-    return torch.linalg.vecdot(a, b)
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product
 
 
 # --- sequences ------------------------------------------------------------------------------------

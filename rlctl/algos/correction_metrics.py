@@ -1,8 +1,4 @@
-"""Correction metrics from mergeable sums: reduce first, divide once.
-
-`Tally` holds sums and maxima of one part of a mini-batch, on the device. Parts add up; two
-collectives merge ranks; one transfer brings everything to the host as a `HostTally`, whose
-`metrics` are those of the whole, never an average of the parts' figures.
+"""What correction measures: sums on the device, metrics on the host.
 
 Weights and ratios are summed as distances from 1, so that variances near ρ = 1 survive rounding.
 """
@@ -10,12 +6,12 @@ Weights and ratios are summed as distances from 1, so that variances near ρ = 1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule
+from rlctl.algos.tally import HostTally, Tally, TallyBuilder
 
 #: Per-row sums, each (B,).
 Rows = dict[str, Tensor]
@@ -39,38 +35,6 @@ def policy_gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """Sums and maxima on the device, all () float64, under fixed names.
-
-    Minima are kept as maxima of the negated value, so that a whole tally merges with one sum and
-    one maximum.
-    """
-
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-
-    def __add__(self, other: Tally) -> Tally:
-        """The tally of both parts together."""
-        return Tally(
-            {name: value + other.sums[name] for name, value in self.sums.items()},
-            {name: torch.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
-        )
-
-    def pack(self) -> tuple[Tensor, Tensor]:
-        """All sums and all maxima, each one float64 vector, to be reduced over ranks."""
-        return torch.stack(list(self.sums.values())), torch.stack(list(self.maxima.values()))
-
-    def to_host(self, packed: tuple[Tensor, Tensor] | None = None) -> HostTally:
-        """Bring everything (or what `pack` gave, after reduction) over in one transfer."""
-        sums, maxima = packed or self.pack()
-        values = torch.cat([sums, maxima]).tolist()
-        return HostTally(
-            dict(zip(self.sums, values[: len(sums)], strict=True)),
-            dict(zip(self.maxima, values[len(sums) :], strict=True)),
-        )
-
-
 def build_tally(
     rows: Rows, rules: CorrectionRules, *, nonempty: Tensor, finite: Tensor, keep: Tensor
 ) -> Tally:
@@ -81,7 +45,7 @@ def build_tally(
         nonempty, finite, keep: (B,) bool: has response tokens; and finite log-probs; and survives
             sequence-scoped rejection.
     """
-    builder = _Builder()
+    builder = TallyBuilder()
     length, num_kept = rows["length"], rows["num_kept"]
     survives = keep & (num_kept > 0)
     builder.sums |= {
@@ -101,31 +65,7 @@ def build_tally(
     return Tally(builder.sums, builder.maxima)
 
 
-class _Builder:
-    """Names for the sums of one family of values: count, Σx, Σx², max, −min."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.maxima: dict[str, Tensor] = {}
-
-    def family(
-        self, name: str, count: Tensor, total: Tensor, squares: Tensor, high: Tensor, low: Tensor, who: Tensor
-    ) -> None:
-        """Row vectors (B,): `who` takes part; `count` values in the row, their sums and extremes."""
-        zero, never = torch.zeros((), dtype=torch.float64, device=who.device), -math.inf
-        self.sums[f"{name}.n"] = torch.where(who, count, zero).sum()
-        self.sums[f"{name}.s1"] = torch.where(who, total, zero).sum()
-        self.sums[f"{name}.s2"] = torch.where(who, squares, zero).sum()
-        self.maxima[f"{name}.max"] = torch.where(who, high, never).amax()
-        self.maxima[f"{name}.min"] = torch.where(who, -low, never).amax()
-
-    def per_sequence(self, name: str, values: Tensor, who: Tensor, centre: float = 0.0) -> None:
-        """One value per sequence."""
-        at = values + centre
-        self.family(name, torch.ones_like(values), values, values.square(), at, at, who)
-
-
-def _gap_sums(builder: _Builder, rows: Rows, finite: Tensor) -> None:
+def _gap_sums(builder: TallyBuilder, rows: Rows, finite: Tensor) -> None:
     """How far apart the policies are, whatever the rules."""
     length = rows["length"].clamp(min=1)
     product = rows["log_ratio"].clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
@@ -155,7 +95,7 @@ def _gap_sums(builder: _Builder, rows: Rows, finite: Tensor) -> None:
 
 
 def _weight_sums(
-    builder: _Builder,
+    builder: TallyBuilder,
     rows: Rows,
     rules: CorrectionRules,
     nonempty: Tensor,
@@ -217,13 +157,13 @@ def _weight_sums(
     builder.sums["norm.s1"] = torch.where(who, total, 0.0).sum()
 
 
-def _expand(builder: _Builder, name: str, values: Tensor, length: Tensor, who: Tensor) -> None:
+def _expand(builder: TallyBuilder, name: str, values: Tensor, length: Tensor, who: Tensor) -> None:
     """A sequence's value counted once for each of its tokens."""
     at = values + 1.0
     builder.family(name, length, values * length, values.square() * length, at, at, who)
 
 
-def _criterion_sums(builder: _Builder, rows: Rows, name: str, rule: RejectRule, finite: Tensor) -> None:
+def _criterion_sums(builder: TallyBuilder, rows: Rows, name: str, rule: RejectRule, finite: Tensor) -> None:
     """One rejection criterion: its statistic, who is out of bounds, what it masks by itself."""
     length, failed = rows["length"], rows[f"{name}_failed"]
     if rule.reduction == "none":
@@ -256,104 +196,27 @@ def _criterion_sums(builder: _Builder, rows: Rows, name: str, rule: RejectRule, 
 # --- on the host ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Count, Σ(x − centre), Σ(x − centre)², extremes of one family of values."""
-
-    count: float
-    s1: float
-    s2: float
-    high: float
-    low: float
-    centre: float
-
-    @property
-    def mean(self) -> float:
-        """Mean; 0.0 of nothing."""
-        return self.centre + self.s1 / self.count if self.count else 0.0
-
-    @property
-    def mean_square(self) -> float:
-        """Mean of x²."""
-        if not self.count:
-            return 0.0
-        return (self.s2 + 2.0 * self.centre * self.s1) / self.count + self.centre**2
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation."""
-        return math.sqrt(self._variance()) if self.count else 0.0
-
-    @property
-    def sample_std(self) -> float:
-        """Standard deviation with n − 1 (verl's choice for per-sequence figures)."""
-        return math.sqrt(self._variance() * self.count / (self.count - 1)) if self.count > 1 else 0.0
-
-    def _variance(self) -> float:
-        return max(self.s2 / self.count - (self.s1 / self.count) ** 2, 0.0)
-
-    @property
-    def ess(self) -> float:
-        """Effective sample size (Σw)² / (n Σw²) ∈ (0, 1]; 0.0 when every weight is zero.
-
-        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
-        """
-        return self.mean**2 / self.mean_square if self.count and self.mean_square > 0 else 0.0
-
-    @property
-    def max(self) -> float:
-        """Largest value; 0.0 of nothing."""
-        return self.high if self.count else 0.0
-
-    @property
-    def min(self) -> float:
-        """Smallest value; 0.0 of nothing."""
-        return self.low if self.count else 0.0
+def batch_norm_factor(tally: HostTally, rules: CorrectionRules) -> float:
+    """Mean weight of the mini-batch, by which its weights are divided (1.0: nothing to do)."""
+    if rules.weight.level is None or not rules.weight.normalize:
+        return 1.0
+    count = tally.sums["norm.n"]
+    mean = 1.0 + tally.sums["norm.s1"] / count if count else 1.0
+    return mean if mean > 1e-8 else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class HostTally:
-    """A tally as plain numbers: of one mini-batch, or of several merged."""
-
-    sums: dict[str, float]
-    maxima: dict[str, float]
-
-    def __add__(self, other: HostTally) -> HostTally:
-        """The tally of both mini-batches together."""
-        return HostTally(
-            {name: value + other.sums[name] for name, value in self.sums.items()},
-            {name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
-        )
-
-    def batch_norm_factor(self, rules: CorrectionRules) -> float:
-        """Mean weight of the mini-batch, by which its weights are divided (1.0: nothing to do)."""
-        if rules.weight.level is None or not rules.weight.normalize:
-            return 1.0
-        count = self.sums["norm.n"]
-        mean = 1.0 + self.sums["norm.s1"] / count if count else 1.0
-        return mean if mean > 1e-8 else 1.0
-
-    def normalized(self, factor: float) -> HostTally:
-        """The applied weights' sums after dividing every weight of this mini-batch by `factor`."""
-        if factor == 1.0:
-            return self
-        sums, maxima = dict(self.sums), dict(self.maxima)
-        for name in ("weight_token", "weight_seq"):
-            n, s1, s2 = (sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
-            sums[f"{name}.s1"] = (s1 + n * (1.0 - factor)) / factor
-            sums[f"{name}.s2"] = (s2 + 2.0 * (1.0 - factor) * s1 + n * (1.0 - factor) ** 2) / factor**2
-            for part in ("max", "min"):
-                maxima[f"{name}.{part}"] /= factor
-        return HostTally(sums, maxima)
-
-    def moments(self, name: str, centre: float = 0.0) -> Moments:
-        """The family `name`."""
-        count, s1, s2 = (self.sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
-        return Moments(count, s1, s2, self.maxima[f"{name}.max"], -self.maxima[f"{name}.min"], centre)
-
-    def per(self, name: str, count: str) -> float:
-        """A sum divided by a count; 0.0 of nothing."""
-        return self.sums[name] / self.sums[count] if self.sums[count] else 0.0
+def normalized(tally: HostTally, factor: float) -> HostTally:
+    """The applied weights' sums after dividing every weight of this mini-batch by `factor`."""
+    if factor == 1.0:
+        return tally
+    sums, maxima = dict(tally.sums), dict(tally.maxima)
+    for name in ("weight_token", "weight_seq"):
+        n, s1, s2 = (sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
+        sums[f"{name}.s1"] = (s1 + n * (1.0 - factor)) / factor
+        sums[f"{name}.s2"] = (s2 + 2.0 * (1.0 - factor) * s1 + n * (1.0 - factor) ** 2) / factor**2
+        for part in ("max", "min"):
+            maxima[f"{name}.{part}"] /= factor
+    return HostTally(sums, maxima)
 
 
 def correction_metrics(tally: HostTally, rules: CorrectionRules) -> dict[str, float]:

@@ -1,0 +1,152 @@
+"""Sums that merge: reduce first, divide once.
+
+`Tally` holds sums and maxima of one part of a batch, on the device. Parts add up; two collectives
+merge ranks; one transfer brings everything to the host as a `HostTally`, whose figures are those of
+the whole, never an average of the parts' figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums and maxima on the device, all () float64, under fixed names.
+
+    Minima are kept as maxima of the negated value, so that a whole tally merges with one sum and
+    one maximum.
+    """
+
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+    def __add__(self, other: Tally) -> Tally:
+        """The tally of both parts together."""
+        return Tally(
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: torch.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """All sums and all maxima, each one float64 vector, to be reduced over ranks."""
+        return torch.stack(list(self.sums.values())), torch.stack(list(self.maxima.values()))
+
+    def to_host(self, packed: tuple[Tensor, Tensor] | None = None) -> HostTally:
+        """Bring everything (or what `pack` gave, after reduction) over in one transfer."""
+        sums, maxima = packed or self.pack()
+        values = torch.cat([sums, maxima]).tolist()
+        return HostTally(
+            dict(zip(self.sums, values[: len(sums)], strict=True)),
+            dict(zip(self.maxima, values[len(sums) :], strict=True)),
+        )
+
+
+class TallyBuilder:
+    """Names for the sums of one family of values: count, Σx, Σx², max, −min."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def family(
+        self, name: str, count: Tensor, total: Tensor, squares: Tensor, high: Tensor, low: Tensor, who: Tensor
+    ) -> None:
+        """Row vectors (B,): `who` takes part; `count` values in the row, their sums and extremes."""
+        zero, never = torch.zeros((), dtype=torch.float64, device=who.device), -math.inf
+        self.sums[f"{name}.n"] = torch.where(who, count, zero).sum()
+        self.sums[f"{name}.s1"] = torch.where(who, total, zero).sum()
+        self.sums[f"{name}.s2"] = torch.where(who, squares, zero).sum()
+        self.maxima[f"{name}.max"] = torch.where(who, high, never).amax()
+        self.maxima[f"{name}.min"] = torch.where(who, -low, never).amax()
+
+    def per_sequence(self, name: str, values: Tensor, who: Tensor, centre: float = 0.0) -> None:
+        """One value per sequence."""
+        at = values + centre
+        self.family(name, torch.ones_like(values), values, values.square(), at, at, who)
+
+
+# --- on the host ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, Σ(x − centre), Σ(x − centre)², extremes of one family of values."""
+
+    count: float
+    s1: float
+    s2: float
+    high: float
+    low: float
+    centre: float
+
+    @property
+    def mean(self) -> float:
+        """Mean; 0.0 of nothing."""
+        return self.centre + self.s1 / self.count if self.count else 0.0
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of x²."""
+        if not self.count:
+            return 0.0
+        return (self.s2 + 2.0 * self.centre * self.s1) / self.count + self.centre**2
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation."""
+        return math.sqrt(self._variance()) if self.count else 0.0
+
+    @property
+    def sample_std(self) -> float:
+        """Standard deviation with n − 1 (verl's choice for per-sequence figures)."""
+        return math.sqrt(self._variance() * self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+    def _variance(self) -> float:
+        return max(self.s2 / self.count - (self.s1 / self.count) ** 2, 0.0)
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size (Σw)² / (n Σw²) ∈ (0, 1]; 0.0 when every weight is zero.
+
+        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
+        """
+        return self.mean**2 / self.mean_square if self.count and self.mean_square > 0 else 0.0
+
+    @property
+    def max(self) -> float:
+        """Largest value; 0.0 of nothing."""
+        return self.high if self.count else 0.0
+
+    @property
+    def min(self) -> float:
+        """Smallest value; 0.0 of nothing."""
+        return self.low if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostTally:
+    """A tally as plain numbers: of one mini-batch, or of several merged."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+    def __add__(self, other: HostTally) -> HostTally:
+        """The tally of both mini-batches together."""
+        return HostTally(
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
+    def moments(self, name: str, centre: float = 0.0) -> Moments:
+        """The family `name`."""
+        count, s1, s2 = (self.sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
+        return Moments(count, s1, s2, self.maxima[f"{name}.max"], -self.maxima[f"{name}.min"], centre)
+
+    def per(self, name: str, count: str) -> float:
+        """A sum divided by a count; 0.0 of nothing."""
+        return self.sums[name] / self.sums[count] if self.sums[count] else 0.0

@@ -57,7 +57,7 @@ class Problem:
 
     Attributes:
         severity: `error` stops the run; `warning` is shown and the run goes on.
-        key: dotted key, e.g. `actor.lr`.
+        key: dotted key, e.g. `actor.lr`; empty where a whole file or argument is wrong.
         what: one sentence.
         where: `file:line`, `command line` or None for a default.
         fix: what to write instead.
@@ -83,5 +83,6 @@ class SpecError(UsageError):
         for problem in self.problems:
             where = f"{problem.where}: " if problem.where else ""
             fix = f" ({problem.fix})" if problem.fix else ""
-            lines.append(f"  {where}{problem.key}: {problem.what}{fix}")
+            key = f"{problem.key}: " if problem.key else ""
+            lines.append(f"  {where}{key}{problem.what}{fix}")
         return "\n".join(lines)

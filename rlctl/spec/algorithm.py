@@ -18,7 +18,7 @@ Threshold = Annotated[str, BeforeValidator(_number_as_text)]
 
 
 class RolloutCorrectionSpec(Section):
-    """Importance sampling (IS) and rejection sampling (RS) between the policy that sampled and the one trained."""
+    """Importance and rejection sampling (IS, RS) between the sampling and the trained policy."""
 
     dialect: Literal["guide", "verl"] = "guide"
     """Whose meaning the RS names and the default bound have: the reference guide's, or verl 0.9's."""
@@ -27,7 +27,7 @@ class RolloutCorrectionSpec(Section):
     rollout_is_threshold: Threshold = "2.0"
     """One number c, or `lo_hi`. Under `clip` one number means [1/c, c]."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
-    """What happens outside the threshold; null: `clip` (guide), or `truncate`/`mask` by threshold form (verl)."""
+    """Outside the threshold; null: `clip` (guide), `truncate` for one number and `mask` for two (verl)."""
     rollout_is_batch_normalize: bool = True
     """Divide the weights by their mean over the mini-batch (self-normalised IS)."""
     rollout_rs: Annotated[str | None, NullWord] = None

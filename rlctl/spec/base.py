@@ -10,7 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 class Section(BaseModel):
     """Frozen, and deaf to no mistake: an unknown key is an error, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
 
 
 def _null_word(value: Any) -> Any:

@@ -10,9 +10,9 @@ from rlctl.spec.base import Section, StrList
 class DataSpec(Section):
     """Training and validation prompts (Parquet in verl's row schema)."""
 
-    train_files: StrList = []
+    train_files: StrList = Field(default=[])
     """Parquet files or directories; empty together with `model.path: embedded` means the built-in task."""
-    val_files: StrList = []
+    val_files: StrList = Field(default=[])
     """Validation prompts, same schema; empty: no validation (the built-in task brings its own)."""
     train_batch_size: int = Field(default=128, ge=1)
     """Prompts per batch; each is answered `rollout.n` times."""

@@ -13,6 +13,6 @@ class RewardSpec(Section):
     """Grading of responses."""
 
     name: Literal["auto", "maths", "exact"] = "auto"
-    """`maths`: math-verify; `exact`: the text equals the ground truth; `auto`: by each row's `data_source`."""
+    """`maths`: math-verify; `exact`: text equals ground truth; `auto`: by each row's `data_source`."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Stop when the grader fails on more than this fraction of a batch (failures are left out, never scored 0)."""
+    """Stop when grading fails on more of a batch than this (failures are left out, never scored 0)."""

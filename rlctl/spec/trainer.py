@@ -14,7 +14,7 @@ Logger = Literal["console", "wandb", "tensorboard"]
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
-    logger: Annotated[list[Logger], BeforeValidator(_one_or_many)] = ["console"]
+    logger: Annotated[list[Logger], BeforeValidator(_one_or_many)] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project_name: str = Field(default="rlctl", pattern=r"^[A-Za-z0-9._-]+$")
     """Project in W&B, and the folder under `runs/`."""

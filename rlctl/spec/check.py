@@ -1,0 +1,274 @@
+"""One small function per contradiction: why it is one, and what to write instead.
+
+Types and ranges are the fields' own business; here are the mistakes that only two values together
+make. Nothing is computed twice: rollout correction is checked by translating it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlctl.errors import Problem
+from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction_rules
+from rlctl.spec.run import RunSpec
+
+_CORRECTION = "algorithm.rollout_correction."
+#: Learning rates above this are unusual for a pretrained language model.
+UNUSUAL_LR = 1e-4
+
+Check = Callable[[RunSpec], list[Problem]]
+
+
+def check_spec(spec: RunSpec, *, skip: frozenset[str] = frozenset()) -> list[Problem]:
+    """Every contradiction in `spec`, errors and warnings.
+
+    Args:
+        spec: a validated spec.
+        skip: keys whose values could not be read (they hold defaults now): checks that read one of
+            them say nothing.
+    """
+    return [
+        problem for check, keys in CHECKS.items() if not skip.intersection(keys) for problem in check(spec)
+    ]
+
+
+def check_trainable(spec: RunSpec) -> list[Problem]:
+    """What loads and dry-runs, but this version cannot train."""
+    if spec.algorithm.adv_estimator == "gae":
+        what = "gae needs a critic, which this version does not train"
+        return [Problem("error", "algorithm.adv_estimator", what, "use rloo or grpo")]
+    return []
+
+
+def correction_is_clear(spec: RunSpec) -> list[Problem]:
+    """Criteria must exist in their dialect, thresholds must fit them and let on-policy data pass."""
+    return correction_problems(spec.algorithm.rollout_correction)
+
+
+def weight_band_holds_one(spec: RunSpec) -> list[Problem]:
+    """On-policy weights are exactly 1; a band without 1 changes even those."""
+    correction = spec.algorithm.rollout_correction
+    if correction.rollout_is is None or correction_problems(correction):
+        return []
+    weight = correction_rules(correction).weight
+    lower, upper = weight.band()
+    if lower <= 1.0 <= upper:
+        return []
+    what = f"the band [{lower:g}, {upper:g}] leaves out 1, the weight of on-policy data"
+    return [Problem("warning", IS_THRESHOLD_KEY, what, "choose bounds with 1 between them")]
+
+
+def bypass_drifts(spec: RunSpec) -> list[Problem]:
+    """In bypass mode nothing but IS or RS stands between old samples and a policy that moved on."""
+    correction, actor = spec.algorithm.rollout_correction, spec.actor
+    if not correction.bypass_mode:
+        return []
+    if actor.ppo_epochs > 1:
+        what = (
+            f"{actor.ppo_epochs} passes in bypass mode: π_old stays the sampling policy while π_θ moves on, "
+            "so every pass is further off-policy than the one before"
+        )
+        fix = "set algorithm.rollout_correction.bypass_mode: false, or ppo_epochs: 1"
+        return [Problem("warning", "actor.ppo_epochs", what, fix)]
+    steps = spec.data.train_batch_size // spec.ppo_mini_batch_size
+    uncorrected = correction.rollout_is is None and not correction.rollout_rs
+    if steps > 1 and uncorrected and correction.loss_type == "reinforce":
+        what = f"{steps} steps per batch, and from the second on nothing corrects for the policy's change"
+        fix = "set rollout_is: sequence, or ppo_mini_batch_size: null for one step per batch"
+        return [Problem("warning", "actor.ppo_mini_batch_size", what, fix)]
+    return []
+
+
+def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:
+    """Decoupled weights are fixed once per batch; REINFORCE has no ratio to notice later passes."""
+    correction = spec.algorithm.rollout_correction
+    if correction.bypass_mode or correction.loss_type != "reinforce" or spec.actor.ppo_epochs == 1:
+        return []
+    what = (
+        f"{spec.actor.ppo_epochs} passes of decoupled reinforce: the weights are those of before the first "
+        "update, so later passes follow an uncorrected gradient"
+    )
+    fix = "set loss_type: ppo_clip, or ppo_epochs: 1"
+    return [Problem("warning", "actor.ppo_epochs", what, fix)]
+
+
+def weights_measured_only(spec: RunSpec) -> list[Problem]:
+    """In bypass mode PPO's ratio already is π_θ/π_rollout; the weight on top would count it twice."""
+    correction = spec.algorithm.rollout_correction
+    if not (correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is):
+        return []
+    what = (
+        "the PPO ratio is the correction here, so IS weights (and their normalisation) are measured, "
+        "not applied; rejection does apply"
+    )
+    fix = "set rollout_is: null to say so, or bypass_mode: false or loss_type: reinforce to apply them"
+    return [Problem("warning", f"{_CORRECTION}rollout_is", what, fix)]
+
+
+def groups_have_siblings(spec: RunSpec) -> list[Problem]:
+    """RLOO and GRPO compare the responses of one prompt; a single one has nothing to be compared with."""
+    estimator = spec.algorithm.adv_estimator
+    if estimator == "gae" or spec.rollout.n > 1:
+        return []
+    what = f"{estimator} with one response per prompt: every advantage would be zero or undefined"
+    return [Problem("error", "rollout.n", what, "set rollout.n to 2 or more; 5 to 16 is usual")]
+
+
+def discount_is_used(spec: RunSpec) -> list[Problem]:
+    """`gamma` and `lam` belong to GAE; outcome-based estimators have no time axis."""
+    algorithm = spec.algorithm
+    unused = [key for key in ("gamma", "lam") if getattr(algorithm, key) != 1.0]
+    if algorithm.adv_estimator == "gae":
+        return []
+    what = f"has no effect with {algorithm.adv_estimator}, which scores whole responses"
+    return [Problem("warning", f"algorithm.{key}", what, "leave it out") for key in unused]
+
+
+def batch_divides(spec: RunSpec) -> list[Problem]:
+    """A batch is cut into equal mini-batches and each of them over all ranks; nothing may be left over."""
+    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
+    key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
+    problems = []
+    if mini > batch:
+        what = f"{mini} prompts per mini-batch, but a batch has only {batch} (data.train_batch_size)"
+        problems.append(Problem("error", key, what, f"use a divisor of {batch}"))
+    elif batch % mini:
+        what = f"{mini} does not divide data.train_batch_size: {batch}; {batch % mini} prompts are left over"
+        near = max(size for size in range(1, mini + 1) if batch % size == 0)
+        problems.append(Problem("error", key, what, f"use a divisor of {batch}, for example {near}"))
+    if mini % world:
+        what = f"{mini} prompts cannot be shared equally by {world} ranks"
+        problems.append(
+            Problem("error", key, what, f"use a multiple of {world}, for example {_up(mini, world)}")
+        )
+    return problems
+
+
+def sampling_is_whole(spec: RunSpec) -> list[Problem]:
+    """Trainer log-probs are over the full vocabulary; truncated samples differ by the mass cut."""
+    rollout = spec.rollout
+    truncated = {"top_p": rollout.top_p < 1.0, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0.0}
+    neutral = {"top_p": "1.0", "top_k": "-1", "min_p": "0.0"}
+    return [
+        Problem(
+            "warning",
+            f"rollout.{key}",
+            "samples come from a truncated distribution, the trainer's log-probs from the full one: "
+            "every ratio ρ is biased by the mass cut off",
+            f"set it to {neutral[key]} for training",
+        )
+        for key, is_truncated in truncated.items()
+        if is_truncated
+    ]
+
+
+def temperature_explores(spec: RunSpec) -> list[Problem]:
+    """Near-greedy sampling answers a prompt n times alike: no spread, no advantage, nothing learned."""
+    if spec.rollout.temperature >= 0.1:
+        return []
+    what = f"at temperature {spec.rollout.temperature:g} the responses to one prompt hardly differ"
+    return [Problem("warning", "rollout.temperature", what, "1.0 is usual for training")]
+
+
+def top_k_is_possible(spec: RunSpec) -> list[Problem]:
+    """`top_k: 0` means "all" to some engines and "none" to others."""
+    if spec.rollout.top_k != 0:
+        return []
+    return [Problem("error", "rollout.top_k", "0 tokens to sample from", "write -1 for all tokens")]
+
+
+def prompts_are_given(spec: RunSpec) -> list[Problem]:
+    """Only the embedded model brings a task of its own."""
+    if spec.is_embedded:
+        if not spec.data.train_files:
+            return []
+        what = "the embedded model reads only the digits and signs of its own addition task"
+        fix = "set model.path to a Hugging Face model, or leave train_files out"
+        return [Problem("warning", "data.train_files", what, fix)]
+    if spec.data.train_files:
+        return []
+    what = f"no training prompts for {spec.model.path}"
+    fix = "data.train_files=…/train.parquet (`rlctl prepare-data parquet` writes one)"
+    return [Problem("error", "data.train_files", what, fix)]
+
+
+def validation_is_possible(spec: RunSpec) -> list[Problem]:
+    """Validation needs both prompts and a rhythm."""
+    asked, given = spec.trainer.test_freq > 0, bool(spec.data.val_files)
+    if asked and not given and not spec.is_embedded:
+        what = f"validation every {spec.trainer.test_freq} steps, but data.val_files is empty"
+        return [Problem("error", "trainer.test_freq", what, "give data.val_files, or test_freq: -1")]
+    if given and not asked:
+        what = "never read, because trainer.test_freq is -1"
+        return [Problem("warning", "data.val_files", what, "set trainer.test_freq, for example to 10")]
+    return []
+
+
+def frequencies_are_meant(spec: RunSpec) -> list[Problem]:
+    """Every 0 steps is neither always nor never."""
+    return [
+        Problem("error", f"trainer.{key}", "0 is neither never (-1) nor a number of steps", "-1, or 1 and up")
+        for key in ("save_freq", "test_freq")
+        if getattr(spec.trainer, key) == 0
+    ]
+
+
+def learning_rate_is_usual(spec: RunSpec) -> list[Problem]:
+    """Policy gradients destroy a pretrained model at rates that supervised training shrugs off."""
+    lr = spec.actor.lr
+    if lr == 0:
+        return [Problem("warning", "actor.lr", "at 0 the policy never changes", "5e-7 to 3e-6 is usual")]
+    if lr > UNUSUAL_LR and not spec.is_embedded:
+        what = f"{lr:g} is far above what policy gradients on pretrained models survive"
+        return [Problem("warning", "actor.lr", what, "5e-7 to 3e-6 is usual")]
+    return []
+
+
+def warmup_ends(spec: RunSpec) -> list[Problem]:
+    """A warm-up as long as the run never reaches the learning rate asked for."""
+    batches, warmup = spec.trainer.total_training_steps, spec.actor.lr_warmup_steps
+    if batches is None or not warmup:
+        return []
+    per_batch = max(1, spec.data.train_batch_size // spec.ppo_mini_batch_size) * spec.actor.ppo_epochs
+    if warmup < batches * per_batch:
+        return []
+    steps = batches * per_batch
+    what = f"{warmup} of the run's {steps} optimizer steps are warm-up: {spec.actor.lr:g} is never reached"
+    return [Problem("warning", "actor.lr_warmup_steps", what, "5 to 10 % of the steps is usual")]
+
+
+def _up(number: int, multiple: int) -> int:
+    """The next multiple of `multiple` at or above `number`."""
+    return -(-number // multiple) * multiple
+
+
+_RS = (f"{_CORRECTION}rollout_rs", f"{_CORRECTION}rollout_rs_threshold", f"{_CORRECTION}dialect")
+_IS = (
+    f"{_CORRECTION}rollout_is",
+    IS_THRESHOLD_KEY,
+    f"{_CORRECTION}rollout_is_bound",
+    f"{_CORRECTION}dialect",
+)
+_MODE = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}loss_type")
+_BATCH = ("data.train_batch_size", "actor.ppo_mini_batch_size")
+_WORLD = ("trainer.n_gpus_per_node", "trainer.nnodes")
+
+#: Every contradiction and the keys it reads.
+CHECKS: dict[Check, tuple[str, ...]] = {
+    prompts_are_given: ("model.path", "data.train_files"),
+    validation_is_possible: ("model.path", "data.val_files", "trainer.test_freq"),
+    frequencies_are_meant: ("trainer.save_freq", "trainer.test_freq"),
+    groups_have_siblings: ("algorithm.adv_estimator", "rollout.n"),
+    discount_is_used: ("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"),
+    batch_divides: (*_BATCH, *_WORLD),
+    correction_is_clear: (*_IS, *_RS),
+    weight_band_holds_one: (*_IS, *_RS),
+    weights_measured_only: (*_MODE, f"{_CORRECTION}rollout_is"),
+    bypass_drifts: (*_MODE, *_BATCH, *_RS, f"{_CORRECTION}rollout_is", "actor.ppo_epochs"),
+    decoupled_reinforce_repeats: (*_MODE, "actor.ppo_epochs"),
+    sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+    temperature_explores: ("rollout.temperature",),
+    top_k_is_possible: ("rollout.top_k",),
+    learning_rate_is_usual: ("actor.lr", "model.path"),
+    warmup_ends: (*_BATCH, "trainer.total_training_steps", "actor.lr_warmup_steps", "actor.ppo_epochs"),
+}

@@ -1,0 +1,129 @@
+"""Every key of a RunSpec by its dotted name, and the nearest one to a name that is none."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from rlctl.spec.base import Section
+from rlctl.spec.run import RunSpec
+
+_NO_KL = "this version adds no KL penalty to a reference policy; leave it out"
+_NO_CRITIC = "this version trains no critic; leave it out and use rloo or grpo"
+_ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` holds for every forward pass; leave it out"
+
+#: Names from verl and TRL whose meaning here cannot be found by shortening: dotted key → what to write.
+#: A name that ends in a dot stands for everything below it.
+_ELSEWHERE = {
+    "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollouts run inside the trainer; leave it out",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "use `rollout.max_num_seqs` to bound memory",
+    "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
+    "actor_rollout_ref.actor.use_kl_loss": _NO_KL,
+    "actor_rollout_ref.actor.kl_loss_coef": _NO_KL,
+    "actor_rollout_ref.actor.kl_loss_type": _NO_KL,
+    "actor_rollout_ref.actor.entropy_coeff": "this version has no entropy bonus; leave it out",
+    "actor_rollout_ref.ref.": _NO_KL,
+    "algorithm.use_kl_in_reward": _NO_KL,
+    "algorithm.kl_ctrl.": _NO_KL,
+    "algorithm.kl_penalty": _NO_KL,
+    "critic.": _NO_CRITIC,
+    "trainer.critic_warmup": _NO_CRITIC,
+    "data.truncation": "use `data.filter_overlong_prompts`",
+    "reward_model.": "use `reward.name`",
+    "custom_reward_function.": "use `reward.name`",
+    "trainer.default_local_dir": "use `trainer.run_dir`",
+    "trainer.resume_mode": "use `rlctl train --resume RUN_DIR`",
+    "trainer.val_before_train": "validation at the start comes with `trainer.test_freq`; leave it out",
+    "learning_rate": "use `actor.lr`",
+    "num_generations": "use `rollout.n`",
+    "max_completion_length": "use `data.max_response_length`",
+    "max_prompt_length": "use `data.max_prompt_length`",
+    "max_steps": "use `trainer.total_training_steps`",
+    "num_train_epochs": "use `trainer.total_epochs`",
+    "num_iterations": "use `actor.ppo_epochs`",
+    "epsilon": "use `actor.clip_ratio`",
+    "beta": _NO_KL,
+}
+#: Parts of verl's long names that have no counterpart in ours.
+_SUPERFLUOUS = {"actor_rollout_ref", "optim"}
+
+
+@cache
+def known_leaves() -> dict[str, FieldInfo]:
+    """Dotted key → field, for every value a spec can set, in the order of the sections."""
+    return _leaves_of(RunSpec, "")
+
+
+@cache
+def known_sections() -> frozenset[str]:
+    """Dotted names of all sections, nested ones included."""
+    parts = [key.split(".")[:-1] for key in known_leaves()]
+    return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1))
+
+
+def wants_text(key: str) -> bool:
+    """Whether the value of `key` is text, so that `2.10` must not be read as a number first."""
+    return _mentions_str(known_leaves()[key].annotation)
+
+
+def advice_for(key: str) -> str | None:
+    """What to write instead of an unknown `key`: verl's names translated, else the nearest key."""
+    for name, advice in _ELSEWHERE.items():
+        for candidate in (key, f"actor_rollout_ref.{key}", key.rpartition(".")[2]):
+            if candidate == name or (name.endswith(".") and candidate.startswith(name)):
+                return advice
+    nearest = nearest_key(key)
+    return f"did you mean `{nearest}`?" if nearest else None
+
+
+def nearest_key(key: str) -> str | None:
+    """The known key `key` most likely stands for, or None."""
+    leaves = known_leaves()
+    short = ".".join(part for part in key.split(".") if part not in _SUPERFLUOUS)
+    if short in leaves:
+        return short
+    parent, _, leaf = short.rpartition(".")
+    if parent in leaves:  # a mapping below a plain value
+        return parent
+    by_leaf = [known for known in leaves if known.rsplit(".", 1)[-1] == leaf]
+    if by_leaf:
+        return _closest(short, by_leaf, cutoff=0.0)
+    siblings = [known for known in leaves if known.rpartition(".")[0] == parent]
+    near_sibling = _closest(leaf, [known.rpartition(".")[2] for known in siblings], cutoff=0.6)
+    if near_sibling:
+        return f"{parent}.{near_sibling}"
+    return _closest(short, list(leaves), cutoff=0.75) or _by_similar_leaf(leaf)
+
+
+def _mentions_str(annotation: Any) -> bool:
+    return annotation is str or any(_mentions_str(part) for part in get_args(annotation))
+
+
+def _by_similar_leaf(leaf: str) -> str | None:
+    """A key anywhere whose last part looks like `leaf`."""
+    names = {known.rpartition(".")[2]: known for known in known_leaves()}
+    match = _closest(leaf, list(names), cutoff=0.75)
+    return names[match] if match else None
+
+
+def _closest(word: str, options: list[str], *, cutoff: float) -> str | None:
+    matches = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def _leaves_of(section: type[Section], prefix: str) -> dict[str, FieldInfo]:
+    leaves: dict[str, FieldInfo] = {}
+    for name, info in section.model_fields.items():
+        annotation: Any = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            leaves |= _leaves_of(annotation, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = info
+    return leaves

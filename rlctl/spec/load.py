@@ -1,0 +1,270 @@
+"""From presets, spec files and `key=value` arguments to one checked RunSpec.
+
+    defaults < embedded model's preset < presets, left to right < spec files < key=value
+
+Each layer is a flat `dotted key → leaf`; the last one to set a key wins and is remembered as its
+origin. Everything wrong is reported at once: unreadable sources and unknown keys while collecting,
+types and ranges by validating without the bad values, contradictions on what is then left.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+
+from rlctl.errors import Problem, SpecError
+from rlctl.spec.check import check_spec
+from rlctl.spec.keys import advice_for, known_leaves, known_sections, nearest_key, wants_text
+from rlctl.spec.model import EMBEDDED
+from rlctl.spec.presets import DESCRIPTION, all_presets
+from rlctl.spec.run import RunSpec
+from rlctl.spec.yaml_source import Leaf, Source, parse_scalar, read_value, read_yaml_file
+
+Layer = Literal["default", "embedded", "preset", "file", "command line"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value comes from.
+
+    Attributes:
+        layer: which of the layers set it.
+        name: preset name or file path.
+        line: 1-based line in that file.
+    """
+
+    layer: Layer
+    name: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        """As the dry run prints it, e.g. `preset rloo-seq-is:7`."""
+        if self.layer == "embedded":
+            return "embedded model"
+        place = f"{self.name}:{self.line}" if self.line else (self.name or "")
+        return {"preset": f"preset {place}", "file": place}.get(self.layer, self.layer)
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpec:
+    """A spec that passed all checks.
+
+    Attributes:
+        spec: the resolved run.
+        origins: dotted leaf key → origin, one for every value of `spec`, defaults included.
+        warnings: problems that do not stop the run.
+    """
+
+    spec: RunSpec
+    origins: dict[str, Origin]
+    warnings: list[Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    leaf: Leaf
+    origin: Origin
+
+
+def load_spec(presets: list[str], files: list[Path], overrides: list[str]) -> LoadedSpec:
+    """Read, layer, validate and check a spec.
+
+    Args:
+        presets: names of shipped presets or paths of preset files, weakest first.
+        files: spec files, stronger than presets, weakest first.
+        overrides: `dotted.key=value`, strongest.
+
+    Raises:
+        SpecError: with every problem found.
+    """
+    problems: list[Problem] = []
+    entries: dict[str, _Entry] = {}
+    for preset in presets:
+        entries |= _read_preset(preset, problems)
+    for file in files:
+        entries |= _read_file(file, Origin("file", str(file)), problems)
+    entries |= _read_overrides(overrides, problems)
+    if _is_embedded(entries):
+        path = all_presets()[EMBEDDED].path
+        entries = _read_file(path, Origin("embedded", EMBEDDED), problems) | entries
+    known = {key: entry for key, entry in entries.items() if key in known_leaves()}
+    problems += _unknown_keys(entries)
+    spec, invalid = _validate(known)
+    problems += invalid
+    # A contradiction that involves a value nobody could read is not worth reporting.
+    found = check_spec(spec, skip=frozenset(problem.key for problem in invalid))
+    origins = {key: entries[key].origin if key in entries else DEFAULT for key in known_leaves()}
+    problems += [_located(problem, origins) for problem in found]
+    if any(problem.severity == "error" for problem in problems):
+        raise SpecError(problems)
+    return LoadedSpec(spec, origins, problems)
+
+
+def dump_spec(spec: RunSpec) -> str:
+    """The resolved spec as YAML that `load_spec` reads back equal."""
+    return yaml.dump(spec.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
+    """Entries of a preset given by bare name or by path."""
+    known = all_presets()
+    if preset in known:
+        return _read_file(known[preset].path, Origin("preset", preset), problems)
+    path = Path(preset)
+    if path.is_file():
+        return _read_file(path, Origin("preset", preset), problems)
+    close = difflib.get_close_matches(preset, list(known), n=1, cutoff=0.4)
+    fix = f"did you mean `{close[0]}`?" if close else "see `rlctl presets list`"
+    looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
+    what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
+    problems.append(Problem("error", "", what, fix, "command line"))
+    return {}
+
+
+def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
+    """Entries of one YAML file, each with its own line."""
+    source: Source = read_yaml_file(path, known_leaves())
+    for fault in source.faults:
+        where = str(replace(origin, line=fault.line))
+        problems.append(Problem("error", "", fault.what, fault.fix, where))
+    return {
+        key: _Entry(leaf, replace(origin, line=leaf.line))
+        for key, leaf in source.leaves.items()
+        if key != DESCRIPTION
+    }
+
+
+def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> dict[str, _Entry]:
+    """Entries of `key=value` arguments; the last of two for the same key wins."""
+    origin = Origin("command line")
+    entries: dict[str, _Entry] = {}
+    for argument in overrides:
+        key, equals, text = argument.partition("=")
+        key = key.strip()
+        try:
+            if not equals or not key:
+                raise ValueError(f"`{argument}` is not of the form key=value")
+            if key[0] in "+~":
+                raise ValueError(f"`{argument}`: `{key.rstrip(key.lstrip('+~'))}` is Hydra's")
+            entries[key] = _Entry(read_value(text), origin)
+        except ValueError as error:
+            problems.append(Problem("error", "", str(error), _override_fix(argument), str(origin)))
+    return entries
+
+
+def _override_fix(argument: str) -> str | None:
+    """What to write instead of an argument that cannot be read."""
+    if argument.startswith("+"):
+        return f"leave it out: {argument.lstrip('+')}"
+    if argument.startswith("~"):
+        return "a key cannot be deleted; leave it out, or set it to null"
+    if argument in all_presets():
+        return f"for a preset write --preset {argument}"
+    if argument.endswith((".yaml", ".yml")):
+        return f"for a spec file write --spec {argument}"
+    key = nearest_key(argument.partition("=")[0])
+    return f"for example {key}=…" if key and "=" not in argument else None
+
+
+def _is_embedded(entries: dict[str, _Entry]) -> bool:
+    """Whether the built-in model is what the layers above the embedded one resolve to."""
+    entry = entries.get("model.path")
+    return entry is None or entry.leaf.value == EMBEDDED
+
+
+def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
+    """A problem for each key that is no value of a RunSpec."""
+    problems = []
+    for key, entry in entries.items():
+        if key in known_leaves():
+            continue
+        where = str(entry.origin)
+        if key not in known_sections():
+            problems.append(Problem("error", key, "unknown key", advice_for(key), where))
+        elif entry.leaf.value is not None:  # null: everything below `actor:` is commented out
+            fix = f"set the keys below it, {key}.…"
+            problems.append(Problem("error", key, "is a section, not a value", fix, where))
+    return problems
+
+
+def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
+    """The spec without its bad values, and what is bad about them."""
+    problems: list[Problem] = []
+    good = dict(entries)
+    while True:
+        try:
+            return RunSpec.model_validate(_nested(good)), problems
+        except ValidationError as error:
+            bad = {_key_of(details["loc"]): details for details in reversed(error.errors())}
+            if not bad.keys() & good.keys():  # a broken default: ours to fix, never silently dropped
+                raise
+            for key in sorted(bad, key=list(known_leaves()).index):
+                entry = good.pop(key)
+                problems.append(_invalid(key, entry, bad[key]))
+
+
+def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
+    """One of pydantic's complaints in plain words."""
+    what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+    fix = None
+    if details["type"] == "string_pattern_mismatch":
+        what = "may hold only letters, digits, dots, dashes and underscores"
+    elif details["type"] == "literal_error":
+        options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
+        fix = f"did you mean `{close[0]}`?" if close else None
+    return Problem("error", key, f"{what}, got {entry.leaf.value!r}", fix, str(entry.origin))
+
+
+def _key_of(location: tuple[int | str, ...]) -> str:
+    """The leaf that a pydantic error is about (its location may go on into a list or a union)."""
+    for length in range(1, len(location) + 1):
+        key = ".".join(str(part) for part in location[:length])
+        if key in known_leaves():
+            return key
+    return ".".join(str(part) for part in location)
+
+
+def _nested(entries: dict[str, _Entry]) -> dict[str, Any]:
+    """Flat leaves as the nested mapping pydantic validates."""
+    tree: dict[str, Any] = {}
+    for key, entry in entries.items():
+        *parents, name = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        leaf = entry.leaf
+        is_number = isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool)
+        section[name] = leaf.text if is_number and leaf.text and wants_text(key) else leaf.value
+    return tree
+
+
+def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
+    """Say where the offending value was set, unless it is a default."""
+    origin = origins.get(problem.key, DEFAULT)
+    return problem if origin == DEFAULT or problem.where else replace(problem, where=str(origin))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what our reader reads: text that looks like a number or a null is quoted."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write equal lists twice; aliases are refused when reading."""
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(parse_scalar(text), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,211 @@
+"""YAML files and `key=value` arguments, read into leaves that remember their line.
+
+A strict subset of YAML: one UTF-8 document, mappings, lists and scalars. What people get wrong
+without noticing (duplicate keys, tabs, aliases, YAML 1.1's `yes` and `1_2`) is refused or read as
+plain text, never guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value as it was written.
+
+    Attributes:
+        value: bool, int, float, str, None, or a list of such.
+        text: the characters of a plain scalar, so that `2.10` can stay `2.10` where text is wanted.
+        line: 1-based line in its file; None on the command line.
+    """
+
+    value: Any
+    text: str | None
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that makes a file or argument unreadable, with the fix where there is one."""
+
+    line: int | None
+    what: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was read: dotted key → leaf, and everything wrong with it."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def parse_scalar(text: str) -> bool | int | float | str | None:
+    """Read a plain scalar by the rules of YAML 1.2: `yes`, `on`, `0.5_2` and `1_2` are text."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def read_yaml_file(path: Path, known: Container[str]) -> Source:
+    """Read a spec file; a key in `known` is a leaf even if a mapping is written there.
+
+    A file that cannot be opened is one more fault, so that it is reported with all others.
+    """
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        return Source(faults=[Fault(None, f"cannot be read: {error.strerror}")])
+    return read_yaml(raw, known)
+
+
+def read_yaml(raw: bytes, known: Container[str]) -> Source:
+    """Read the bytes of one YAML document into leaves."""
+    fault = _fault_of_bytes(raw)
+    if fault is not None:
+        return Source(faults=[fault])
+    try:
+        root = yaml.compose(raw.decode(), Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        return Source(faults=[_fault_of_yaml(error, raw)])
+    if root is None:
+        return Source()
+    if not isinstance(root, yaml.MappingNode):
+        return Source(faults=[Fault(_line(root), "the file must hold `key: value` pairs at its top level")])
+    source = Source()
+    _flatten(root, "", known, source, {})
+    return source
+
+
+def read_value(text: str) -> Leaf:
+    """Read the right-hand side of `key=value`; `[a, b]` and quotes as in YAML.
+
+    Raises:
+        ValueError: the text is not a single scalar or a list; the message says why.
+    """
+    text = text.strip()
+    if not text.startswith(("[", "{", '"', "'")):
+        return Leaf(parse_scalar(text), text, None)
+    try:
+        node = yaml.compose(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(_fault_of_yaml(error, text.encode()).what) from error
+    if node is None or isinstance(node, yaml.MappingNode):
+        raise ValueError("a value is a scalar or a list; give mappings key by key, a.b=value")
+    return Leaf(_plain(node), None, None)
+
+
+class _StrictLoader(yaml.BaseLoader):
+    """Composes nodes only (no constructors run) and refuses what a spec never needs."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _refusal("anchors (&) and aliases (*) are not supported; write the value out", event)
+        if getattr(event, "tag", None) is not None:
+            raise _refusal(f"the tag {event.tag} is not supported; write the plain value", event)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _refusal(f"nested more than {MAX_DEPTH} levels deep", event)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _refusal(what: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=cast("yaml.Mark", event.start_mark))
+
+
+def _flatten(
+    mapping: yaml.MappingNode, prefix: str, known: Container[str], source: Source, lines: dict[str, int]
+) -> None:
+    """Collect the leaves under `mapping`; `lines` holds every key met so far and where."""
+    for key_node, value_node in mapping.value:
+        line = _line(key_node)
+        if not isinstance(key_node, yaml.ScalarNode):
+            source.faults.append(Fault(line, "a key must be plain text"))
+            continue
+        key = f"{prefix}{key_node.value}"
+        if key in lines:
+            fault = Fault(line, f"`{key}` is given twice (first on line {lines[key]})", "keep one of them")
+            source.faults.append(fault)
+            continue
+        lines[key] = line
+        if isinstance(value_node, yaml.MappingNode) and key not in known:
+            _flatten(value_node, f"{key}.", known, source, lines)
+        else:
+            text = value_node.value if _is_plain(value_node) else None
+            source.leaves[key] = Leaf(_plain(value_node), text, line)
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The Python value of a node."""
+    if isinstance(node, yaml.MappingNode):
+        return {_plain(key) if _is_plain(key) else str(key.value): _plain(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    return parse_scalar(node.value) if _is_plain(node) else node.value
+
+
+def _is_plain(node: yaml.Node) -> bool:
+    """A scalar written without quotes or block indicators."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _fault_of_bytes(raw: bytes) -> Fault | None:
+    """What can be said against a file before parsing it."""
+    if len(raw) > MAX_BYTES:
+        return Fault(None, f"larger than {MAX_BYTES >> 20} MiB, which no spec is", "is this the right file?")
+    if raw.startswith(b"\xef\xbb\xbf"):
+        return Fault(1, "starts with a byte-order mark", "save it as UTF-8 without BOM")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        return Fault(raw[: error.start].count(b"\n") + 1, "is not UTF-8 text", "save it as UTF-8")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            return Fault(number, "a tab in the indentation", "indent with spaces")
+    return None
+
+
+def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> Fault:
+    """PyYAML's complaint with its line."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        parts = [part for part in (error.context, error.problem) if part]
+        return Fault(mark.line + 1 if mark else None, ": ".join(parts))
+    position = getattr(error, "position", 0)
+    line = raw.decode()[:position].count("\n") + 1
+    return Fault(line, f"not readable as YAML: {getattr(error, 'reason', error)}")

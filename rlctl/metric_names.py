@@ -72,7 +72,7 @@ def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
         s: {"trl": f"sampling/importance_sampling_ratio/{s}"} if peers else {} for s in ("mean", "max", "min")
     }
     yield metric("mean", "1", f"mean {which}, {_UNITS}", **trl["mean"])
-    yield metric("std", "1", f"standard deviation {which}, {_UNITS}")
+    yield metric("std", "1", f"population standard deviation {which}, {_UNITS}")
     yield metric("max", "1", f"maximum {which}, {_UNITS}", **trl["max"])
     yield metric("min", "1", f"minimum {which}, {_UNITS}", **trl["min"])
     yield metric("eff_sample_size", "fraction", f"(Σw)² / (n Σw²) in (0, 1] {which}, {_UNITS}")
@@ -80,7 +80,7 @@ def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
     yield Metric(f"{CORRECTION}rollout_is_{kind}eff_sample_size_token", "fraction", token_ess)
     per_sequence = f"over sequences of each sequence's mean token weight, {which}"
     yield metric("seq_mean", "1", f"mean {per_sequence}")
-    yield metric("seq_std", "1", f"standard deviation {per_sequence}")
+    yield metric("seq_std", "1", f"sample standard deviation {per_sequence}")
     yield metric("seq_max", "1", f"maximum {per_sequence}")
     yield metric("seq_min", "1", f"minimum {per_sequence}")
     yield metric("seq_max_deviation", "1", f"largest |w − 1| {per_sequence}")
@@ -102,7 +102,7 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("rollout_is_batch_norm_factor", "1", "mean surviving weight the weights were divided by")
     yield metric("rollout_rs_masked_fraction", "fraction", "rejected response tokens / response tokens")
     yield metric("rollout_rs_seq_masked_fraction", "fraction", "share of sequences with a rejected token")
-    nonfinite = "sequences rejected because a log-prob was NaN or infinite, or because nothing was sampled"
+    nonfinite = "sequences rejected because a log-prob was NaN or infinite"
     yield metric("nonfinite_sequences", "sequences", nonfinite, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
     yield metric("saturated_sequences", "sequences", saturated, verl=False)
@@ -124,7 +124,7 @@ def _criteria() -> Iterator[Metric]:
     yield metric("fraction_high", "fraction", f"share {judged}, above the upper bound")
     yield metric("fraction_low", "fraction", f"share {judged}, below the lower bound")
     yield metric("mean", "of the statistic", f"mean {judged}")
-    yield metric("std", "of the statistic", f"standard deviation {judged}")
+    yield metric("std", "of the statistic", f"population standard deviation {judged}")
     yield metric("max", "of the statistic", f"maximum {judged}")
     yield metric("min", "of the statistic", f"minimum {judged}")
 
@@ -138,7 +138,7 @@ def _training() -> Iterator[Metric]:
     gap = "over response tokens of |π_train − π_rollout| (probabilities, not log-probs)"
     yield verl("rollout_probs_diff_mean", "1", f"mean {gap}")
     yield verl("rollout_probs_diff_max", "1", f"maximum {gap}")
-    yield verl("rollout_probs_diff_std", "1", f"standard deviation {gap}")
+    yield verl("rollout_probs_diff_std", "1", f"sample standard deviation {gap}")
     pearson = "Pearson correlation of π_train and π_rollout over response tokens"
     yield verl("rollout_actor_probs_pearson_corr", "1", pearson)
     yield verl("global_step", "steps", "batches trained on so far, this one included")

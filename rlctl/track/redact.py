@@ -19,7 +19,7 @@ _SECRET_VALUE = re.compile(
     r"|\bwandb_v\d+_[A-Za-z0-9_]{16,}"
     r"|\blocal-[0-9a-f]{40}\b"
     r"|\bAKIA[A-Z0-9]{16}\b"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+    r"|(?<=//)[^/\s:@]+:[^/\s@]+(?=@)"
     r"|(?<=bearer )[A-Za-z0-9._~+/-]{16,}",
     re.IGNORECASE,
 )

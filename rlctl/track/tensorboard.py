@@ -20,14 +20,14 @@ class TensorboardSink:
 
     def __init__(self, directory: Path, start_step: int) -> None:
         purge = start_step + 1 if start_step else None
-        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=15)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=15)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue one step's scalars."""
         for key, value in metrics.items():
-            self._writer.add_scalar(key, float(value), step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, float(value), step)
 
     def close(self, status: str) -> None:
         """Flush and close."""
         del status
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

@@ -190,7 +190,8 @@ def _tensorboard(run_dir: Path, start_step: int) -> Sink:
 
 
 def _dropped(name: str, error: Exception) -> str:
-    return f"warning: {name} failed and is left out, training goes on ({_brief(error)}); metrics.jsonl has it all"
+    what = f"{name} failed and is left out, training goes on"
+    return f"warning: {what} ({_brief(error)}); metrics.jsonl has it all"
 
 
 def _brief(error: Exception) -> str:

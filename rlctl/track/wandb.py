@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> None:
+        settings = _settings()
+        wandb.setup(settings)  # the question for an API key reads its timeout from here only
         self._run = wandb.init(
             project=project,
             name=experiment,
@@ -38,7 +41,7 @@ class WandbSink:
             resume="allow",
             dir=str(run_dir),
             config=config,
-            settings=_settings(),
+            settings=settings,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,12 +63,14 @@ def _settings() -> wandb.Settings:
         "quiet": True,
     }
     # Older versions know fewer settings and refuse unknown ones.
-    return wandb.Settings(**{key: value for key, value in wanted.items() if key in wandb.Settings.model_fields})
+    return wandb.Settings(
+        **{key: value for key, value in wanted.items() if key in wandb.Settings.model_fields}
+    )
 
 
 def _run_id(run_dir: Path) -> str:
     """The run's W&B id, the same after a resume."""
     path = run_dir / _RUN_ID_FILE
     if not path.exists():
-        write_text(path, wandb.util.generate_id())
+        write_text(path, secrets.token_hex(4))
     return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,221 @@
+"""Progress on the terminal: a live panel, or plain lines where stdout is no terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+#: The panel redraws this often per second, by a thread of its own: a step only hands over its numbers.
+REFRESH_PER_SECOND = 4
+#: Seconds between plain lines.
+PLAIN_INTERVAL = 2.0
+#: Steps the time left is estimated from, and rewards the sparkline shows.
+WINDOW = 32
+
+REWARD = "critic/score/mean"
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+RAW_ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
+MASKED = "rollout_corr/rollout_rs_masked_fraction"
+KL = "rollout_corr/kl"
+ENTROPY = "actor/entropy"
+GRAD_NORM = "actor/grad_norm"
+LR = "actor/lr"
+TOKENS = "perf/throughput"
+LENGTH = "response_length/mean"
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is shown; replaced whole, so that the drawing thread never sees half an update."""
+
+    step: int
+    metrics: Mapping[str, float]
+    rewards: tuple[float, ...] = ()
+    times: tuple[float, ...] = ()  # when each of the last steps ended, on the monotonic clock
+
+
+class ConsoleSink:
+    """The run's progress.
+
+    Args:
+        title: shown on the panel's edge.
+        total_steps: steps of the whole run.
+        start_step: steps already done.
+        stream: where to; a terminal gets the live panel, anything else plain lines without colour codes.
+    """
+
+    name = "console"
+
+    def __init__(
+        self, title: str, total_steps: int, start_step: int = 0, stream: TextIO | None = None
+    ) -> None:
+        self._title = title
+        self._total = total_steps
+        self._start = time.monotonic()
+        self._stream = stream or sys.stdout
+        self._state = _State(step=start_step, metrics={}, times=(self._start,))
+        self._last_plain = -math.inf
+        self._printed_step: int | None = None
+        self._live: Live | None = None
+        console = Console(file=self._stream)
+        if self._stream.isatty() and console.is_interactive:
+            self._sparks = (console.encoding or "").lower().startswith("utf")
+            live = Live(
+                get_renderable=self._render,
+                console=console,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=False,
+            )
+            live.start(refresh=True)
+            self._live = live
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step; costs microseconds, the drawing happens elsewhere."""
+        now = time.monotonic()
+        old = self._state
+        reward = metrics.get(REWARD)
+        trained = step > old.step  # step 0 holds validation only and says nothing about speed
+        self._state = _State(
+            step=step,
+            metrics={**old.metrics, **metrics},
+            rewards=old.rewards if reward is None else (*old.rewards, float(reward))[-WINDOW:],
+            times=(*old.times, now)[-WINDOW:] if trained else (now,),
+        )
+        if self._live is None and (now - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
+            self._print_plain(now)
+
+    def note(self, text: str) -> None:
+        """Print a line above the live area."""
+        if self._live is not None:
+            self._live.console.print(Text(text))
+        else:
+            self._write(text)
+
+    def close(self, status: str) -> None:
+        """Draw the last state and give the terminal back."""
+        del status
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            # From here on notes are plain lines below the panel.
+            self._printed_step = self._state.step
+        elif self._printed_step != self._state.step and self._state.metrics:
+            self._print_plain(time.monotonic())
+
+    def _print_plain(self, now: float) -> None:
+        self._last_plain = now
+        self._printed_step = self._state.step
+        self._write(plain_line(self._state.step, self._total, self._state.metrics, self._seconds_left(now)))
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _seconds_left(self, now: float) -> float | None:
+        """From the pace of the last steps; None before there is one."""
+        times = self._state.times
+        if len(times) < 2:
+            return None
+        pace = (times[-1] - times[0]) / (len(times) - 1)
+        left = (self._total - self._state.step) * pace
+        return max(left - (now - times[-1]), 0.0)
+
+    def _render(self) -> RenderableType:
+        state, now = self._state, time.monotonic()
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(justify="left")
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        left = self._seconds_left(now)
+        finished = state.step >= self._total
+        remaining = "" if finished else f" · left {clock(left) if left is not None else '-:--'}"
+        head.add_row(
+            Text(f"step {state.step}/{self._total}", style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=state.step),
+            Text(f"elapsed {clock(now - self._start)}{remaining}"),
+        )
+        return Panel(Group(head, self._numbers(state)), title=self._title, title_align="left", padding=(0, 1))
+
+    def _numbers(self, state: _State) -> Table:
+        """Four columns of name and value."""
+
+        def show(key: str, form: str) -> str:
+            return _show(state.metrics.get(key), form)
+
+        sparks = sparkline(state.rewards) if self._sparks else ""
+        cells = (
+            ("reward", f"{show(REWARD, '.3f')} {sparks}".rstrip()),
+            ("ESS applied / raw", f"{show(ESS, '.3f')} / {show(RAW_ESS, '.3f')}"),
+            ("masked", show(MASKED, ".1%")),
+            ("KL to rollout", show(KL, ".2e")),
+            ("entropy", show(ENTROPY, ".3f")),
+            ("grad norm", show(GRAD_NORM, ".3g")),
+            ("lr", show(LR, ".2e")),
+            ("tokens/s", show(TOKENS, ",.0f")),
+            ("response tokens", show(LENGTH, ",.1f")),
+        )
+        grid = Table.grid(padding=(0, 2), pad_edge=False)
+        for _ in range(3):
+            grid.add_column(style="dim", no_wrap=True)
+            grid.add_column(no_wrap=True)
+        for row in range(0, len(cells), 3):
+            grid.add_row(*(text for cell in cells[row : row + 3] for text in cell))
+        return grid
+
+
+def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
+    """`step 12/240 reward 0.41 ess 0.93 masked 0.00 kl 0.0012 tok/s 15,300 left 0:31`, as far as known."""
+    parts = [f"step {step}/{total}"]
+    for name, key, form in (
+        ("reward", REWARD, ".2f"),
+        ("ess", ESS, ".2f"),
+        ("masked", MASKED, ".2f"),
+        ("kl", KL, ".4f"),
+        ("tok/s", TOKENS, ",.0f"),
+    ):
+        if key in metrics:
+            parts.append(f"{name} {_show(metrics[key], form)}")
+    if seconds_left is not None and step < total:
+        parts.append(f"left {clock(seconds_left)}")
+    return " ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:31`, `12:05`, `3:00:59`."""
+    minutes, second = divmod(round(max(seconds, 0.0)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def sparkline(values: tuple[float, ...]) -> str:
+    """Block characters from the smallest value to the largest; a gap for NaN and infinities."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return _BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1) if span else 0]
+
+    return "".join(bar(value) for value in values)
+
+
+def _show(value: float | None, form: str) -> str:
+    if value is None:
+        return "–"
+    return format(float(value), form) if math.isfinite(value) else str(float(value))

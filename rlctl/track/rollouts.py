@@ -1,0 +1,224 @@
+"""`rollouts/*.parquet`: sampled responses with both policies' log-probs, to read and to replay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlctl.errors import RunFailure
+from rlctl.track.files import replacing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import Rollouts
+
+ROLLOUTS_DIR = "rollouts"
+
+#: One row per sampled response. All lists have one entry per response token, in order.
+SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("policy_version", pa.int64(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("data_source", pa.string(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("response", pa.string(), nullable=False),
+        pa.field("ground_truth", pa.string(), nullable=False),
+        pa.field("reward", pa.float32()),  # null where the grader failed
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
+        pa.field("training_log_probs", pa.list_(pa.float32()), nullable=False),
+        pa.field("rollout_is_weights", pa.list_(pa.float32()), nullable=False),
+        pa.field("keep_mask", pa.list_(pa.bool_()), nullable=False),
+    ],
+    metadata={"rlctl.rollouts": "1"},
+)
+
+#: A part is written after this many steps or bytes, besides at every checkpoint.
+FLUSH_STEPS = 64
+FLUSH_BYTES = 64 * 2**20
+_PART = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
+
+
+class RolloutWriter:
+    """Collects responses and writes them in parts named by their first and last step.
+
+    Rows not flushed are lost with the process: call `flush` before a checkpoint is published.
+
+    Args:
+        run_dir: existing run directory.
+        max_per_step: responses kept per step; whole groups only, at least one. 0: none, -1: all.
+    """
+
+    def __init__(self, run_dir: Path, max_per_step: int) -> None:
+        self.directory = run_dir / ROLLOUTS_DIR
+        self._max = max_per_step
+        self._batches: list[pa.RecordBatch] = []
+        self._steps: list[int] = []
+        self._last_step: int | None = None
+
+    def add(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        scores: Tensor,
+        score_valid: Tensor,
+        training_log_probs: Tensor,
+        weights: Tensor,
+        keep_mask: Tensor,
+    ) -> None:
+        """Take one step's batch of B responses of up to T tokens.
+
+        Args:
+            step: batches trained on so far, this one included.
+            rollouts: what was sampled.
+            scores: (B,) grader output.
+            score_valid: (B,) bool; the reward of the others is null.
+            training_log_probs: (B, T) nats, of the policy the ratios were formed with.
+            weights: (B, T) weights that reached the loss, zero where rejected.
+            keep_mask: (B, T) bool, False where rejected.
+
+        Raises:
+            ValueError: the step is not after the last one.
+            RunFailure: a part cannot be written.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"rollouts of step {step} added after those of step {self._last_step}")
+        self._last_step = step
+        if self._max == 0:
+            return
+        rows = whole_groups(rollouts.group_ids.tolist(), self._max)
+        if not rows:
+            return
+        valid = score_valid[rows].tolist()
+        rewards = [score if ok else None for score, ok in zip(scores[rows].tolist(), valid, strict=True)]
+        per_token = {
+            "response_ids": rollouts.responses,
+            "rollout_log_probs": rollouts.rollout_log_probs,
+            "training_log_probs": training_log_probs,
+            "rollout_is_weights": weights,
+            "keep_mask": keep_mask.bool(),
+        }
+        self._batches.append(_record_batch(step, rows, rollouts, rewards, per_token))
+        self._steps.append(step)
+        if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is collected as one part, whole or not at all.
+
+        Raises:
+            RunFailure: it cannot be written; the rows stay collected.
+        """
+        if not self._batches:
+            return
+        try:
+            self.directory.mkdir(exist_ok=True)
+            _write(
+                self.directory, self._steps[0], self._steps[-1], pa.Table.from_batches(self._batches, SCHEMA)
+            )
+        except OSError as error:
+            raise _failure(self.directory, error) from error
+        self._batches, self._steps = [], []
+
+    def discard_after(self, step: int) -> None:
+        """Take back the rows of every step after `step` (they will be sampled again), before a resume.
+
+        Raises:
+            RunFailure: a part cannot be read or rewritten.
+        """
+        try:
+            for leftover in self.directory.glob(".*.tmp"):
+                leftover.unlink()
+            for path in sorted(self.directory.glob("rollouts-*.parquet")):
+                match = _PART.fullmatch(path.name)
+                if match is None or int(match[2]) <= step:
+                    continue
+                if int(match[1]) <= step:
+                    table = pq.read_table(path, schema=SCHEMA)
+                    kept = table.filter(pc.field("step") <= step)
+                    _write(self.directory, int(match[1]), step, kept)
+                path.unlink()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise _failure(self.directory, error) from error
+
+
+def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
+    """Rows to keep: groups in order of appearance while they fit in `limit`, the first one always.
+
+    Args:
+        group_ids: (B,) siblings need not be adjacent.
+        limit: rows at most; -1: all.
+    """
+    if limit < 0:
+        return list(range(len(group_ids)))
+    sizes: dict[int, int] = {}
+    for group in group_ids:
+        sizes[group] = sizes.get(group, 0) + 1
+    chosen: set[int] = set()
+    total = 0
+    for group, size in sizes.items():
+        if chosen and total + size > limit:
+            break
+        chosen.add(group)
+        total += size
+    return [row for row, group in enumerate(group_ids) if group in chosen]
+
+
+def _record_batch(
+    step: int,
+    rows: list[int],
+    rollouts: Rollouts,
+    rewards: list[float | None],
+    per_token: Mapping[str, Tensor],
+) -> pa.RecordBatch:
+    """The chosen rows as Arrow columns; `per_token` holds (B, T) tensors by column name."""
+    mask = rollouts.response_mask[rows]
+    offsets = pa.array([0, *mask.sum(dim=1).cumsum(dim=0).tolist()], pa.int32())
+
+    def tokens(name: str) -> pa.ListArray:
+        # Boolean indexing makes a fresh tensor, so Arrow owns nothing of the trainer's.
+        flat = per_token[name].detach()[rows][mask]
+        flat = flat.float() if flat.is_floating_point() else flat  # NumPy knows no bfloat16
+        return pa.ListArray.from_arrays(
+            offsets, pa.array(flat.cpu().numpy()).cast(SCHEMA.field(name).type.value_type)
+        )
+
+    def texts(values: Sequence[str]) -> pa.Array:
+        # A lone surrogate, which a tokenizer may produce, cannot be stored as UTF-8.
+        return pa.array([values[row].encode("utf-8", "replace").decode() for row in rows], pa.string())
+
+    columns = {
+        "step": pa.array([step] * len(rows), pa.int64()),
+        "policy_version": pa.array(rollouts.policy_version[rows].tolist(), pa.int64()),
+        "group_id": pa.array(rollouts.group_ids[rows].tolist(), pa.int64()),
+        "data_source": texts(rollouts.data_sources),
+        "prompt": texts(rollouts.prompt_texts),
+        "response": texts(rollouts.response_texts),
+        "ground_truth": texts(rollouts.ground_truths),
+        "reward": pa.array(rewards, pa.float32()),
+        "truncated": pa.array(rollouts.truncated[rows].tolist(), pa.bool_()),
+        **{name: tokens(name) for name in per_token},
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:
+    with replacing(directory / f"rollouts-{first:06d}-{last:06d}.parquet") as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def _failure(directory: Path, error: Exception) -> RunFailure:
+    return RunFailure(
+        f"rollouts cannot be kept: {getattr(error, 'strerror', None) or error}",
+        where=str(directory),
+        fix="free space, or keep none with trainer.rollouts_per_step=0",
+    )

@@ -1,0 +1,205 @@
+"""The run directory: one run at a time, refused before work starts if it cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from rlctl.errors import UsageError
+from rlctl.track.files import write_text
+from rlctl.track.redact import redact_command, redact_lines
+
+SPEC_FILE = "spec.yaml"
+ENVIRONMENT_FILE = "environment.json"
+_LOCK, _HOLDER = ".lock", ".lock.json"
+_PACKAGES = (
+    "rlctl",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "pyarrow",
+    "tokenizers",
+    "safetensors",
+    "math-verify",
+    "wandb",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run directory this process holds the lock of; a context manager that lets go of it."""
+
+    path: Path
+    _lock: FileLock
+
+    def write_spec(self, text: str) -> None:
+        """Keep the resolved spec (YAML) as `spec.yaml`, secrets taken out."""
+        write_text(self.path / SPEC_FILE, redact_lines(text))
+
+    def write_environment(self, argv: Sequence[str] | None = None) -> None:
+        """Keep what the run ran on as `environment.json`; see `environment_record`."""
+        record = environment_record(sys.argv if argv is None else argv)
+        write_text(self.path / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n")
+
+    def release(self) -> None:
+        """Let go of the lock; twice is fine."""
+        if self._lock.is_locked:
+            (self.path / _HOLDER).unlink(missing_ok=True)
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs")) -> Path:
+    """Create and return `runs/<project>/<experiment>-<YYYYmmdd-HHMMSS>`, with -2, -3 … where it is taken.
+
+    Raises:
+        UsageError: it cannot be created.
+    """
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    base = root / project / f"{experiment}-{stamp}"
+    path, number = base, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise _unusable(path, error) from error
+        else:
+            return path
+
+
+def open_run_dir(path: Path, *, resume: bool) -> RunDir:
+    """Create or reopen a run directory and lock it against other runs.
+
+    Args:
+        path: the directory; created with its parents for a new run.
+        resume: go on with the run that is there; without it the directory must be new or empty.
+
+    Raises:
+        UsageError: another run holds it, it is not empty, there is nothing to resume, or it
+            cannot be written.
+    """
+    if path.exists() and not path.is_dir():
+        raise UsageError(
+            "the run directory is a file", where=str(path), fix="choose another with trainer.run_dir=…"
+        )
+    if resume and not (path.is_dir() and _contents(path)):
+        raise UsageError(
+            "there is no run to resume here", where=str(path), fix="run without --resume to start one"
+        )
+    known = (path / _LOCK).exists()
+    if not resume and not known:
+        _refuse_contents(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(path / _LOCK), timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise _held(path) from error
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        if not resume:
+            _refuse_contents(path)
+        write_text(path / _HOLDER, json.dumps({"pid": os.getpid(), "host": platform.node()}))
+    except OSError as error:
+        lock.release()
+        raise _unusable(path, error) from error
+    except UsageError:
+        lock.release()
+        raise
+    return RunDir(path, lock)
+
+
+def environment_record(argv: Sequence[str]) -> dict[str, Any]:
+    """What a run ran on: versions, machine, commit, command line. No environment variables.
+
+    Args:
+        argv: the command line; secrets are replaced by `***`.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": redact_command(argv),
+        "directory": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "num_cpus": os.cpu_count(),
+        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "git_commit": _output("git", "rev-parse", "HEAD") or None,
+        "git_changed": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _contents(path: Path) -> list[str]:
+    """What is in the directory besides the lock's own files."""
+    return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, _HOLDER}]
+
+
+def _refuse_contents(path: Path) -> None:
+    try:
+        contents = sorted(_contents(path)) if path.exists() else []
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if contents:
+        raise UsageError(
+            f"the run directory is not empty (it holds {contents[0]})",
+            where=str(path),
+            fix="add --resume to go on with the run in it, or choose another with trainer.run_dir=…",
+        )
+
+
+def _held(path: Path) -> UsageError:
+    try:
+        holder = json.loads((path / _HOLDER).read_text(encoding="utf-8"))
+        who = f" (pid {holder['pid']} on {holder['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = ""
+    return UsageError(
+        f"another run is using this directory{who}",
+        where=str(path),
+        fix="wait for it or stop it, or choose another directory with trainer.run_dir=…",
+    )
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"the run directory cannot be written: {error.strerror or error}",
+        where=str(path),
+        fix="choose another with trainer.run_dir=…",
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    """A command's standard output, empty if it is missing, fails or takes over five seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,174 @@
+"""Plain lines in a pipe; a live panel in a terminal, which is given back whatever happens."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlctl.track.console import ConsoleSink, clock, plain_line, sparkline
+
+METRICS = {
+    "critic/score/mean": 0.41,
+    "rollout_corr/rollout_is_eff_sample_size": 0.934,
+    "rollout_corr/rollout_is_raw_eff_sample_size": 0.871,
+    "rollout_corr/rollout_rs_masked_fraction": 0.021,
+    "rollout_corr/kl": 0.0012,
+    "actor/entropy": 1.234,
+    "actor/grad_norm": 0.567,
+    "actor/lr": 3e-4,
+    "perf/throughput": 15300.4,
+    "response_length/mean": 12.5,
+}
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+PROGRAM = f"""
+import sys, time
+from rlctl.track.tracker import Tracker
+from rlctl.track.console import ConsoleSink
+METRICS = {METRICS!r}
+sink = ConsoleSink("p/e", 240)
+with Tracker(None, [sink], show=sink.note) as tracker:
+    for step in range(1, 13):
+        tracker.log(step, METRICS | {{"critic/score/mean": step / 20}})
+        time.sleep(0.05)
+        if step == 6:
+            tracker.note("something to say")
+    time.sleep(0.4)
+    if sys.argv[1:]:
+        raise RuntimeError("boom")
+"""
+
+
+def in_terminal(*arguments: str, term: str = "xterm-256color") -> str:
+    """What the program writes to a pseudo-terminal of 100 columns."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": term, "COLUMNS": "100", "LINES": "30", "PYTHONIOENCODING": "utf-8"}
+    environment.pop("NO_COLOR", None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        close_fds=True,
+    )
+    os.close(slave)
+    chunks: list[bytes] = []
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    child.wait(20)
+    os.close(master)
+    return b"".join(chunks).decode()
+
+
+def test_the_panel_in_a_terminal() -> None:
+    output = in_terminal()
+    text = ANSI.sub("", output)
+    for expected in (
+        *("step 12/240", "elapsed", "left", "reward", "0.600", "0.934 / 0.871", "2.1%", "1.20e-03"),
+        *("entropy", "1.234", "grad norm", "0.567", "3.00e-04", "15,300", "12.5", "▁", "█", "p/e"),
+    ):
+        assert expected in text
+    assert "something to say" in text
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_the_terminal_is_given_back_on_an_exception() -> None:
+    output = in_terminal("fail")
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    after = output[output.rindex("\x1b[?25h") :]
+    assert "RuntimeError: boom" in after
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    output = in_terminal(term="dumb")
+    assert "\x1b" not in output
+    assert "step 1/240" in output
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    environment = {**os.environ, "FORCE_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=True,
+    )
+    assert "\x1b" not in done.stdout
+    first, note, last = done.stdout.splitlines()
+    assert first == "step 1/240 reward 0.05 ess 0.93 masked 0.02 kl 0.0012 tok/s 15,300 left 0:00"
+    assert note == "something to say"
+    assert last.startswith("step 12/240 reward 0.60")
+
+
+def test_a_plain_line_every_two_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    sink = ConsoleSink("t", 10, stream=stream)
+    for step in range(1, 11):
+        now[0] += 0.75
+        sink.log(step, {"critic/score/mean": 0.5})
+    sink.close("finished")
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
+    assert lines[1] == "step 4/10 reward 0.50 left 0:04"
+    assert "left" not in lines[-1]
+
+
+def test_time_left_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    sink = ConsoleSink("t", 200, stream=stream)
+    now[0] = 500.0
+    sink.log(1, {})  # a first step that compiles things
+    for step in range(2, 101):
+        now[0] += 3.0
+        sink.log(step, {})
+    assert stream.getvalue().splitlines()[-1] == "step 100/200 left 5:00"
+
+
+def test_a_step_costs_microseconds() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", encoding="utf-8") as stream:
+        environment = dict(os.environ)
+        os.environ["TERM"] = "xterm"
+        try:
+            sink = ConsoleSink("t", 2000, stream=stream)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+        start = time.perf_counter()
+        for step in range(1, 201):
+            sink.log(step, METRICS)
+        cost = (time.perf_counter() - start) / 200
+        sink.close("finished")
+    os.close(master)
+    assert cost < 1e-3
+
+
+def test_missing_and_bad_numbers() -> None:
+    assert plain_line(1, 2, {}, None) == "step 1/2"
+    assert plain_line(1, 2, {"critic/score/mean": float("nan")}, 61) == "step 1/2 reward nan left 1:01"
+    assert sparkline((0.0, float("nan"), 1.0)) == "▁ █"
+    assert sparkline((2.0, 2.0)) == "▁▁"
+    assert sparkline(()) == ""
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0, 31.4, 59.6, 3659, 10859)] == ["0:00", "0:31", "1:00", "1:00:59", "3:00:59"]

@@ -1,0 +1,159 @@
+"""One run per directory, refused early, recorded without secrets."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import UsageError
+from rlctl.track.redact import redact, redact_command, redact_lines, redact_tree
+from rlctl.track.run_dir import claim_default_path, environment_record, open_run_dir
+
+HOLD = """
+import sys
+from pathlib import Path
+from rlctl.track.run_dir import open_run_dir
+with open_run_dir(Path(sys.argv[1]), resume=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    path = tmp_path / "run"
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    yield path, child
+    child.kill()
+    child.communicate()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_process_is_refused(holder, resume: bool) -> None:
+    path, child = holder
+    (path / "metrics.jsonl").touch()
+    with pytest.raises(
+        UsageError, match=rf"another run is using this directory \(pid {child.pid} "
+    ) as caught:
+        open_run_dir(path, resume=resume)
+    assert caught.value.exit_code == 2
+    assert caught.value.fix
+
+
+def test_a_killed_holder_lets_go(holder) -> None:
+    path, child = holder
+    (path / "metrics.jsonl").touch()
+    child.kill()
+    child.wait()
+    with open_run_dir(path, resume=True) as run:
+        assert run.path == path
+
+
+def test_released_means_free(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_run_dir(tmp_path / "a" / "b", resume=False):
+            pass
+
+
+def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"not empty \(it holds thesis\.tex\)") as caught:
+        open_run_dir(tmp_path, resume=False)
+    assert "--resume" in (caught.value.fix or "")
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UsageError, match="no run to resume"):
+            open_run_dir(path, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        open_run_dir(tmp_path / "file", resume=False)
+    with pytest.raises(UsageError, match="cannot be written"):
+        open_run_dir(tmp_path / "file" / "below", resume=False)
+
+
+def test_an_unwritable_place_is_refused() -> None:
+    # /proc refuses even root, whom permission bits do not stop
+    with pytest.raises(UsageError, match="cannot be written"):
+        open_run_dir(Path("/proc/rlctl-run"), resume=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot be written"):
+        open_run_dir(tmp_path, resume=False)
+
+
+def test_default_paths_do_not_collide(tmp_path: Path) -> None:
+    paths = {claim_default_path("proj", "exp", root=tmp_path) for _ in range(4)}
+    assert len(paths) == 4
+    assert all(path.parent == tmp_path / "proj" and path.name.startswith("exp-2") for path in paths)
+    for path in paths:
+        with open_run_dir(path, resume=False):
+            pass
+
+
+def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "e" * 40)
+    with open_run_dir(tmp_path / "run", resume=False) as run:
+        run.write_spec("model:\n  path: embedded\n  hub_token: abc\nalgorithm:\n  rollout_rs: token_k1\n")
+        run.write_environment(["rlctl", "train", "--wandb-api-key", "f" * 40, "model.path=m", "x.token=t1"])
+    assert (tmp_path / "run" / "spec.yaml").read_text() == (
+        "model:\n  path: embedded\n  hub_token: ***\nalgorithm:\n  rollout_rs: token_k1\n"
+    )
+    text = (tmp_path / "run" / "environment.json").read_text()
+    record = json.loads(text)
+    assert record["command"] == ["rlctl", "train", "--wandb-api-key", "***", "model.path=m", "x.token=***"]
+    assert record["packages"]["torch"]
+    assert record["num_cpus"] >= 1
+    assert "e" * 40 not in text
+
+
+def test_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert environment_record([])["git_commit"] is None
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    assert len(environment_record([])["git_commit"]) == 40
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_abcdefghijklmnopqrstuvwxyz",
+        "sk-abcdefghijklmnopqrst",
+        "wandb_v1_abcdefghijklmnopqrst",
+        "0123456789abcdef0123456789abcdef01234567",
+        "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    ],
+)
+def test_tokens_are_recognised_anywhere(secret: str) -> None:
+    assert secret not in redact(f"login failed for {secret}.")
+    assert secret not in "".join(redact_command([f"model.path={secret}"]))
+    assert secret not in redact_lines(f"a: 1\nb: {secret}\n")
+    assert secret not in str(redact_tree({"a": [secret, {"b": secret}]}))
+
+
+def test_what_is_no_secret_stays() -> None:
+    command = [
+        *("rlctl", "train", "--preset", "rloo-seq-is", "rollout_rs=token_k1", "loss_agg_mode=token-mean"),
+        *("model.revision=" + "a1" * 20, "data.max_prompt_length=512", "model.path=Qwen/Qwen2.5-7B"),
+    ]
+    assert redact_command(command) == command
+    assert redact_command(["https://me:pw123@host/x"]) == ["https://***@host/x"]
+    assert redact_lines("token: null\r\n") == "token: null\r\n"

@@ -1,0 +1,166 @@
+"""Fan-out: every sink gets every step, and no sink but the record can stop a run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlctl.track.jsonl import JsonlSink
+from rlctl.track.tracker import Tracker, build_tracker
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def build(run_dir: Path, *loggers: str, start_step: int = 0) -> Tracker:
+    return build_tracker(
+        run_dir, loggers, "project", "experiment", {"lr": 1e-3}, total_steps=5, start_step=start_step
+    )
+
+
+class Broken:
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls += 1
+        raise ConnectionError("no network, key hf_abcdefghijklmnopqrstuv\nmore")
+
+    def close(self, status: str) -> None:
+        raise RuntimeError("close failed too")
+
+
+def test_a_failing_sink_warns_once_and_is_dropped(tmp_path: Path) -> None:
+    notes: list[str] = []
+    broken = Broken()
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [broken], show=notes.append) as tracker:
+        for step in range(1, 4):
+            tracker.log(step, {"a": 1.0})
+    assert broken.calls == 1
+    assert len(notes) == 1
+    assert "broken failed" in notes[0]
+    assert "ConnectionError: no network" in notes[0]
+    assert "hf_" not in notes[0]
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_steps_only_go_up(tmp_path: Path) -> None:
+    with build(tmp_path) as tracker:
+        tracker.log(0, {"val/x/reward_mean": 0.1})
+        tracker.log(1, {})
+        with pytest.raises(ValueError, match="step 1 logged after step 1"):
+            tracker.log(1, {})
+
+
+def test_ranks_without_sinks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker() as tracker:
+        tracker.log(1, {"a": 1.0})
+        tracker.note("nobody asked")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_resume_appends_without_a_duplicate_step(tmp_path: Path) -> None:
+    with build(tmp_path) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {"a": 1.0})
+    with build(tmp_path, start_step=2) as tracker:
+        for step in (3, 4, 5):
+            tracker.log(step, {"a": 2.0})
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_is_read_back(tmp_path: Path) -> None:
+    with build(tmp_path, "tensorboard") as tracker:
+        tracker.log(1, {"actor/pg_loss": 0.5, "critic/score/mean": float("nan")})
+        tracker.log(2, {"actor/pg_loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/pg_loss")] == [(1, 0.5), (2, 0.25)]
+    assert "critic/score/mean" in events.Tags()["scalars"]
+
+
+def test_tensorboard_after_a_resume_shows_no_step_twice(tmp_path: Path) -> None:
+    for start, value in ((0, 1.0), (2, 2.0)):
+        with build(tmp_path, "tensorboard", start_step=start) as tracker:
+            for step in range(start + 1, 5):
+                tracker.log(step, {"a": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("a")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+WANDB = """
+import sys
+from pathlib import Path
+from rlctl.track.tracker import build_tracker
+run_dir = Path(sys.argv[1])
+config = {"model": {"path": "x"}, "hub": {"token": "very-secret"}}
+with build_tracker(run_dir, ["wandb"], "p", "e", config, total_steps=2, start_step=0) as tracker:
+    tracker.log(1, {"critic/score/mean": 0.5, "actor/entropy": float("nan")})
+    tracker.log(2, {"critic/score/mean": 0.75})
+"""
+
+
+def run_wandb(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    home = tmp_path / "home"
+    home.mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", WANDB, str(run_dir)],
+        env={**clean, "HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_wandb_offline_for_real(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    done = run_wandb(tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    assert b"critic/score/mean" in data
+    assert b"very-secret" not in data
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_wandb_with_a_bad_key_does_not_stop_training(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    done = run_wandb(tmp_path, WANDB_API_KEY="bad")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: wandb failed") == 1
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_wandb_that_cannot_start_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with build(tmp_path, "wandb") as tracker:
+        tracker.log(1, {})
+    assert "network is unreachable" in capsys.readouterr().err
+    assert steps(tmp_path) == [1]
+
+
+def test_wandb_is_loaded_only_when_asked_for(tmp_path: Path) -> None:
+    code = WANDB.replace('["wandb"]', "[]") + "\nsys.exit('wandb' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.schema import Message, Row
+from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
+from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
 PREPARE = "write it with `rlctl prepare-data parquet`"
-
-
-class RowError(ValueError):
-    """What is wrong with one row, without saying which."""
 
 
 def load_rows(files: Sequence[str]) -> list[Row]:
@@ -28,70 +25,6 @@ def load_rows(files: Sequence[str]) -> list[Row]:
         UsageError: a file is missing, broken or empty, or a row does not fit; names file and row.
     """
     return [row for path in _parquet_files(files) for row in _read_file(path)]
-
-
-def parse_messages(value: Any) -> tuple[Message, ...]:
-    """A prompt as text, or as a list of {role, content}.
-
-    Raises:
-        RowError: it is missing, empty, or neither.
-    """
-    if value is None:
-        raise RowError("the prompt is null")
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise RowError(f"the prompt is {_kind(value)}, not text or a list of messages")
-    if not value:
-        raise RowError("the prompt has no messages")
-    return tuple(_parse_message(message) for message in value)
-
-
-def _parse_message(value: Any) -> Message:
-    if not isinstance(value, Mapping):
-        raise RowError(f"a message of the prompt is {_kind(value)}, not {{role, content}}")
-    role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or not role:
-        raise RowError("a message of the prompt has no role")
-    if not isinstance(content, str):
-        raise RowError(f"a message's content is {_kind(content)}, not text")
-    if not content.strip():
-        raise RowError(f"the {role} message of the prompt is empty")
-    return Message(check_text(role), check_text(content))
-
-
-def parse_answer(value: Any, name: str) -> str:
-    """An answer given as text or as a number.
-
-    Raises:
-        RowError: it is missing, empty, or something else.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if value is None:
-        raise RowError(f"{name} is null")
-    if not isinstance(value, str):
-        raise RowError(f"{name} is {_kind(value)}, not text or a number")
-    if not value.strip():
-        raise RowError(f"{name} is empty")
-    return check_text(value)
-
-
-def check_text(text: str) -> str:
-    """The text itself, if UTF-8 can hold it.
-
-    Raises:
-        RowError: it has bytes that were not UTF-8, or half a surrogate pair.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"not valid UTF-8 text at character {error.start}") from None
-    return text
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
@@ -150,10 +83,10 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
     try:
         source = values["data_source"]
         if not isinstance(source, str) or not source:
-            raise RowError(f"data_source is {_kind(source)}, not text")
+            raise RowError(f"data_source is {kind_of(source)}, not text")
         judged = values["reward_model"]
         if not isinstance(judged, Mapping):
-            raise RowError(f"reward_model is {_kind(judged)}, not {{style, ground_truth}}")
+            raise RowError(f"reward_model is {kind_of(judged)}, not {{style, ground_truth}}")
         extra = values.get("extra_info")
         extra = extra if isinstance(extra, Mapping) else {}
         index = extra.get("index")

@@ -16,7 +16,7 @@ from pathlib import Path
 import rlctl
 from rlctl.reward.graders import GraderName
 
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 MAX_WORKERS = 8
 
 

@@ -1,0 +1,79 @@
+"""`manifest.json`: what a prepared directory was made from, so that it can be made, or recognised, again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Attributes:
+    made_from: inputs with their hashes, recipe, split, versions: everything the output depends on.
+    counts: rows in, in each split, and quarantined.
+    outputs: file name → sha256.
+    """
+
+    made_from: Mapping[str, Any]
+    counts: Mapping[str, int]
+    outputs: Mapping[str, str]
+
+    def write(self, directory: Path) -> None:
+        """Write it, keys sorted, no dates: equal work gives equal bytes."""
+        content = {
+            "format": FORMAT,
+            "made_from": self.made_from,
+            "counts": self.counts,
+            "outputs": self.outputs,
+        }
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    def matches(self, directory: Path) -> bool:
+        """Whether the directory still holds exactly the files described."""
+        return all(
+            (directory / name).is_file() and sha256_of(directory / name) == digest
+            for name, digest in self.outputs.items()
+        )
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The directory's manifest; None where there is none that this version wrote."""
+    try:
+        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            return None
+        return Manifest(content["made_from"], content["counts"], content["outputs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Name, size and hash of each input; names without folders, so that moving the data changes nothing."""
+    return [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
+
+
+def describe_versions() -> dict[str, str]:
+    """What the bytes of the output depend on."""
+    return {name: _version(name) for name in ("rlctl", "pyarrow")}
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

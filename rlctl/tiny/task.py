@@ -1,0 +1,59 @@
+"""The embedded task: two-digit addition, the sum's digits least significant first.
+
+`12+34=` asks for `640`: 46, reversed, padded with zeros to three digits. Least significant first
+makes each digit depend on what is already written, which a model of two layers can learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+DATA_SOURCE = "embedded/addition"
+
+Problem = tuple[str, str]  # prompt, right answer
+
+
+def problem(a: int, b: int) -> Problem:
+    """Prompt and answer of a + b, both of two digits: `problem(12, 34) == ("12+34=", "640")`."""
+    return f"{a:02d}+{b:02d}=", f"{a + b:03d}"[::-1]
+
+
+def split(num_val: int) -> tuple[list[Problem], list[Problem]]:
+    """All 8,100 problems as (training, validation), disjoint, in an order that looks random.
+
+    The order is that of the prompts' SHA-256, so it is the same with every library and seed.
+    """
+    everything = [problem(a, b) for a in range(10, 100) for b in range(10, 100)]
+    everything.sort(key=lambda item: hashlib.sha256(item[0].encode()).digest())
+    return everything[num_val:], everything[:num_val]
+
+
+def write_parquet(problems: list[Problem], split_name: str, path: Path) -> None:
+    """Write one split in verl's row schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.large_string()
+    schema = pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.large_list(pa.struct([("role", text), ("content", text)]))),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
+        ]
+    )
+    rows = [_row(prompt, answer, split_name, index) for index, (prompt, answer) in enumerate(problems)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+
+
+def _row(prompt: str, answer: str, split_name: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "maths",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split_name, "index": index},
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -20,8 +21,10 @@ from rich.text import Text
 REFRESH_PER_SECOND = 4
 #: Seconds between plain lines.
 PLAIN_INTERVAL = 2.0
-#: Steps the time left is estimated from, and rewards the sparkline shows.
+#: Steps the time left is estimated from.
 WINDOW = 32
+#: Characters of the reward's sparkline, which always spans the whole run.
+SPARK_WIDTH = 48
 
 REWARD = "critic/score/mean"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -43,7 +46,6 @@ class _State:
 
     step: int
     metrics: Mapping[str, float]
-    rewards: tuple[float, ...] = ()
     times: tuple[float, ...] = ()  # when each of the last steps ended, on the monotonic clock
 
 
@@ -66,6 +68,7 @@ class ConsoleSink:
         self._total = total_steps
         self._start = time.monotonic()
         self._stream = stream or sys.stdout
+        self._rewards: list[float] = []
         self._state = _State(step=start_step, metrics={}, times=(self._start,))
         self._last_plain = -math.inf
         self._printed_step: int | None = None
@@ -86,12 +89,12 @@ class ConsoleSink:
         """Show a step; costs microseconds, the drawing happens elsewhere."""
         now = time.monotonic()
         old = self._state
-        reward = metrics.get(REWARD)
+        if REWARD in metrics:
+            self._rewards.append(float(metrics[REWARD]))
         trained = step > old.step  # step 0 holds validation only and says nothing about speed
         self._state = _State(
             step=step,
             metrics={**old.metrics, **metrics},
-            rewards=old.rewards if reward is None else (*old.rewards, float(reward))[-WINDOW:],
             times=(*old.times, now)[-WINDOW:] if trained else (now,),
         )
         if self._live is None and (now - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
@@ -147,33 +150,41 @@ class ConsoleSink:
             ProgressBar(total=max(self._total, 1), completed=state.step),
             Text(f"elapsed {clock(now - self._start)}{remaining}"),
         )
-        return Panel(Group(head, self._numbers(state)), title=self._title, title_align="left", padding=(0, 1))
+        body = Group(head, self._reward_line(state), _numbers(state.metrics))
+        return Panel(body, title=self._title, title_align="left", padding=(0, 1))
 
-    def _numbers(self, state: _State) -> Table:
-        """Four columns of name and value."""
+    def _reward_line(self, state: _State) -> Text:
+        line = Text.assemble(("reward  ", "dim"), (_show(state.metrics.get(REWARD), ".3f"), "bold"))
+        if self._sparks:
+            line.append(f"  {sparkline(condensed(self._rewards, SPARK_WIDTH))}", style="green")
+        line.no_wrap, line.overflow = True, "crop"
+        return line
 
-        def show(key: str, form: str) -> str:
-            return _show(state.metrics.get(key), form)
 
-        sparks = sparkline(state.rewards) if self._sparks else ""
-        cells = (
-            ("reward", f"{show(REWARD, '.3f')} {sparks}".rstrip()),
-            ("ESS applied / raw", f"{show(ESS, '.3f')} / {show(RAW_ESS, '.3f')}"),
-            ("masked", show(MASKED, ".1%")),
-            ("KL to rollout", show(KL, ".2e")),
-            ("entropy", show(ENTROPY, ".3f")),
-            ("grad norm", show(GRAD_NORM, ".3g")),
-            ("lr", show(LR, ".2e")),
-            ("tokens/s", show(TOKENS, ",.0f")),
-            ("response tokens", show(LENGTH, ",.1f")),
-        )
-        grid = Table.grid(padding=(0, 2), pad_edge=False)
-        for _ in range(3):
-            grid.add_column(style="dim", no_wrap=True)
-            grid.add_column(no_wrap=True)
-        for row in range(0, len(cells), 3):
-            grid.add_row(*(text for cell in cells[row : row + 3] for text in cell))
-        return grid
+def _numbers(metrics: Mapping[str, float]) -> Table:
+    """Names and values in three columns, 66 characters wide."""
+
+    def show(key: str, form: str) -> str:
+        return _show(metrics.get(key), form)
+
+    cells = (
+        ("ESS", f"{show(ESS, '.3f')}, raw {show(RAW_ESS, '.3f')}"),
+        ("masked", show(MASKED, ".1%")),
+        ("KL", show(KL, ".2e")),
+        ("tokens/s", show(TOKENS, ",.0f")),
+        ("grad norm", show(GRAD_NORM, ".3g")),
+        ("lr", show(LR, ".2e")),
+        ("length", f"{show(LENGTH, ',.1f')} tokens"),
+        ("entropy", show(ENTROPY, ".3f")),
+        ("", ""),
+    )
+    grid = Table.grid(padding=(0, 2), pad_edge=False)
+    for _ in range(3):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+    for row in range(0, len(cells), 3):
+        grid.add_row(*(text for cell in cells[row : row + 3] for text in cell))
+    return grid
 
 
 def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
@@ -200,7 +211,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def sparkline(values: tuple[float, ...]) -> str:
+def condensed(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values: means over equal stretches, oldest first."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def sparkline(values: Sequence[float]) -> str:
     """Block characters from the smallest value to the largest; a gap for NaN and infinities."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

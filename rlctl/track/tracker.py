@@ -76,11 +76,14 @@ class Tracker:
                 self._drop(sink, error)
 
     def note(self, text: str) -> None:
-        """Show a line to the user, above the live display if there is one."""
-        if self._show:
-            self._show(text)
-        elif self._record:
-            sys.stderr.write(text + "\n")
+        """Show a line to the user, above the live display if there is one; never raises."""
+        try:
+            if self._show:
+                self._show(text)
+            elif self._record:
+                sys.stderr.write(text + "\n")
+        except (OSError, ValueError) as error:  # the terminal is gone, or the pipe's reader
+            _log.debug("note not shown: %s", text, exc_info=error)
 
     def close(self, status: Status = "finished") -> None:
         """Close every sink; twice is fine. The display goes first and leaves the terminal as it was."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlctl.metric_names import METRICS, SECTIONS, describe, markdown
 
@@ -121,3 +122,25 @@ def test_the_page_prints_the_registry() -> None:
 def test_no_torch() -> None:
     code = "import sys, rlctl.metric_names; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("convention", ["applied", "verl"])
+@pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
+def test_correction_logs_only_what_is_described(level: str | None, convention: str) -> None:
+    from rlctl.algos.correction import correct
+    from rlctl.algos.correction_metrics import correction_metrics
+    from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+
+    log_probs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.1, -3.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    rules = CorrectionRules(
+        WeightRule(level, normalize=True, metrics=convention),  # type: ignore[arg-type]
+        (
+            RejectRule("token_k1", "ratio", "none", 0.6, 1.6, "sequence"),
+            RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
+        ),
+    )
+    tally = correct(log_probs, log_probs + 0.1, mask, rules).tally.to_host()
+    logged = correction_metrics(tally, rules)
+    assert len(logged) > 40
+    assert [key for key in logged if describe(key) is None] == []

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from rlctl.track.console import ConsoleSink, clock, plain_line, sparkline
+from rlctl.track.console import ConsoleSink, clock, condensed, plain_line, sparkline
 
 METRICS = {
     "critic/score/mean": 0.41,
@@ -76,7 +76,7 @@ def test_the_panel_in_a_terminal() -> None:
     output = in_terminal()
     text = ANSI.sub("", output)
     for expected in (
-        *("step 12/240", "elapsed", "left", "reward", "0.600", "0.934 / 0.871", "2.1%", "1.20e-03"),
+        *("step 12/240", "elapsed", "left", "reward", "0.600", "0.934, raw 0.871", "2.1%", "1.20e-03"),
         *("entropy", "1.234", "grad norm", "0.567", "3.00e-04", "15,300", "12.5", "▁", "█", "p/e"),
     ):
         assert expected in text
@@ -168,6 +168,14 @@ def test_missing_and_bad_numbers() -> None:
     assert sparkline((0.0, float("nan"), 1.0)) == "▁ █"
     assert sparkline((2.0, 2.0)) == "▁▁"
     assert sparkline(()) == ""
+
+
+def test_the_sparkline_spans_the_whole_run() -> None:
+    assert condensed([1.0, 2.0], 4) == [1.0, 2.0]
+    assert condensed([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    thousand = condensed([float(i) for i in range(1001)], 48)
+    assert len(thousand) == 48
+    assert thousand == sorted(thousand)
 
 
 def test_clock() -> None:

@@ -52,6 +52,27 @@ def test_a_failing_sink_warns_once_and_is_dropped(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_a_terminal_that_goes_away_does_not_stop_training(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from rlctl.track.tracker import build_tracker
+with build_tracker(Path(sys.argv[1]), ["console"], "p", "e", {}, total_steps=3, start_step=0) as tracker:
+    sys.stdin.read()
+    for step in (1, 2, 3):
+        tracker.log(step, {"critic/score/mean": 0.5})
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    child.stdout.close()
+    child.stdin.close()
+    child.wait(30)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
 def test_steps_only_go_up(tmp_path: Path) -> None:
     with build(tmp_path) as tracker:
         tracker.log(0, {"val/x/reward_mean": 0.1})

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from rlctl.errors import Problem
 from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction_rules
 from rlctl.spec.run import RunSpec
+from rlctl.tiny.recipe import PROMPT_LENGTH, RESPONSE_LENGTH
 
 _CORRECTION = "algorithm.rollout_correction."
 #: Learning rates above this are unusual for a pretrained language model.
@@ -192,6 +193,23 @@ def prompts_are_given(spec: RunSpec) -> list[Problem]:
     return [Problem("error", "data.train_files", what, fix)]
 
 
+def embedded_task_fits(spec: RunSpec) -> list[Problem]:
+    """The built-in task's lengths are known: a shorter limit leaves nothing to train on."""
+    if not spec.is_embedded or spec.data.train_files:
+        return []
+    needs = {"max_prompt_length": PROMPT_LENGTH, "max_response_length": RESPONSE_LENGTH}
+    return [
+        Problem(
+            "error",
+            f"data.{key}",
+            f"the built-in task needs {tokens} tokens, this allows {getattr(spec.data, key)}",
+            f"set it to {tokens} or more",
+        )
+        for key, tokens in needs.items()
+        if getattr(spec.data, key) < tokens
+    ]
+
+
 def validation_is_possible(spec: RunSpec) -> list[Problem]:
     """Validation needs both prompts and a rhythm."""
     asked, given = spec.trainer.test_freq > 0, bool(spec.data.val_files)
@@ -256,6 +274,12 @@ _WORLD = ("trainer.n_gpus_per_node", "trainer.nnodes")
 #: Every contradiction and the keys it reads.
 CHECKS: dict[Check, tuple[str, ...]] = {
     prompts_are_given: ("model.path", "data.train_files"),
+    embedded_task_fits: (
+        "model.path",
+        "data.train_files",
+        "data.max_prompt_length",
+        "data.max_response_length",
+    ),
     validation_is_possible: ("model.path", "data.val_files", "trainer.test_freq"),
     frequencies_are_meant: ("trainer.save_freq", "trainer.test_freq"),
     groups_have_siblings: ("algorithm.adv_estimator", "rollout.n"),

@@ -68,6 +68,18 @@ def known_sections() -> frozenset[str]:
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1))
 
 
+def section_class(name: str) -> type[Section] | None:
+    """The model of a section by its dotted name, e.g. `algorithm.rollout_correction`."""
+    section: type[Section] = RunSpec
+    for part in name.split("."):
+        field = section.model_fields.get(part)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return None
+        section = annotation
+    return section
+
+
 def wants_text(key: str) -> bool:
     """Whether the value of `key` is text, so that `2.10` must not be read as a number first."""
     return _mentions_str(known_leaves()[key].annotation)

@@ -22,7 +22,7 @@ from rlctl.errors import Problem, SpecError
 from rlctl.spec.check import check_spec
 from rlctl.spec.keys import advice_for, known_leaves, known_sections, nearest_key, wants_text
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.presets import DESCRIPTION, all_presets
+from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run import RunSpec
 from rlctl.spec.yaml_source import Leaf, Source, parse_scalar, read_value, read_yaml_file
 
@@ -53,6 +53,9 @@ class Origin:
 
 DEFAULT = Origin("default")
 
+#: The resolved spec in a run directory, as `dump_spec` writes it.
+RUN_SPEC_FILE = "spec.yaml"
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
@@ -67,6 +70,10 @@ class LoadedSpec:
     spec: RunSpec
     origins: dict[str, Origin]
     warnings: list[Problem]
+
+    def located(self, problem: Problem) -> Problem:
+        """`problem` with the place where its key was set, unless that is a default."""
+        return _located(problem, self.origins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,8 @@ def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
     path = Path(preset)
     if path.is_file():
         return _read_file(path, Origin("preset", preset), problems)
-    close = difflib.get_close_matches(preset, list(known), n=1, cutoff=0.4)
-    fix = f"did you mean `{close[0]}`?" if close else "see `rlctl presets list`"
+    near = nearest_preset(preset)
+    fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     what = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
     problems.append(Problem("error", "", what, fix, "command line"))

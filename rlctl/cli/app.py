@@ -1,0 +1,98 @@
+"""`rlctl`: the commands, and the only place that prints errors and exits.
+
+Command modules keep heavy imports inside their bodies, so that `--help` is there at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.cli import prepare_data, presets
+from rlctl.cli.schema import schema
+from rlctl.cli.train import train
+from rlctl.errors import RlctlError
+
+app = typer.Typer(
+    name="rlctl",
+    help=(
+        "Train language models with reinforcement learning, and see, correct and explain the gap between "
+        "the policy that sampled and the policy in training.\n\n"
+        "Start here: [bold]rlctl train --preset rloo-seq-is[/bold] trains the built-in tiny model; with "
+        "[bold]--dry-run[/bold] it only shows what would run. [bold]rlctl COMMAND --help[/bold] has examples."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(schema)
+app.add_typer(presets.app, name="presets")
+app.add_typer(prepare_data.app, name="prepare-data")
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"rlctl {version('rlctl')}")
+        except PackageNotFoundError:
+            typer.echo("rlctl (not installed: running from a checkout)")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options of `rlctl` itself; the help text is the app's."""
+
+
+def main() -> None:
+    """Entry point of the `rlctl` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; every error is printed here, and becomes an exit code.
+
+    Returns:
+        0 ok, 1 failure at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 interrupted.
+    """
+    try:
+        app(args=arguments, prog_name="rlctl")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except RlctlError as error:
+        from rlctl.cli.messages import print_error
+
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        _report_bug(error)
+        return 1
+    return 0
+
+
+def _report_bug(error: Exception) -> None:
+    """Two lines for the user, the traceback into a file for whoever mends it."""
+    import tempfile
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="rlctl-traceback-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(text)
+    typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+    typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)

@@ -1,0 +1,117 @@
+"""`rlctl presets`: the shipped recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.spec.presets import Preset
+
+app = typer.Typer(help="The shipped recipes: list, read, compare and copy them.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.")]
+
+
+@app.command("list")
+def list_presets() -> None:
+    """All presets, one line each.
+
+    rlctl presets list
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlctl.spec.presets import all_presets
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("preset", no_wrap=True)
+    table.add_column("kind", style="dim", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for preset in all_presets().values():
+        table.add_row(preset.name, preset.kind, preset.description)
+    Console().print(table)
+
+
+@app.command()
+def show(name: Name) -> None:
+    """Print a preset's file, comments and all.
+
+    rlctl presets show rloo-seq-is
+    """
+    typer.echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Show the keys in which two presets differ, once resolved.
+
+    rlctl presets diff rloo-seq-is rloo-uncorrected
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlctl.cli.dry_run import show as show_value
+    from rlctl.cli.dry_run import value_of
+    from rlctl.spec.keys import known_leaves
+    from rlctl.spec.load import load_spec
+
+    specs = [load_spec([name], [], []).spec for name in (first, second)]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("key", first, second):
+        table.add_column(heading, overflow="fold")
+    for key in known_leaves():
+        left, right = (show_value(value_of(spec, key)) for spec in specs)
+        if left != right:
+            table.add_row(key, Text(left), Text(right))
+    if table.row_count:
+        Console().print(table)
+    else:
+        typer.echo(f"{first} and {second} resolve to the same spec.")
+
+
+@app.command()
+def copy(
+    name: Name,
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A file, or a directory to put it in.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Copy a preset to edit it.
+
+    rlctl presets copy rloo-seq-is my-run.yaml && rlctl train --spec my-run.yaml
+    """
+    preset = _preset(name)
+    target = destination / preset.path.name if destination.is_dir() else destination
+    if target.exists() and not force:
+        raise UsageError("the file exists", where=str(target), fix="choose another name, or add --force")
+    if not target.parent.is_dir():
+        raise UsageError("no such directory", where=str(target.parent), fix="create it first")
+    try:
+        target.write_bytes(preset.path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(target)) from error
+    typer.echo(f"{target} written; run it with: rlctl train --spec {target}")
+
+
+def _preset(name: str) -> Preset:
+    """A shipped preset.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    from rlctl.spec.presets import all_presets, nearest_preset
+
+    preset = all_presets().get(name)
+    if preset is None:
+        near = nearest_preset(name)
+        fix = f"did you mean `{near}`?" if near else "see `rlctl presets list`"
+        raise UsageError(f"no such preset: {name}", fix=fix)
+    return preset

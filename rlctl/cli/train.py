@@ -1,0 +1,109 @@
+"""`rlctl train`: read the spec, show it, or run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.errors import SpecError, UsageError
+
+if TYPE_CHECKING:
+    from rlctl.spec.load import LoadedSpec
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Single values, stronger than presets and files: actor.lr=1e-6",
+            show_default=False,
+        ),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset",
+            "-p",
+            metavar="NAME",
+            help="A preset by name or path; several are layered left to right.",
+        ),
+    ] = None,
+    spec: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--spec", "-s", metavar="FILE", help="A YAML spec file, stronger than presets; may be repeated."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the resolved spec, bands of ρ, batch arithmetic, memory; then stop."
+        ),
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="RUN_DIR", help="Continue a run from its last checkpoint, with its own spec."
+        ),
+    ] = None,
+) -> None:
+    """Train a policy.
+
+    Without arguments it trains the built-in tiny model on addition, with no download.
+
+      rlctl train --preset rloo-seq-is
+
+      rlctl train -p rloo-seq-is model.path=Qwen/Qwen2.5-0.5B data.train_files=data/gsm8k/train.parquet
+
+      rlctl train --resume runs/rlctl/rloo-seq-is-20260101-120000
+
+    Every key: `rlctl schema`. Recipes: `rlctl presets list`.
+    """
+    from rlctl.spec.load import load_spec
+
+    files = list(spec or [])
+    if resume is not None:
+        files.insert(0, _spec_of_run(resume, preset))
+    loaded = load_spec(list(preset or []), files, list(overrides or []))
+    if dry_run:
+        from rlctl.cli.dry_run import print_dry_run
+
+        print_dry_run(loaded)
+        return
+    raise typer.Exit(_start(loaded, resume))
+
+
+def _start(loaded: LoadedSpec, resume: Path | None) -> int:
+    """The real thing; everything heavy is imported here."""
+    from rlctl.cli.messages import print_problems
+    from rlctl.spec.check import check_trainable
+
+    refusals = [loaded.located(problem) for problem in check_trainable(loaded.spec)]
+    if refusals:
+        raise SpecError(refusals)
+    print_problems(loaded.warnings)
+
+    from rlctl.train.setup import start_run
+
+    return start_run(loaded, resume=resume)
+
+
+def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
+    """The resolved spec of a run to resume.
+
+    Raises:
+        UsageError: no such run, or presets given, which the run's own spec would silently outvote.
+    """
+    from rlctl.spec.load import RUN_SPEC_FILE
+
+    path = run_dir / RUN_SPEC_FILE
+    if not path.is_file():
+        what = f"not a run directory: it holds no {RUN_SPEC_FILE}"
+        raise UsageError(what, where=str(run_dir), fix="name a directory such as runs/rlctl/run-…")
+    if presets:
+        fix = "leave --preset out; change single values with key=value"
+        raise UsageError("a resumed run continues with its own spec", where=str(path), fix=fix)
+    return path

@@ -1,0 +1,204 @@
+"""What a spec means, as plain data: bands of ρ in words, and the arithmetic of its batches.
+
+Pure functions; `rlctl.cli.dry_run` lays their results out. Memory is `rlctl.spec.memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.algos.rules import LOG_RATIO_CLAMP, RejectRule, WeightRule
+from rlctl.spec.resolve import correction_rules
+from rlctl.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The effect of one threshold, as an interval of ρ = π_train / π_rollout.
+
+    Attributes:
+        name: what the user called it.
+        lower: smallest ρ left alone (0: no lower bound).
+        upper: largest ρ left alone (inf: no upper bound).
+        bounds: in words, the ρ it is about: each token's, the product, the geometric mean.
+        outside: in words, what happens outside.
+    """
+
+    name: str
+    lower: float
+    upper: float
+    bounds: str
+    outside: str
+
+    @property
+    def interval(self) -> str:
+        """E.g. `0.6 ≤ ρ ≤ 1.6`."""
+        lower = f"{self.lower:.4g} ≤ " if self.lower > 0 else ""
+        upper = f" ≤ {self.upper:.4g}" if self.upper < math.inf else ""
+        return f"{lower}ρ{upper}" if lower or upper else "any ρ"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """From prompts to optimizer steps; all counts are of one batch unless they say otherwise.
+
+    Attributes:
+        num_rows: training prompts; None if they are only counted at the start.
+        num_batches: batches in the whole run; None if that depends on `num_rows`.
+    """
+
+    prompts: int
+    responses_per_prompt: int
+    samples: int
+    mini_batches: int
+    samples_per_mini_batch: int
+    ranks: int
+    samples_per_rank: int
+    micro_batch_size: int
+    micro_batches_per_rank: int
+    epochs: int
+    steps_per_batch: int
+    num_rows: int | None
+    num_batches: int | None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps in the whole run."""
+        return None if self.num_batches is None else self.num_batches * self.steps_per_batch
+
+
+def bands(spec: RunSpec) -> list[Band]:
+    """The weight's band, PPO's clip where there is one, and every rejection criterion's band."""
+    correction = spec.algorithm.rollout_correction
+    rules = correction_rules(correction)
+    is_measured_only = correction.bypass_mode and correction.loss_type == "ppo_clip"
+    found = []
+    if rules.weight.level is not None:
+        found.append(_weight_band(rules.weight, is_measured_only=is_measured_only))
+    if correction.loss_type == "ppo_clip":
+        found.append(_clip_band(spec))
+    return found + [_reject_band(rule) for rule in rules.reject]
+
+
+def notes(spec: RunSpec) -> list[str]:
+    """What else is worth knowing about the correction of this spec."""
+    correction = spec.algorithm.rollout_correction
+    rules = correction_rules(correction)
+    lines = []
+    if rules.weight.level is None:
+        lines.append("No importance weights are applied; the ratios are measured all the same.")
+    if not rules.reject:
+        lines.append("Nothing is rejected.")
+    if correction.bypass_mode:
+        lines.append("Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, anew at every update.")
+    else:
+        lines.append("Decoupled: ρ = π_old / π_rollout once per batch, from one extra forward pass.")
+    multiplies = rules.weight.level == "sequence" or any(
+        rule.reduction == "sum" and rule.statistic in {"ratio", "k1"} for rule in rules.reject
+    )
+    if multiplies:
+        length = spec.data.max_response_length
+        lines.append(
+            f"A product over {length} tokens reaches the clamp of e^±{LOG_RATIO_CLAMP:g} when the mean "
+            f"log-ratio per token is {LOG_RATIO_CLAMP / length:.2g}: watch rollout_corr/saturated_sequences."
+        )
+    return lines
+
+
+def batch_arithmetic(spec: RunSpec) -> BatchArithmetic:
+    """How one batch is cut up, and how many there are."""
+    prompts, responses, mini = spec.data.train_batch_size, spec.rollout.n, spec.ppo_mini_batch_size
+    mini_batches = max(1, prompts // mini)
+    per_rank = mini * responses // spec.world_size
+    micro = min(spec.actor.ppo_micro_batch_size_per_gpu, per_rank)
+    num_rows = count_rows(spec.data.train_files)
+    num_batches = spec.trainer.total_training_steps
+    if num_batches is None and num_rows is not None:
+        num_batches = num_rows // prompts * spec.trainer.total_epochs
+    return BatchArithmetic(
+        prompts=prompts,
+        responses_per_prompt=responses,
+        samples=prompts * responses,
+        mini_batches=mini_batches,
+        samples_per_mini_batch=mini * responses,
+        ranks=spec.world_size,
+        samples_per_rank=per_rank,
+        micro_batch_size=micro,
+        micro_batches_per_rank=-(-per_rank // micro),
+        epochs=spec.actor.ppo_epochs,
+        steps_per_batch=mini_batches * spec.actor.ppo_epochs,
+        num_rows=num_rows,
+        num_batches=num_batches,
+    )
+
+
+def count_rows(files: list[str]) -> int | None:
+    """Rows of local Parquet files, from their footers alone; None if any cannot be read here."""
+    paths: list[Path] = []
+    for name in files:
+        path = Path(name).expanduser()
+        paths += sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not paths or not all(path.is_file() for path in paths):
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return sum(int(pq.read_metadata(path).num_rows) for path in paths)
+    except (OSError, pa.ArrowException):
+        return None  # a broken file is the reader's to complain about
+
+
+def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
+    lower, upper = rule.band()
+    subjects = {
+        "token": "each token's ρ",
+        "sequence": "the product of a response's ρ",
+        "geometric": "the geometric mean of a response's ρ",
+    }
+    outside = {
+        "clip": f"the weight is set to the nearer bound, {lower:.4g} or {upper:.4g}",
+        "truncate": f"a larger weight is set to {upper:.4g}",
+        "mask": "the weight is 0",
+    }[rule.bound]
+    if rule.normalize:
+        outside += "; then all weights are divided by their mean over the mini-batch"
+    if is_measured_only:
+        outside = "measured, not applied: PPO's ratio is the correction"
+    return Band("IS weight", lower, upper, subjects[rule.level or "token"], outside)
+
+
+def _clip_band(spec: RunSpec) -> Band:
+    actor = spec.actor
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    bypass = spec.algorithm.rollout_correction.bypass_mode
+    subject = "each token's ρ (π_θ / π_rollout)" if bypass else "each token's π_θ / π_old, not ρ itself"
+    outside = "no gradient where the advantage pushes further out"
+    return Band("PPO clip", max(0.0, 1.0 - low), 1.0 + high, subject, outside)
+
+
+def _reject_band(rule: RejectRule) -> Band:
+    lower, upper = rule.band()
+    is_product = rule.statistic in {"ratio", "k1"}
+    subjects = {
+        "none": "each token's ρ",
+        "max": "each token's ρ (by its largest violation)",
+        "sum": "the product of a response's ρ"
+        if is_product
+        else f"one token's ρ, if all others were 1 (sum of {rule.statistic})",
+        "mean": "the geometric mean of a response's ρ"
+        if is_product
+        else f"every token's ρ, if all were alike (mean {rule.statistic})",
+    }
+    if rule.statistic == "ratio" and rule.reduction == "max":
+        subjects["max"] = "the largest ρ of a response"
+    if rule.scope == "token" and rule.reduction == "none":
+        outside = "the token is rejected"
+    else:
+        outside = "the whole response is rejected"
+    if rule.negative_advantage_only:
+        outside += ", if its advantage is negative"
+    return Band(rule.name, lower, upper, subjects[rule.reduction], outside)

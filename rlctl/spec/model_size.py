@@ -1,0 +1,135 @@
+"""How big a model is, from what lies on this machine, without loading or downloading it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.tiny.recipe import RECIPE, VOCABULARY
+
+_SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory estimates need to know; None where it cannot be known here.
+
+    Attributes:
+        source: in words, where the figures come from.
+        num_parameters: all of them.
+        layers, hidden, kv_heads, head_dim, vocab: the transformer's dimensions.
+    """
+
+    source: str
+    num_parameters: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab: int | None = None
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """The size of `spec.path`: built in, a local directory, the hub's cache, or its name's word for it."""
+    if spec.path == EMBEDDED:
+        return _embedded_size()
+    directory = _local_directory(spec)
+    if directory is not None:
+        config = _read_json(directory / "config.json")
+        counted = _count_safetensors(directory)
+        size = _from_config(config, "safetensors headers" if counted else "config.json")
+        return _with_count(size, counted) if counted else size
+    match = _SIZE_IN_NAME.search(spec.path)
+    if match:
+        scale = 1e9 if match[2] in "Bb" else 1e6
+        source = f"“{match[0]}” in the name; the model itself is not on this machine"
+        return ModelSize(source, num_parameters=int(float(match[1]) * scale))
+    return ModelSize("unknown: the model is not on this machine")
+
+
+def _embedded_size() -> ModelSize:
+    return ModelSize(
+        source="the built-in model",
+        num_parameters=RECIPE.num_parameters,
+        layers=RECIPE.num_layers,
+        hidden=RECIPE.hidden_size,
+        kv_heads=RECIPE.num_heads,
+        head_dim=RECIPE.hidden_size // RECIPE.num_heads,
+        vocab=len(VOCABULARY),
+    )
+
+
+def _local_directory(spec: ModelSpec) -> Path | None:
+    """Where the model lies, as a directory of its own or as a snapshot in the hub's cache."""
+    path = Path(spec.path).expanduser()
+    if path.is_dir():
+        return path
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repository = cache / f"models--{spec.path.replace('/', '--')}"
+    revision = spec.revision or "main"
+    with contextlib.suppress(OSError):  # a commit hash has no ref: it names its snapshot itself
+        revision = (repository / "refs" / revision).read_text().strip()
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def _count_safetensors(directory: Path) -> int | None:
+    """Elements of all tensors, from the files' headers alone."""
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with path.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, _MAX_HEADER)))
+            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # a broken file is the loader's to complain about, not the estimate's
+        total += sum(math.prod(shape) for shape in shapes)
+    return total or None
+
+
+def _from_config(config: dict[str, Any], source: str) -> ModelSize:
+    """Dimensions by the names nearly all causal language models use."""
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    layers, hidden, heads = (_count(config, key) for key in _DIMENSIONS)
+    vocab, inner = _count(config, "vocab_size"), _count(config, "intermediate_size")
+    if not (layers and hidden and heads and vocab):
+        return ModelSize("unknown: config.json names no dimensions")
+    kv_heads = _count(config, "num_key_value_heads") or heads
+    head_dim = _count(config, "head_dim") or hidden // heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    parameters = embeddings + layers * (attention + 3 * hidden * (inner or 4 * hidden))
+    return ModelSize(source, parameters, layers, hidden, kv_heads, head_dim, vocab)
+
+
+_DIMENSIONS = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def _with_count(size: ModelSize, counted: int) -> ModelSize:
+    return ModelSize(
+        "safetensors headers", counted, size.layers, size.hidden, size.kv_heads, size.head_dim, size.vocab
+    )
+
+
+def _count(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

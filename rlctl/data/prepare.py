@@ -22,7 +22,7 @@ from rlctl.data.recipes import Recipe, RecipeName, recognise
 from rlctl.data.schema import Row
 from rlctl.data.sources import Advance, Record, find_sources, read_records
 from rlctl.data.split import limit_for_fraction, limit_for_size, row_hash
-from rlctl.data.write import RowWriter, check_replaceable, staged_directory
+from rlctl.data.write import RowWriter, check_replaceable, clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 
 TRAIN, TEST, QUARANTINE = "train.parquet", "test.parquet", "quarantine.jsonl"
@@ -114,6 +114,7 @@ def prepare(request: PrepareRequest, advance: Advance = lambda _: None) -> Prepa
     paths = find_sources(request.sources)
     recipe = _recipe(request, paths)
     made_from = _made_from(request, recipe, paths)
+    clear_leftovers(request.out)
     existing = read_manifest(request.out)
     if existing and existing.made_from == made_from and existing.matches(request.out):
         return PrepareSummary(recipe.name, dict(existing.counts), unchanged=True)

@@ -175,7 +175,7 @@ def _read_json(path: Path, advance: Advance) -> Iterator[Record]:
 
 def _read_csv(path: Path, advance: Advance) -> Iterator[Record]:
     csv.field_size_limit(MAX_CSV_FIELD_CHARS)
-    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
     with path.open("rb") as raw, _open(path, raw) as file:
         # Bytes that are not UTF-8 come through as lone surrogates, which the row checks refuse by row.
         text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")

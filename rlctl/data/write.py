@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -66,8 +67,7 @@ class RowWriter:
 def staged_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its name when the block ends well, and vanishes when it does not.
 
-    What an earlier process left when it was killed is cleared away first. A previous `out` is replaced;
-    `check_replaceable` says whether it may be.
+    A previous `out` is replaced; `check_replaceable` says whether it may be.
 
     Raises:
         EnvironmentFailure: the disk is full, or the place cannot be written to.
@@ -75,7 +75,6 @@ def staged_directory(out: Path) -> Iterator[Path]:
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(out)
         stage = _beside(out, "partial")
         stage.mkdir()
         try:
@@ -90,6 +89,20 @@ def staged_directory(out: Path) -> Iterator[Path]:
             where=str(out),
             fix="free disk space or choose another --out",
         ) from error
+
+
+def clear_leftovers(out: Path) -> None:
+    """Remove what a killed process left; put a directory back that was killed while being replaced."""
+    out = out.resolve()
+    for kind in ("old", "partial"):
+        for left in out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"):
+            pid = left.name.rpartition("-")[2]
+            if pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
+                continue
+            if kind == "old" and not out.exists():
+                left.rename(out)
+            else:
+                shutil.rmtree(left)
 
 
 def check_replaceable(out: Path) -> None:
@@ -120,19 +133,6 @@ def _publish(stage: Path, out: Path) -> None:
     stage.rename(out)
     _sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _clear_leftovers(out: Path) -> None:
-    """Remove what a killed process left; put a directory back that was killed while being replaced."""
-    for kind in ("old", "partial"):
-        for left in out.parent.glob(f".{out.name}.{kind}-*"):
-            pid = left.name.rpartition("-")[2]
-            if pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
-                continue
-            if kind == "old" and not out.exists():
-                left.rename(out)
-            else:
-                shutil.rmtree(left)
 
 
 def _beside(out: Path, kind: str) -> Path:

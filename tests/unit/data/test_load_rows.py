@@ -1,0 +1,122 @@
+"""Reading what training reads: this project's files, and verl's own."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.data.read import load_rows
+from rlctl.data.schema import Message
+from rlctl.errors import UsageError
+
+ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 41, "question": "1+1?", "answer": "#### 2"},
+}
+
+
+def write(path, rows, schema=None):
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return str(path)
+
+
+def test_a_row_of_the_schema(tmp_path):
+    path = write(tmp_path / "a.parquet", [ROW])
+    (row,) = load_rows([path])
+    assert row.prompt == (Message("user", "1+1?"),)
+    assert (row.data_source, row.ground_truth, row.ability, row.style) == (
+        "openai/gsm8k",
+        "2",
+        "math",
+        "rule",
+    )
+    assert (row.split, row.index, row.where) == ("train", 41, f"{path}:1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agent_name": "tool_agent", "images": [1, 2]},
+        {"prompt": "1+1?"},
+        {"extra_info": {"need_tools_kwargs": True}},
+        {"extra_info": None},
+        {"reward_model": {"ground_truth": 2}},
+        {"ability": None},
+    ],
+)
+def test_files_of_others(tmp_path, change):
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | change])])
+    assert row.prompt == (Message("user", "1+1?"),)
+    assert row.ground_truth == "2"
+    assert row.index in {41, 0}
+
+
+def test_only_the_three_columns_are_needed(tmp_path):
+    slim = {name: ROW[name] for name in ("data_source", "prompt", "reward_model")}
+    assert len(load_rows([write(tmp_path / "a.parquet", [slim, slim])])) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (ROW | {"prompt": None}, "the prompt is null"),
+        (ROW | {"prompt": []}, "no messages"),
+        (ROW | {"prompt": [{"role": None, "content": "x"}]}, "no role"),
+        (ROW | {"prompt": [{"role": "user", "content": None}]}, "content is null"),
+        (ROW | {"data_source": None}, "data_source is null"),
+        (ROW | {"reward_model": None}, "reward_model is null"),
+        (ROW | {"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth is null"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, bad, reason):
+    path = write(tmp_path / "a.parquet", [ROW, ROW, bad])
+    with pytest.raises(UsageError, match=reason) as caught:
+        load_rows([path])
+    assert caught.value.where == f"{path}:3"
+
+
+def test_a_missing_column_is_named_with_those_there(tmp_path):
+    path = write(tmp_path / "a.parquet", [{"prompt": "x", "answer": "2"}])
+    with pytest.raises(
+        UsageError, match=r"columns data_source, reward_model missing \(it has prompt, answer\)"
+    ):
+        load_rows([path])
+
+
+def test_a_prompt_of_the_wrong_type_is_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", [ROW | {"prompt": 7}])
+    with pytest.raises(UsageError, match="the prompt is of type int"):
+        load_rows([path])
+
+
+def test_broken_empty_and_missing_files(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no footer")
+    (tmp_path / "nothing.parquet").write_bytes(b"")
+    write(tmp_path / "empty.parquet", [], pa.Table.from_pylist([ROW]).schema)
+    for name, reason in [
+        ("broken.parquet", "cannot be read as Parquet"),
+        ("nothing.parquet", "cannot be read as Parquet"),
+        ("empty.parquet", "no rows"),
+        ("missing.parquet", "no such file"),
+    ]:
+        with pytest.raises(UsageError, match=reason) as caught:
+            load_rows([str(tmp_path / name)])
+        assert name in caught.value.where
+
+
+def test_directories(tmp_path):
+    with pytest.raises(UsageError, match=r"no \.parquet file"):
+        load_rows([str(tmp_path)])
+    write(tmp_path / "b.parquet", [ROW | {"data_source": "b"}])
+    write(tmp_path / "a.parquet", [ROW | {"data_source": "a"}])
+    assert [row.data_source for row in load_rows([str(tmp_path)])] == ["a", "b"]
+
+
+def test_a_prepared_directory_is_not_read_with_its_test_split(tmp_path):
+    write(tmp_path / "train.parquet", [ROW])
+    write(tmp_path / "test.parquet", [ROW])
+    with pytest.raises(UsageError, match="mix") as caught:
+        load_rows([str(tmp_path)])
+    assert "train.parquet" in caught.value.fix

@@ -1,0 +1,135 @@
+"""Prompts as tensors, and which of them a step gets."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.schema import Message, Row
+from rlctl.errors import UsageError
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def make_tokenizer(chat_template=None, *, adds_bos=False, pad="<pad>"):
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *map(chr, range(32, 127))])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def make_rows(*contents):
+    return [
+        Row("src", (Message("user", text),), str(i), where=f"f:{i + 1}") for i, text in enumerate(contents)
+    ]
+
+
+def dataset(rows, tokenizer=None, limit=100, filter_overlong=True):
+    return PromptDataset(
+        rows, tokenizer or make_tokenizer(), max_prompt_length=limit, filter_overlong=filter_overlong
+    )
+
+
+def numbered(count):
+    return dataset(make_rows(*(f"prompt {i}" for i in range(count))))
+
+
+def test_left_padding_and_what_travels_along():
+    data = dataset(make_rows("1", "123", "12"))
+    one = data._ids[0][0]
+    prompts = data.prompts([1, 0], group_ids=[8, 9])
+    assert prompts.prompt_ids.dtype == torch.int64
+    assert prompts.prompt_ids.tolist() == [[one, one + 1, one + 2], [0, 0, one]]
+    assert prompts.prompt_mask.tolist() == [[True, True, True], [False, False, True]]
+    assert prompts.group_ids.tolist() == [8, 9]
+    assert (prompts.texts, prompts.ground_truths) == (("123", "1"), ("1", "0"))
+    assert prompts.data_sources == ("src", "src")
+
+
+def test_chat_template_with_generation_prompt_and_one_start_token():
+    data = dataset(make_rows("hi"), make_tokenizer(TEMPLATE, adds_bos=True))
+    assert data.prompts([0], [0]).texts == ("<bos>[user]hi[assistant]",)
+    assert data._ids[0].count(1) == 1
+
+
+def test_two_start_tokens_are_refused():
+    with pytest.raises(UsageError, match="two start-of-sequence") as caught:
+        dataset(make_rows("hi"), make_tokenizer("<bos>" + TEMPLATE))
+    assert caught.value.where == "f:1"
+
+
+def test_without_template_contents_are_joined_after_the_tokenizers_own_start():
+    row = Row("s", (Message("system", "a"), Message("user", "b")), "1")
+    assert dataset([row]).prompts([0], [0]).texts == ("a\n\nb",)
+    data = dataset([row], make_tokenizer(adds_bos=True))
+    assert data.prompts([0], [0]).texts == ("<bos>a\n\nb",)
+    assert data._ids[0].count(1) == 1
+
+
+def test_a_template_that_refuses_names_the_row():
+    with pytest.raises(UsageError, match="no system role") as caught:
+        dataset(make_rows("x"), make_tokenizer("{{ raise_exception('no system role') }}"))
+    assert caught.value.where == "f:1"
+
+
+def test_overlong_prompts_are_counted_or_refused():
+    rows = make_rows("short", "much too long", "fits ten..")
+    data = dataset(rows, limit=10)
+    assert data.num_dropped == 1
+    assert [row.ground_truth for row in data.rows] == ["0", "2"]
+    with pytest.raises(UsageError, match="13 tokens") as caught:
+        dataset(rows, limit=10, filter_overlong=False)
+    assert caught.value.where == "f:2"
+    assert "raise data.max_prompt_length to 13" in caught.value.fix
+    with pytest.raises(UsageError, match="no prompt is left"):
+        dataset(rows, limit=2)
+
+
+def test_padding_falls_back_to_the_end_token():
+    assert (
+        dataset(make_rows("1", "22"), make_tokenizer(pad=None)).prompts([0, 1], [0, 1]).prompt_ids[0, 0] == 2
+    )
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_epoch_gives_every_row_once(shuffle):
+    data = numbered(12)
+    assert data.steps_per_epoch(4) == 3
+    epochs = [
+        [i for step in range(3 * e, 3 * e + 3) for i in data.batch_indices(step, 4, seed=7, shuffle=shuffle)]
+        for e in range(3)
+    ]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert (epochs[0] != epochs[1]) == shuffle
+
+
+def test_order_needs_no_history_only_the_seed():
+    whole = [numbered(10).batch_indices(step, 4, seed=3, shuffle=True) for step in range(7)]
+    assert [numbered(10).batch_indices(step, 4, seed=3, shuffle=True) for step in (6, 2)] == [
+        whole[6],
+        whole[2],
+    ]
+    assert numbered(10).batch_indices(0, 4, seed=4, shuffle=True) != whole[0]
+    assert whole[0] == [1, 5, 9, 0], "the order of a seed never changes between versions"
+
+
+def test_the_incomplete_batch_is_left_out():
+    assert numbered(10).steps_per_epoch(4) == 2
+
+
+def test_fewer_prompts_than_a_batch():
+    with pytest.raises(UsageError, match="takes 4 prompts, the data has 3") as caught:
+        numbered(3).batch_indices(0, 4, seed=1, shuffle=True)
+    assert "train_batch_size to 3" in caught.value.fix

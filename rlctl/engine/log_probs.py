@@ -1,0 +1,132 @@
+"""Log-probs of sampled tokens without a (B, T, V) tensor in float32.
+
+The model's body runs once; its output head runs over the response tokens only, a chunk at a time,
+each chunk's float32 logits being dropped (and, under gradient, recomputed) before the next. Padding
+never reaches the head.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+log = logging.getLogger(__name__)
+
+#: Float32 logits held at once, in elements (128 MiB).
+MAX_LOGITS = 1 << 25
+
+
+class PolicyModule(nn.Module):
+    """A causal language model that answers with log-probs of given responses.
+
+    Args:
+        model: any Hugging Face causal language model.
+        temperature: logits are divided by it, as when sampling.
+    """
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.split_head = _head_is_all(model)
+        if not self.split_head:
+            log.warning(
+                "%s does more to its logits than its output head; the whole model is run for them, "
+                "which takes more memory",
+                type(model).__name__,
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        responses: Tensor,
+        response_mask: Tensor,
+        num_chunks: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the responses.
+
+        Args:
+            input_ids, attention_mask, position_ids: (B, L), the response being the last T columns.
+            responses: (B, T) int64.
+            response_mask: (B, T) bool.
+            num_chunks: pieces the output head is run in, see `chunks_needed`.
+
+        Returns:
+            Two (B, T) float32: log-probs (with gradient) and entropy (without), 0.0 on padding.
+        """
+        horizon = responses.shape[1]
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask.long(),
+            "position_ids": position_ids,
+            "use_cache": False,
+        }
+        # The state before a token predicts it: shift by one.
+        predicting = slice(-horizon - 1, -1)
+        if self.split_head:
+            states = self._body()(**inputs).last_hidden_state[:, predicting]
+            head = self.model.get_output_embeddings()
+        else:
+            states = self.model(**inputs, logits_to_keep=horizon + 1).logits[:, predicting]
+            head = _identity
+        chosen, entropy = self._walk(states[response_mask], responses[response_mask], head, num_chunks)
+        empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+        return empty.masked_scatter(response_mask, chosen), empty.masked_scatter(response_mask, entropy)
+
+    def _body(self) -> Any:
+        return getattr(self.model, self.model.base_model_prefix)
+
+    def chunks_needed(self, num_tokens: int) -> int:
+        """Pieces the head must be run in to hold at most `MAX_LOGITS` float32 logits at once."""
+        vocabulary: int = self.model.config.get_text_config().vocab_size
+        return max(1, -(-num_tokens * vocabulary // MAX_LOGITS))
+
+    def _walk(self, states: Tensor, tokens: Tensor, head: Any, num_chunks: int) -> tuple[Tensor, Tensor]:
+        """Chunk by chunk over (N, H) states and (N,) tokens; two (N,)."""
+        if num_chunks == 1:
+            return _token_log_probs(states, tokens, head, self.temperature)
+        parts = [
+            checkpoint(_token_log_probs, s, t, head, self.temperature, use_reentrant=False)
+            for s, t in zip(states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), strict=True)
+        ]
+        chosen, entropy = zip(*parts, strict=True)
+        return torch.cat(chosen), torch.cat(entropy)
+
+
+def _token_log_probs(states: Tensor, tokens: Tensor, head: Any, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(states).float() / temperature
+    log_total = torch.logsumexp(logits, -1)
+    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
+    with torch.no_grad():
+        expected = torch.linalg.vecdot(torch.exp(logits - log_total[:, None]), logits)
+    return chosen, log_total.detach() - expected
+
+
+def _identity(states: Tensor) -> Tensor:
+    return states
+
+
+@torch.no_grad()
+def _head_is_all(model: Any) -> bool:
+    """Whether body + output head give the model's own logits.
+
+    Some architectures scale or soft-cap logits after the head. Rather than know them all, try: a
+    short probe through both ways.
+    """
+    body, head = getattr(model, model.base_model_prefix, None), model.get_output_embeddings()
+    if body is None or body is model or head is None:
+        return False
+    was_training = model.training
+    model.eval()
+    probe = torch.arange(4, device=next(model.parameters()).device)[None]
+    probe = probe % model.config.get_text_config().vocab_size
+    whole = model(input_ids=probe, use_cache=False).logits.float()
+    parts = head(body(input_ids=probe, use_cache=False).last_hidden_state).float()
+    model.train(was_training)
+    return bool(torch.allclose(whole, parts, rtol=1e-3, atol=1e-3))

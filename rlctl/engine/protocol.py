@@ -1,0 +1,76 @@
+"""What the trainer asks of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """What the policy says of the sampled tokens.
+
+    Attributes:
+        log_probs: (B, T) float32 at the sampling temperature, 0.0 on padding; carries gradient
+            unless grad is disabled.
+        entropy: (B, T) float32 of the next-token distribution, nats, detached, 0.0 on padding.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an optimizer step did.
+
+    Attributes:
+        grad_norm: global gradient norm before clipping.
+        applied: False when the update was withheld (asked to skip, or a non-finite gradient).
+    """
+
+    grad_norm: float
+    applied: bool
+
+
+class TrainEngine(Protocol):
+    """A policy under training: forward, backward, step, save."""
+
+    def policy(self, batch: TrainBatch) -> PolicyOutput:
+        """Log-probs and entropy of the batch's response tokens."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add this micro-batch's gradient; `last` closes the mini-batch.
+
+        `loss` is this rank's and this micro-batch's **share** of the mini-batch loss: the shares of
+        all micro-batches on all ranks add up to it, and so do the gradients.
+        """
+        ...
+
+    def step(self, *, lr: float, skip: bool = False) -> StepResult:
+        """Apply (or, with `skip`, discard) the accumulated gradient."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, by the model's own name, on every rank."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write everything `load` needs; called on all ranks."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote; called on all ranks.
+
+        Raises:
+            RunFailure: the engine's state cannot be read.
+        """
+        ...

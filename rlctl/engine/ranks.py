@@ -1,0 +1,101 @@
+"""The processes of one run: who am I, which device is mine, and the few things ranks exchange."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlctl.algos.tally import HostTally, Tally
+
+#: How long a rank waits for another before giving up.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all of the run's.
+
+    Attributes:
+        rank: 0-based, over all machines; rank 0 writes files and shows progress.
+        world_size: number of ranks.
+        device: the device this rank computes on.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and shows progress."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def to_host(self, tally: Tally) -> HostTally:
+        """Sum a tally over all ranks and bring it to the host: two collectives, one transfer."""
+        sums, maxima = tally.pack()
+        if self.world_size > 1:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return tally.to_host((sums, maxima))
+
+    def max(self, value: float) -> float:
+        """The largest of every rank's value."""
+        if self.world_size == 1:
+            return value
+        at: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(at, op=dist.ReduceOp.MAX)
+        return at.item()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value added up over all ranks."""
+        if self.world_size == 1:
+            return values
+        at: Tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(at, op=dist.ReduceOp.SUM)
+        summed: list[float] = at.tolist()
+        return summed
+
+
+def join_ranks() -> Ranks:
+    """Join the process group torchrun describes in the environment, or be the only rank.
+
+    DeepSpeed insists on a process group even for one process, and without these variables it looks
+    for MPI; so a lone rank describes itself the way torchrun would.
+    """
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    local_rank = int(os.environ["LOCAL_RANK"])
+    use_cuda = torch.cuda.is_available()
+    if not use_cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=TIMEOUT)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

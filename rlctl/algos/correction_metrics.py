@@ -21,11 +21,14 @@ Rows = dict[str, Tensor]
 
 
 def policy_gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Rows:
-    """Row sums comparing the two policies' probabilities of the sampled tokens, all (B, T) in."""
+    """Row sums comparing the two policies' probabilities of the sampled tokens, all (B, T) in.
+
+    Probabilities are summed as distances from 1, where those of a sharp policy lie.
+    """
     train = torch.where(mask, log_probs, 0.0)
     rows: Rows = {"train_log_prob": train.sum(-1)}
-    train_prob = train.exp_().mul_(mask)
-    rollout_prob = torch.where(mask, rollout_log_probs, -torch.inf).exp_()
+    train_prob = train.exp_().sub_(1.0)
+    rollout_prob = torch.where(mask, rollout_log_probs, 0.0).exp_().sub_(1.0)
     dot = torch.linalg.vecdot
     rows |= {"q": train_prob.sum(-1), "qq": dot(train_prob, train_prob)}
     rows |= {"p": rollout_prob.sum(-1), "pp": dot(rollout_prob, rollout_prob)}
@@ -267,13 +270,18 @@ def _probability_metrics(tally: HostTally) -> dict[str, float]:
     gap, n = tally.moments("gap"), tally.sums["finite_tokens"]
     q, p = tally.sums["q"], tally.sums["p"]
     covariance = n * tally.sums["pq"] - p * q
-    spread = (n * tally.sums["qq"] - q * q) * (n * tally.sums["pp"] - p * p)
+    spreads = [n * tally.sums["qq"] - q * q, n * tally.sums["pp"] - p * p]
+    # The squares were summed in float32: a smaller spread than this is their rounding. A constant
+    # column has no correlation, and 0.0 would look like disagreement.
+    constant = any(
+        spread <= 1e-6 * n * tally.sums[key] for spread, key in zip(spreads, ("qq", "pp"), strict=True)
+    )
+    pearson = 1.0 if constant else covariance / math.sqrt(spreads[0] * spreads[1])
     return {
         "training/rollout_probs_diff_mean": gap.mean,
         "training/rollout_probs_diff_max": gap.max,
         "training/rollout_probs_diff_std": gap.sample_std,
-        # Two constant columns have no correlation; 0.0 would look like disagreement.
-        "training/rollout_actor_probs_pearson_corr": covariance / math.sqrt(spread) if spread > 0 else 1.0,
+        "training/rollout_actor_probs_pearson_corr": min(max(pearson, -1.0), 1.0),
     }
 
 
@@ -292,7 +300,7 @@ def _family_metrics(tally: HostTally, rules: CorrectionRules, family: str, prefi
         f"{prefix}seq_std": seq.sample_std,
         f"{prefix}seq_max": seq.max,
         f"{prefix}seq_min": seq.min,
-        f"{prefix}seq_max_deviation": max(abs(seq.max - 1.0), abs(seq.min - 1.0)),
+        f"{prefix}seq_max_deviation": max(abs(seq.max - 1.0), abs(seq.min - 1.0)) if seq.count else 0.0,
     }
 
 

@@ -107,6 +107,8 @@ class Moments:
         return math.sqrt(self._variance() * self.count / (self.count - 1)) if self.count > 1 else 0.0
 
     def _variance(self) -> float:
+        if self.count == 1:
+            return 0.0  # exactly, whatever rounding left in the squares
         return max(self.s2 / self.count - (self.s1 / self.count) ** 2, 0.0)
 
     @property

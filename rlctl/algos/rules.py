@@ -70,6 +70,9 @@ class RejectRule:
             statistic always rejects the sequence.
         negative_advantage_only: reject only where the sequence's advantage is negative
             (off-policy sequence masking of DeepSeek-V3.2).
+
+    Raises:
+        ValueError: a scope of `token` where whole sequences are judged.
     """
 
     name: str
@@ -79,6 +82,10 @@ class RejectRule:
     upper: float | None
     scope: Scope
     negative_advantage_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scope == "token" and (self.reduction != "none" or self.negative_advantage_only):
+            raise ValueError(f"{self.name} judges whole sequences: its scope must be `sequence`")
 
     def band(self) -> tuple[float, float]:
         """The accepted interval as bounds on ρ.

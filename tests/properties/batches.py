@@ -1,0 +1,100 @@
+"""Small hostile batches: ragged, with an empty row, a single token, holes, and NaN in the padding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.correction import Correction, correct
+from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a correction reads, all (B, T)."""
+
+    log_probs: Tensor
+    rollout_log_probs: Tensor
+    mask: Tensor
+    advantages: Tensor
+
+    def select(self, rows) -> Batch:
+        return Batch(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def padded(self, columns: int) -> Batch:
+        """Further padding columns on the right, filled with NaN."""
+        shape = (len(self.mask), columns)
+        nan = torch.full(shape, math.nan)
+        return Batch(
+            torch.cat([self.log_probs, nan], 1),
+            torch.cat([self.rollout_log_probs, nan], 1),
+            torch.cat([self.mask, torch.zeros(shape, dtype=torch.bool)], 1),
+            torch.cat([self.advantages, torch.zeros(shape)], 1),
+        )
+
+    def correct(self, rules: CorrectionRules) -> Correction:
+        return correct(self.log_probs, self.rollout_log_probs, self.mask, rules, advantages=self.advantages)
+
+
+def make_batch(
+    seed: int, rows: int = 7, horizon: int = 6, scale: float = 0.4, *, empty: bool = True
+) -> Batch:
+    """Log-ratios about N(0, scale²); row 0 has one token, row 1 none (if `empty`), row 2 has holes."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, horizon + 1, (rows,), generator=generator)
+    lengths[0] = 1
+    if empty and rows > 1:
+        lengths[1] = 0
+    mask = torch.arange(horizon) < lengths[:, None]
+    if rows > 2:
+        mask[2] = torch.rand(horizon, generator=generator) < 0.6
+        mask[2, -1] = True  # a row may begin with tool output
+    rollout = -torch.rand(rows, horizon, generator=generator) * 4 - 0.01
+    train = rollout + torch.randn(rows, horizon, generator=generator) * scale
+    advantages = torch.randn(rows, 1, generator=generator).expand(rows, horizon) * mask
+    return Batch(train.masked_fill(~mask, math.nan), rollout.masked_fill(~mask, math.nan), mask, advantages)
+
+
+def weight_rules() -> list[WeightRule]:
+    """Every level × bound × normalisation × metric convention."""
+    normalisations = [(False, "survivors"), (True, "survivors"), (True, "all")]
+    return [
+        WeightRule(level, bound, 0.6, 1.7, normalize, over, metrics)
+        for level, bound, (normalize, over), metrics in itertools.product(
+            (None, "token", "sequence", "geometric"),
+            ("clip", "truncate", "mask"),
+            normalisations,
+            ("applied", "verl"),
+        )
+    ]
+
+
+#: Bounds that reject some but not all of `make_batch`, by statistic.
+_BOUNDS = {"ratio": (0.65, 1.6), "k1": (-0.4, 0.5), "k2": (0.005, 0.15), "k3": (0.004, 0.12)}
+
+
+def reject_rules() -> list[RejectRule]:
+    """Every statistic × reduction × scope × form of bounds, and judged by advantage or not."""
+    rules = []
+    for statistic, reduction in itertools.product(_BOUNDS, ("none", "sum", "mean", "max")):
+        low, high = _BOUNDS[statistic]
+        bounds = [(None, high), (low, high), (low, None)]
+        scopes = [("token", False)] if reduction == "none" else []
+        scopes += [("sequence", False), ("sequence", True)]
+        for (lower, upper), (scope, negative) in itertools.product(bounds, scopes):
+            name = f"rule{len(rules)}"
+            rules.append(RejectRule(name, statistic, reduction, lower, upper, scope, negative))
+    return rules
+
+
+def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
+    """What one mini-batch logs, from its merged tally."""
+    host = correction.tally.to_host()
+    factor = batch_norm_factor(host, rules)
+    logged = host if rules.weight.metrics == "verl" else normalized(host, factor)
+    return factor, correction_metrics(logged, rules)

@@ -1,0 +1,92 @@
+"""`rlctl.algos.correction` against the slow reference: weights, mask, factor and every metric."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rlctl.algos.rules import CorrectionRules, WeightRule
+from tests.properties.batches import Batch, factor_and_metrics, make_batch, reject_rules, weight_rules
+from tests.reference.correction import reference
+
+RULES = reject_rules()
+
+
+def assert_equals_reference(batch: Batch, rules: CorrectionRules) -> None:
+    found = batch.correct(rules)
+    factor, metrics = factor_and_metrics(found, rules)
+    expected = reference(
+        batch.log_probs.tolist(),
+        batch.rollout_log_probs.tolist(),
+        batch.mask.tolist(),
+        rules,
+        batch.advantages.tolist(),
+    )
+    assert (found.keep_mask & batch.mask).tolist() == expected.keep
+    assert found.nonfinite.tolist() == expected.nonfinite
+    kept = torch.tensor(expected.keep)
+    assert found.row_reject.tolist() == (batch.mask & ~kept).any(-1).tolist()
+    if expected.weights is None:
+        assert found.weights is None
+    else:
+        weights = torch.where(batch.mask, found.weights, 0.0)
+        torch.testing.assert_close(weights, torch.tensor(expected.weights), rtol=2e-6, atol=1e-9)
+    assert factor == pytest.approx(expected.factor, rel=1e-6)
+    assert metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        slack = 2e-6
+        if name.endswith("_std"):  # a variance is a difference of sums made in float32
+            extremes = [abs(expected.metrics.get(name[:-3] + end, 0.0)) for end in ("max", "min")]
+            slack = max(slack, 5e-7 * max(extremes) ** 2 / max(value, 1e-3 * max(extremes), 1e-9))
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=slack), name
+
+
+@pytest.mark.parametrize("weight", weight_rules(), ids=str)
+def test_every_weight_rule_with_some_rejections(weight: WeightRule) -> None:
+    draw = random.Random(str(weight))
+    for _ in range(6):
+        rejects = tuple(draw.sample(RULES, draw.choice([0, 1, 1, 2, 3])))
+        batch = make_batch(draw.randrange(10**6), scale=draw.choice([0.01, 0.3, 1.0]))
+        assert_equals_reference(batch, CorrectionRules(weight, rejects))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_rejection_rule_with_some_weights(rule) -> None:
+    draw = random.Random(rule.name)
+    for weight in draw.sample(weight_rules(), 3):
+        batch = make_batch(draw.randrange(10**6), rows=9, scale=draw.choice([0.2, 0.5]))
+        assert_equals_reference(batch, CorrectionRules(weight, (rule,)))
+
+
+@pytest.mark.slow
+def test_every_combination() -> None:
+    for seed, weight in enumerate(weight_rules()):
+        for rule in RULES:
+            assert_equals_reference(make_batch(seed), CorrectionRules(weight, (rule,)))
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
+def test_ratios_beyond_the_clamp(level) -> None:
+    weight = WeightRule(level, "truncate", upper=1e30)
+    batch = make_batch(3, rows=12, horizon=8, scale=15.0)
+    assert_equals_reference(batch, CorrectionRules(weight, tuple(RULES[::7])))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bad_numbers_and_other_shapes(seed: int) -> None:
+    draw = random.Random(seed)
+    batch = make_batch(seed, rows=draw.choice([1, 2, 5, 40]), horizon=draw.choice([1, 2, 33]))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        which = draw.choice([batch.log_probs, batch.rollout_log_probs])
+        row = draw.randrange(len(batch.mask))
+        which[row, draw.randrange(which.shape[1])] = bad
+    for weight in draw.sample(weight_rules(), 6):
+        assert_equals_reference(batch, CorrectionRules(weight, tuple(draw.sample(RULES, 2))))
+
+
+def test_blocks_of_rows_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.algos.correction._BLOCK_CPU", 12)  # two rows at a time
+    rules = CorrectionRules(WeightRule("token", "clip", 0.6, 1.7, True), (RULES[0], RULES[20]))
+    assert_equals_reference(make_batch(5, rows=13), rules)

@@ -96,7 +96,7 @@ def _build_entry(entry: Path, seed: int, progress: Progress, recipe: Recipe) -> 
         task = _task(building)
         train, val = split(recipe.num_val_prompts)
         write_parquet(train, "train", task.train_file)
-        write_parquet(val, "val", task.val_file)
+        write_parquet(val, "test", task.val_file)
         _build_model(task.model_dir, seed, progress, recipe)
         files = [path for path in sorted(building.rglob("*")) if path.is_file()]
         manifest = {path.relative_to(building).as_posix(): _sha256(path) for path in files}
@@ -117,7 +117,9 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Recipe)
     def on_step(step: int, accuracy: float) -> None:
         # Shown against the accuracy still missing: the number of steps is not known beforehand.
         fraction = min(0.99, max(accuracy / recipe.target_accuracy, step / recipe.max_steps))
-        progress(fraction, f"warm start: step {step + 1}, accuracy {accuracy:.2f} of {recipe.target_accuracy:.2f}")
+        progress(
+            fraction, f"warm start: step {step + 1}, accuracy {accuracy:.2f} of {recipe.target_accuracy:.2f}"
+        )
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+
+from rlctl.data.schema import Message, Row, arrow_schema
 
 DATA_SOURCE = "embedded/addition"
 
@@ -35,25 +36,8 @@ def write_parquet(problems: list[Problem], split_name: str, path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text = pa.large_string()
-    schema = pa.schema(
-        [
-            ("data_source", text),
-            ("prompt", pa.large_list(pa.struct([("role", text), ("content", text)]))),
-            ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
-        ]
-    )
-    rows = [_row(prompt, answer, split_name, index) for index, (prompt, answer) in enumerate(problems)]
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
-
-
-def _row(prompt: str, answer: str, split_name: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": "maths",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split_name, "index": index},
-    }
+    rows = [
+        Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", split=split_name, index=index)
+        for index, (prompt, answer) in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist([row.to_arrow() for row in rows], schema=arrow_schema()), path)

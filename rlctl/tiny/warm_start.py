@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlctl.errors import RunFailure
 from rlctl.tiny.recipe import EOS, RESPONSE_LENGTH, VOCABULARY, Recipe
@@ -35,7 +36,9 @@ def warm_start(model: Any, problems: list[Problem], recipe: Recipe, seed: int, o
     tokens = _tokens(problems)
     measured = tokens[torch.randperm(len(tokens), generator=generator)[:_NUM_MEASURED]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps)
+    )
     model.train()
     for step in range(recipe.max_steps):
         batch = tokens[torch.randint(len(tokens), (recipe.batch_size,), generator=generator)]

@@ -1,0 +1,176 @@
+"""Rollouts with Hugging Face `generate`, in the trainer's process, from a copy of its model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig
+
+from rlctl.batch import Prompts, Rollouts
+from rlctl.errors import RunFailure, UsageError
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
+
+
+class HFRollout:
+    """A `RolloutEngine` on plain `model.generate`; any causal language model of transformers works."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        device: torch.device | str,
+        max_num_seqs: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy `model`; the original is never touched again, so that the trainer may own it.
+
+        Args:
+            model: a causal language model, not yet wrapped by a training engine.
+            tokenizer: decodes responses; names padding and end of sequence.
+            device: where the copy lives, and every tensor that `generate` returns.
+            max_num_seqs: sequences generated at once; None: all of the batch.
+            dtype: of the copy's weights; None: the model's own.
+
+        Raises:
+            UsageError: neither model nor tokenizer names an end-of-sequence token.
+        """
+        self._model = copy.deepcopy(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._device = torch.device(device)
+        self._max_num_seqs = max_num_seqs
+        self._eos_ids = _eos_ids(model, tokenizer)
+        self._pad_id = self._eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        # `generate` fills gaps from the model's own generation config (Qwen's has a top_p and a
+        # repetition penalty): leave it nothing to find.
+        self._model.generation_config = GenerationConfig()
+        self._weights: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        self._policy_version: int | None = 0  # None while, or after, a sync that did not finish
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
+    ) -> Rollouts:
+        """See `RolloutEngine.generate`; T is the longest response of this call."""
+        if self._policy_version is None:
+            raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
+        prompt_ids = prompts.prompt_ids.to(self._device).repeat_interleave(n, dim=0)
+        prompt_mask = prompts.prompt_mask.to(self._device).repeat_interleave(n, dim=0)
+        group_ids = prompts.group_ids.to(self._device).repeat_interleave(n)
+        sample_ids = group_ids * n + torch.arange(n, device=self._device).repeat(len(prompts.group_ids))
+        uniforms = global_uniforms(step_seed, sample_ids, num_groups_total * n, sampling.max_response_length)
+        chunks = [
+            self._sample(prompt_ids[rows], prompt_mask[rows], uniforms[rows], sampling)
+            for rows in _chunks(len(sample_ids), self._max_num_seqs)
+        ]
+        width = max(tokens.shape[1] for tokens, _ in chunks)
+        responses = torch.cat([_widen(tokens, width, self._pad_id) for tokens, _ in chunks])
+        log_probs = torch.cat([_widen(values, width, 0.0) for _, values in chunks])
+
+        is_eos = torch.isin(responses, torch.tensor(self._eos_ids, device=self._device))
+        response_mask = is_eos.cumsum(dim=1) - is_eos.long() == 0  # up to and including the first end
+        ended = (is_eos & response_mask).any(dim=1)
+        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+        return Rollouts(
+            input_ids=torch.cat([prompt_ids, responses], dim=1),
+            attention_mask=attention_mask,
+            position_ids=(attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
+            responses=responses,
+            response_mask=response_mask,
+            rollout_log_probs=log_probs.masked_fill(~response_mask, 0.0),
+            truncated=~ended,
+            group_ids=group_ids,
+            policy_version=torch.full_like(group_ids, self._policy_version),
+            data_sources=_repeat(prompts.data_sources, n),
+            ground_truths=_repeat(prompts.ground_truths, n),
+            prompt_texts=_repeat(prompts.texts, n),
+            response_texts=self._decode(responses, response_mask.sum(dim=1) - ended.long()),
+        )
+
+    @torch.no_grad()
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `RolloutEngine.sync_weights`; of tied weights one name is enough."""
+        self._policy_version = None
+        covered: set[int] = set()
+        wrong: list[str] = []
+        for name, tensor in named_tensors:
+            own = self._weights.get(name)
+            if own is None:
+                wrong.append(f"{name} is unknown")
+            elif own.shape != tensor.shape:
+                wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(own.shape)}")
+            else:
+                own.copy_(tensor)  # casts and moves; tied names are one tensor
+                covered.add(id(own))
+        wrong += [
+            f"{name} is missing"
+            for name, own in self._weights.items()
+            if isinstance(own, torch.nn.Parameter) and id(own) not in covered
+        ]
+        if wrong:
+            raise RunFailure(f"weight sync to the rollout engine failed: {'; '.join(wrong)}")
+        self._policy_version = policy_version
+
+    def _sample(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor]:
+        """Responses (B, T) int64 and their log-probs (B, T) of one chunk; T ends with its longest row."""
+        prompt_length = prompt_ids.shape[1]
+        sampler = RecordingSampler(uniforms, prompt_length, sampling.greedy)
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_response_length,
+            do_sample=False,  # the sampler has already chosen
+            eos_token_id=self._eos_ids,
+            pad_token_id=self._pad_id,
+        )
+        sequences = self._model.generate(
+            prompt_ids,
+            attention_mask=prompt_mask.long(),
+            generation_config=config,
+            logits_processor=processors(sampling, sampler),
+        )
+        responses = sequences[:, prompt_length:]
+        return responses, sampler.log_probs[:, : responses.shape[1]]
+
+    def _decode(self, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
+        """Texts of the first `lengths` (B,) tokens of each row."""
+        rows = zip(responses.tolist(), lengths.tolist(), strict=True)
+        return tuple(
+            self._tokenizer.batch_decode(
+                [row[:length] for row, length in rows],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and what the model's generation config adds."""
+    ids: dict[int, None] = {}  # an ordered set
+    for named in (tokenizer.eos_token_id, model.generation_config.eos_token_id):
+        if named is not None:
+            ids.update(dict.fromkeys([named] if isinstance(named, int) else named))
+    if not ids:
+        raise UsageError(
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return list(ids)
+
+
+def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
+    size = size or num_rows
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def _widen(values: Tensor, width: int, fill: float) -> Tensor:
+    """Pad (B, t) on the right to (B, width)."""
+    return functional.pad(values, (0, width - values.shape[1]), value=fill)
+
+
+def _repeat(texts: tuple[str, ...], n: int) -> tuple[str, ...]:
+    return tuple(text for text in texts for _ in range(n))

@@ -1,0 +1,73 @@
+"""What the trainer asks of whatever samples responses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import Prompts, Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution responses are drawn from.
+
+    Attributes:
+        max_response_length: tokens sampled at most, end of sequence included.
+        temperature: divides the logits, > 0.
+        top_p: keep the likeliest tokens that make up this mass; 1: all.
+        top_k: keep the k likeliest tokens; -1: all.
+        min_p: drop tokens below this share of the likeliest one's probability; 0: none.
+        greedy: take the likeliest token instead of drawing one. The log-probs reported are still
+            those of the distribution described above.
+    """
+
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    greedy: bool = False
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from its own copy of the policy."""
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
+    ) -> Rollouts:
+        """Sample n responses per prompt; those of prompt i are rows i·n … i·n + n − 1.
+
+        The same `step_seed` gives the same responses, however the batch is spread over ranks: what a
+        row draws depends on its prompt's `group_ids` and its place among its siblings only.
+
+        Args:
+            prompts: this rank's share, N prompts.
+            sampling: the distribution to draw from.
+            n: responses per prompt.
+            step_seed: see `step_seed`.
+            num_groups_total: prompts in the batch over all ranks; every group id is below it.
+
+        Raises:
+            RunFailure: the last weight sync did not finish, so the weights are a mixture.
+        """
+        ...
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take over the trainer's weights, by the names of the model's `state_dict()`.
+
+        Raises:
+            RunFailure: a parameter is missing, unknown or of another shape (all are named).
+        """
+        ...
+
+
+def step_seed(seed: int, step: int, purpose: str = "train") -> int:
+    """An unrelated 63-bit seed for every step of every purpose of a run."""
+    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,92 @@
+"""Drawing tokens inside `generate` from random numbers fixed beforehand, and keeping their log-probs.
+
+Each token is found by inverse CDF: the first whose cumulative probability exceeds a uniform number
+that belongs to (sample, position). So the draw depends neither on torch's global random state nor on
+which other rows share the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rlctl.rollout.protocol import Sampling
+
+#: Probabilities become integers in units of 2⁻⁴⁴, whose sums are exact in any order.
+_UNITS = float(2**44)
+
+
+class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
+    """The last logits processor: chooses the token, records its log-prob, forces it under argmax.
+
+    Attributes:
+        log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution;
+            columns not generated stay 0. Never holds more than one step's (B, V).
+    """
+
+    def __init__(self, uniforms: Tensor, prompt_length: int, greedy: bool) -> None:
+        """Take (B, T) float64 `uniforms` in [0, 1); `prompt_length` counts padding."""
+        self.log_probs = torch.zeros(uniforms.shape, dtype=torch.float32, device=uniforms.device)
+        self._uniforms = uniforms
+        self._prompt_length = prompt_length
+        self._greedy = greedy
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Replace (B, V) `scores` in place by zero at the chosen token and -inf elsewhere."""
+        position = input_ids.shape[1] - self._prompt_length
+        log_probs = scores.float().log_softmax(dim=-1)
+        if self._greedy:
+            tokens = log_probs.argmax(dim=-1, keepdim=True)
+        else:
+            tokens = draw(log_probs, self._uniforms[:, position, None])
+        self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
+        return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
+
+
+def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling, (B, V) normalised log-probs and (B, 1) uniforms in [0, 1) → (B, 1) int64.
+
+    The CDF is summed in integers: exact whatever the order (a parallel sum of floats need not even be
+    monotone), so a token of probability zero is never drawn. A row of NaN draws an arbitrary token.
+    """
+    cdf = log_probs.exp().mul_(_UNITS).to(torch.int64).cumsum_(dim=-1)
+    total = cdf[:, -1:]
+    target = (uniforms * total).to(torch.int64).minimum(total - 1)  # the product may round up to total
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
+
+
+def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length: int) -> Tensor:
+    """(B, length) float64: the random numbers of these samples, out of those of the whole batch.
+
+    Args:
+        step_seed: seeds the whole batch's draws.
+        sample_ids: (B,) int64, each sample's place in the whole batch, over all ranks.
+        num_samples: samples in the whole batch.
+        length: response tokens.
+    """
+    generator = torch.Generator().manual_seed(step_seed)
+    everyones = torch.rand(num_samples, length, dtype=torch.float64, generator=generator)
+    return everyones[sample_ids.cpu()].to(sample_ids.device)
+
+
+def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:
+    """Transformers' own processors for `sampling`, in its order, then `sampler`."""
+    chain = LogitsProcessorList()
+    if sampling.temperature != 1.0:
+        chain.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        chain.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        chain.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        chain.append(MinPLogitsWarper(sampling.min_p))
+    chain.append(sampler)
+    return chain

@@ -36,17 +36,15 @@ def warm_start(model: Any, problems: list[Problem], recipe: Recipe, seed: int, o
     tokens = _tokens(problems)
     measured = tokens[torch.randperm(len(tokens), generator=generator)[:_NUM_MEASURED]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps)
-    )
+    warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     model.train()
     for step in range(recipe.max_steps):
         batch = tokens[torch.randint(len(tokens), (recipe.batch_size,), generator=generator)]
         nll = _answer_nll(model, batch)
         optimizer.zero_grad()
-        nll.mean().backward()
+        nll.mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        schedule.step()
+        warmup.step()
         accuracy = _accuracy(nll)
         # The batch's own figure is free but noisy and one update old: near the goal, measure.
         if accuracy > 0.8 * recipe.target_accuracy:

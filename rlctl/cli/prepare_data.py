@@ -71,6 +71,10 @@ def parquet(
     """Write train.parquet, test.parquet and manifest.json, in verl's row layout.
 
     The same input, options and versions give the same bytes; running it again changes nothing.
+
+    rlctl prepare-data parquet gsm8k/train.jsonl --out data/gsm8k
+
+    rlctl prepare-data parquet sums.csv --out data/sums --prompt-key problem --answer-key solution
     """
     from rlctl.data.prepare import PrepareRequest, bytes_to_read, prepare
 

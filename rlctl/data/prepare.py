@@ -112,6 +112,7 @@ def prepare(request: PrepareRequest, advance: Advance = lambda _: None) -> Prepa
         EnvironmentFailure: the output cannot be written.
     """
     paths = find_sources(request.sources)
+    _check_names(request, paths)
     recipe = _recipe(request, paths)
     made_from = _made_from(request, recipe, paths)
     clear_leftovers(request.out)
@@ -133,12 +134,17 @@ def bytes_to_read(request: PrepareRequest) -> int:
     return total if request.val_size is None else 2 * total
 
 
-def _recipe(request: PrepareRequest, paths: Sequence[Path]) -> Recipe:
-    for option in (request.data_source, request.system_prompt, request.instruction):
+def _check_names(request: PrepareRequest, paths: Sequence[Path]) -> None:
+    """Names and options end up in the output, which is UTF-8."""
+    options = (request.data_source, request.system_prompt, request.instruction)
+    for text in [*map(str, (request.out, *paths)), *filter(None, options)]:
         try:
-            check_text(option or "")
+            check_text(text)
         except RowError as error:
-            raise UsageError(str(error), where="command line") from None
+            raise UsageError(str(error), where=ascii(text), fix="rename it") from None
+
+
+def _recipe(request: PrepareRequest, paths: Sequence[Path]) -> Recipe:
     name = request.recipe
     if name == "auto":
         records = (record.values for path in paths for record in read_records(path))

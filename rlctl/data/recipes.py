@@ -68,7 +68,7 @@ class Recipe:
     def _dress(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.instruction:
             last = messages[-1]
-            messages = (*messages[:-1], replace(last, content=f"{last.content}\n{self.instruction}"))
+            messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))
         if self.system_prompt:
             messages = (Message("system", self.system_prompt), *messages)
         return messages

@@ -48,15 +48,15 @@ class Row:
     answer: str = ""
     where: str = ""
 
-    def to_arrow(self) -> dict[str, Any]:
-        """The nested values `arrow_schema()` describes."""
+    def to_arrow(self, split: str) -> dict[str, Any]:
+        """The nested values `arrow_schema()` describes, as a row of `split`."""
         return {
             "data_source": self.data_source,
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
             "ability": self.ability,
             "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
             "extra_info": {
-                "split": self.split,
+                "split": split,
                 "index": self.index,
                 "question": self.question,
                 "answer": self.answer,

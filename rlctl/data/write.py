@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +34,7 @@ class RowWriter:
 
     def add(self, row: Row) -> None:
         """Append a row."""
-        self._pending.append(replace(row, split=self._split).to_arrow())
+        self._pending.append(row.to_arrow(self._split))
         self._pending_chars += len(row.question) + len(row.answer) + sum(len(m.content) for m in row.prompt)
         self.num_rows += 1
         if len(self._pending) >= ROW_GROUP_ROWS or self._pending_chars >= ROW_GROUP_CHARS:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlctl.errors import Problem
-from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction_rules
+from rlctl.spec.resolve import (
+    IS_THRESHOLD_KEY,
+    RS_KEY,
+    RS_THRESHOLD_KEY,
+    correction_problems,
+    correction_rules,
+)
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.recipe import PROMPT_LENGTH, RESPONSE_LENGTH
 
@@ -44,6 +50,16 @@ def check_trainable(spec: RunSpec) -> list[Problem]:
 def correction_is_clear(spec: RunSpec) -> list[Problem]:
     """Criteria must exist in their dialect, thresholds must fit them and let on-policy data pass."""
     return correction_problems(spec.algorithm.rollout_correction)
+
+
+def threshold_has_a_criterion(spec: RunSpec) -> list[Problem]:
+    """A threshold left over after `rollout_rs=null` is harmless, one without a criterion a slip."""
+    correction = spec.algorithm.rollout_correction
+    if correction.rollout_rs or not correction.rollout_rs_threshold:
+        return []
+    what = f"{correction.rollout_rs_threshold} has no effect: rollout_rs is null, nothing is rejected"
+    fix = "name a criterion in rollout_rs, or set the threshold to null too"
+    return [Problem("warning", RS_THRESHOLD_KEY, what, fix)]
 
 
 def weight_band_holds_one(spec: RunSpec) -> list[Problem]:
@@ -260,7 +276,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_RS = (f"{_CORRECTION}rollout_rs", f"{_CORRECTION}rollout_rs_threshold", f"{_CORRECTION}dialect")
+_RS = (RS_KEY, RS_THRESHOLD_KEY, f"{_CORRECTION}dialect")
 _IS = (
     f"{_CORRECTION}rollout_is",
     IS_THRESHOLD_KEY,
@@ -286,6 +302,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     discount_is_used: ("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"),
     batch_divides: (*_BATCH, *_WORLD),
     correction_is_clear: (*_IS, *_RS),
+    threshold_has_a_criterion: _RS,
     weight_band_holds_one: (*_IS, *_RS),
     weights_measured_only: (*_MODE, f"{_CORRECTION}rollout_is"),
     bypass_drifts: (*_MODE, *_BATCH, *_RS, f"{_CORRECTION}rollout_is", "actor.ppo_epochs"),

@@ -80,17 +80,17 @@ def section_class(name: str) -> type[Section] | None:
     return section
 
 
-def wants_text(key: str) -> bool:
-    """Whether the value of `key` is text, so that `2.10` must not be read as a number first."""
-    return _mentions_str(known_leaves()[key].annotation)
+def accepts(key: str, kind: type) -> bool:
+    """Whether `kind` is among the types that the value of `key` may have."""
+    return _mentions(known_leaves()[key].annotation, kind)
 
 
 def advice_for(key: str) -> str | None:
     """What to write instead of an unknown `key`: verl's names translated, else the nearest key."""
     for name, advice in _ELSEWHERE.items():
-        for candidate in (key, f"actor_rollout_ref.{key}", key.rpartition(".")[2]):
-            if candidate == name or (name.endswith(".") and candidate.startswith(name)):
-                return advice
+        is_below = name.endswith(".") and key.startswith(name)
+        if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
+            return advice
     nearest = nearest_key(key)
     return f"did you mean `{nearest}`?" if nearest else None
 
@@ -114,8 +114,8 @@ def nearest_key(key: str) -> str | None:
     return _closest(short, list(leaves), cutoff=0.75) or _by_similar_leaf(leaf)
 
 
-def _mentions_str(annotation: Any) -> bool:
-    return annotation is str or any(_mentions_str(part) for part in get_args(annotation))
+def _mentions(annotation: Any, kind: type) -> bool:
+    return annotation is kind or any(_mentions(part, kind) for part in get_args(annotation))
 
 
 def _by_similar_leaf(leaf: str) -> str | None:

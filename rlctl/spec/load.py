@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.check import check_spec
-from rlctl.spec.keys import advice_for, known_leaves, known_sections, nearest_key, wants_text
+from rlctl.spec.keys import accepts, advice_for, known_leaves, known_sections, nearest_key
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run import RunSpec
@@ -205,8 +205,10 @@ def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
 
 def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
     """The spec without its bad values, and what is bad about them."""
-    problems: list[Problem] = []
-    good = dict(entries)
+    flags = [key for key, entry in entries.items() if isinstance(entry.leaf.value, bool)]
+    misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would take true for 1
+    problems = [_problem(key, entries[key], "must not be true or false") for key in misplaced]
+    good = {key: entry for key, entry in entries.items() if key not in misplaced}
     while True:
         try:
             return RunSpec.model_validate(_nested(good)), problems
@@ -229,7 +231,11 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
         fix = f"did you mean `{close[0]}`?" if close else None
-    return Problem("error", key, f"{what}, got {entry.leaf.value!r}", fix, str(entry.origin))
+    return _problem(key, entry, f"{what}, got {entry.leaf.value!r}", fix)
+
+
+def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Problem:
+    return Problem("error", key, what, fix, str(entry.origin))
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:
@@ -250,8 +256,9 @@ def _nested(entries: dict[str, _Entry]) -> dict[str, Any]:
         for parent in parents:
             section = section.setdefault(parent, {})
         leaf = entry.leaf
-        is_number = isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool)
-        section[name] = leaf.text if is_number and leaf.text and wants_text(key) else leaf.value
+        # `2.10` as a name or a threshold keeps its digits.
+        as_text = type(leaf.value) in {int, float} and leaf.text and accepts(key, str)
+        section[name] = leaf.text if as_text else leaf.value
     return tree
 
 

@@ -67,7 +67,7 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         bound: Bound = spec.rollout_is_bound or _default_bound(numbers, is_verl=is_verl)
         lower, upper = _weight_interval(numbers, bound)
     except _ThresholdError as error:
-        problems.append(Problem("error", IS_THRESHOLD_KEY, str(error)))
+        problems.append(Problem("error", IS_THRESHOLD_KEY, str(error), "for example 2.0, or 0.5_2.0"))
         bound, lower, upper = "clip", 0.5, 2.0
     return WeightRule(
         level=spec.rollout_is,
@@ -107,11 +107,6 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     names = split_list(spec.rollout_rs)
     thresholds = split_list(spec.rollout_rs_threshold)
     if not names:
-        if thresholds:
-            what = f"{spec.rollout_rs_threshold} is given, but rollout_rs is null: nothing is rejected"
-            problems.append(
-                Problem("error", RS_THRESHOLD_KEY, what, "name a criterion, or drop the threshold")
-            )
         return ()
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
@@ -138,7 +133,8 @@ def _reject_rule(
     try:
         rule = criterion(name, parse_threshold(threshold))
     except _ThresholdError as error:
-        problems.append(Problem("error", RS_THRESHOLD_KEY, f"{name}: {error}"))
+        fix = "for example 2.5, or 0.6_1.6 where both bounds make sense"
+        problems.append(Problem("error", RS_THRESHOLD_KEY, f"{name}: {error}", fix))
         return None
     lower, upper = rule.band()
     if lower <= 1.0 <= upper:

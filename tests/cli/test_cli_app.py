@@ -1,0 +1,187 @@
+"""The command line as a user meets it: exit codes, messages, no traceback, nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlctl
+from rlctl.cli import app as app_module
+from rlctl.cli.app import run
+from rlctl.spec.presets import all_presets
+
+ROOT = Path(rlctl.__file__).parent.parent
+RC = "algorithm.rollout_correction."
+
+
+@pytest.fixture(autouse=True)
+def _wide_plain_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize("name", list(all_presets()))
+def test_every_preset_dry_runs(name, capsys):
+    assert run(["train", "--preset", name, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"preset {name}:" in out
+    assert "Memory per GPU" in out
+    assert "Dry run." in out
+
+
+def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("rollout:\n  n: 4\n")
+    code = run(["train", "-p", "grpo-rs-only", "-s", str(file), "--dry-run", "trainer.seed=5"])
+    lines = capsys.readouterr().out.splitlines()
+
+    def row(name: str) -> list[str]:
+        [line] = [line for line in lines if line.split()[:1] == [name] and line.startswith("    ")]
+        return line.split(maxsplit=2)
+
+    assert code == 0
+    assert row("seed") == ["seed", "5", "command line"]
+    assert row("n") == ["n", "4", f"{file}:2"]
+    assert row("adv_estimator") == ["adv_estimator", "grpo", "preset grpo-rs-only:10"]
+    assert row("train_batch_size") == ["train_batch_size", "128", "embedded model"]
+    assert row("temperature") == ["temperature", "1.0", "default"]
+    assert "  token_k1: 0.7 ≤ ρ ≤ 1.4" in lines
+    assert "  128 prompts × 4 responses = 512 samples" in lines
+
+
+def test_dry_run_says_what_would_stop_it(capsys):
+    assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "gae needs a critic" in out
+    assert "Without --dry-run the errors above would stop it." in out
+
+
+def test_training_with_gae_is_refused(capsys):
+    assert run(["train", "-p", "ppo-uncorrected"]) == 2
+    assert "gae needs a critic, which this version does not train" in capsys.readouterr().err
+
+
+def test_all_mistakes_at_once_with_places(capsys, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("actor:\n  lr: fast\nalgorithm:\n  lr: 1\n")
+    assert (
+        run(["train", "-s", str(file), "rollout.nn=3", "actor_rollout_ref.actor.optim.lr=1", "--dry-run"])
+        == 2
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for words in (
+        "the spec has 4 problems",
+        f"{file}:2",
+        f"{file}:4",
+        "did you mean `actor.lr`?",
+        "did you mean `rollout.n`?",
+        "command line",
+    ):
+        assert words in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["train", "--dryrun"],
+        ["train", "--preset"],
+        ["train", "-p", "nonsense"],
+        ["train", "-s", "no-such.yaml"],
+        ["train", "seed"],
+        ["train", "--resume", "no-such-run"],
+        ["schema", "--section", "nonsense"],
+        ["presets", "show", "nonsense"],
+        ["presets", "diff", "rloo-seq-is", "nonsense"],
+    ],
+)
+def test_wrong_usage_exits_2_without_traceback(arguments, capsys):
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.strip()
+    assert "Traceback" not in err
+
+
+def test_resume_refuses_presets(tmp_path, capsys):
+    (tmp_path / "spec.yaml").write_text("trainer:\n  seed: 3\n")
+    assert run(["train", "--resume", str(tmp_path), "-p", "rloo-seq-is"]) == 2
+    assert run(["train", "--resume", str(tmp_path), "--dry-run"]) == 0
+    assert f"{tmp_path / 'spec.yaml'}:2" in capsys.readouterr().out
+
+
+def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
+    def explode(**_):
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(app_module, "app", explode)
+    assert run([]) == 1
+    err = capsys.readouterr().err
+    path = Path(err.split()[-1])
+    assert "ZeroDivisionError: boom" in err
+    assert "explode" in path.read_text()
+    path.unlink()
+
+
+def test_schema_describes_every_section(capsys):
+    assert run(["schema"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["properties"]) >= {"model", "data", "rollout", "algorithm", "actor", "trainer"}
+    assert run(["schema", "--section", "algorithm.rollout_correction"]) == 0
+    section = json.loads(capsys.readouterr().out)
+    assert section["properties"]["dialect"]["enum"] == ["guide", "verl"]
+    assert all("description" in field for field in section["properties"].values())
+
+
+def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
+    assert run(["presets", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in all_presets())
+    assert run(["presets", "show", "rloo-seq-is"]) == 0
+    assert capsys.readouterr().out.strip() == all_presets()["rloo-seq-is"].path.read_text().strip()
+    assert run(["presets", "diff", "rloo-seq-is", "rloo-uncorrected"]) == 0
+    compared = capsys.readouterr().out
+    assert f"{RC}rollout_is " in compared
+    assert "adv_estimator" not in compared
+    assert run(["presets", "diff", "rloo-seq-is", "rloo-seq-is"]) == 0
+    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path)]) == 0
+    copied = tmp_path / "rloo-seq-is.yaml"
+    assert run(["presets", "copy", "rloo-seq-is", str(copied)]) == 2
+    assert run(["presets", "copy", "rloo-seq-is", str(copied), "--force"]) == 0
+    assert run(["presets", "copy", "rloo-seq-is", str(tmp_path / "no" / "x.yaml")]) == 2
+    assert run(["train", "--spec", str(copied), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--help"], ("pydantic", "yaml")),
+        (["--version"], ("pydantic", "yaml")),
+        (["train", "--help"], ("yaml", "pyarrow")),
+        (["train", "--preset", "rloo-seq-is", "--dry-run"], ("pyarrow",)),
+        (["train", "no.such=1"], ("pyarrow",)),
+        (["schema"], ("pyarrow",)),
+        (["presets", "list"], ("pyarrow",)),
+    ],
+)
+def test_light_commands_import_nothing_heavy(arguments, forbidden):
+    program = (
+        "import sys, json, rlctl.cli.app as a; code = a.run(json.loads(sys.argv[1]));"
+        "print(json.dumps([code, sorted({name.split('.')[0] for name in sys.modules})]), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
+    _, modules = json.loads(done.stderr.splitlines()[-1])
+    assert not {"torch", "transformers", "deepspeed", "numpy", *forbidden}.intersection(modules)

@@ -1,0 +1,162 @@
+"""Dry-run figures checked by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from rlctl.spec.explain import bands, batch_arithmetic, notes
+from rlctl.spec.load import load_spec
+from rlctl.spec.memory import memory_parts, memory_total
+from rlctl.spec.model import ModelSpec
+from rlctl.spec.model_size import model_size
+
+RC = "algorithm.rollout_correction."
+
+
+def spec_of(*overrides, preset=None):
+    return load_spec([preset] if preset else [], [], list(overrides)).spec
+
+
+def test_bands_of_the_guides_multi_rs():
+    found = {band.name: band for band in bands(spec_of(preset="grpo-token-is-multi-rs"))}
+    assert found["token_k1"].interval == "0.6 ≤ ρ ≤ 1.6"
+    assert found["seq_max_k2"].interval == "ρ ≤ 2.5"
+    assert found["PPO clip"].interval == "0.8 ≤ ρ ≤ 1.2"
+    assert "not applied" in found["IS weight"].outside
+    assert all("whole response" in found[name].outside for name in ("token_k1", "seq_max_k2"))
+
+
+def test_the_same_words_in_verls_dialect():
+    found = {band.name: band for band in bands(spec_of(f"{RC}dialect=verl", preset="grpo-token-is-multi-rs"))}
+    assert found["token_k1"].interval == "0.625 ≤ ρ ≤ 1.667"
+    assert found["token_k1"].outside == "the token is rejected"
+    assert found["seq_max_k2"].interval == "0.1069 ≤ ρ ≤ 9.356"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "product"),
+        ([f"{RC}rollout_is=token"], "each token"),
+        ([f"{RC}rollout_is=geometric"], "geometric mean"),
+    ],
+)
+def test_bands_say_what_they_bound(overrides, words):
+    [band] = bands(spec_of(*overrides))
+    assert words in band.bounds
+    assert "divided by their mean" in band.outside
+
+
+def test_notes_warn_of_long_products():
+    assert any("0.0049" in note for note in notes(spec_of(preset="qwen2.5-7b-rloo-seq-is")))
+    assert not any("product" in note for note in notes(spec_of(f"{RC}rollout_is=token")))
+
+
+def test_batch_arithmetic():
+    batch = batch_arithmetic(spec_of("trainer.n_gpus_per_node=4", preset="qwen2.5-7b-rloo-seq-is"))
+    assert (batch.samples, batch.mini_batches, batch.samples_per_mini_batch) == (640, 4, 160)
+    assert (batch.samples_per_rank, batch.micro_batches_per_rank, batch.steps_per_batch) == (40, 40, 4)
+    assert batch.num_batches is None
+    assert batch.total_steps is None
+    tiny = batch_arithmetic(spec_of("actor.ppo_micro_batch_size_per_gpu=200"))
+    assert (tiny.samples_per_rank, tiny.micro_batches_per_rank) == (512, 3)
+    assert tiny.total_steps == 480
+
+
+def test_total_steps_from_parquet_rows(tmp_path):
+    pq.write_table(pa.table({"a": list(range(300))}), tmp_path / "train.parquet")
+    overrides = ["model.path=a/b", f"data.train_files={tmp_path}", "trainer.total_epochs=2"]
+    batch = batch_arithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"))
+    assert (batch.num_rows, batch.num_batches, batch.total_steps) == (300, 4, 8)
+    (tmp_path / "train.parquet").write_bytes(b"garbage")
+    assert batch_arithmetic(spec_of(*overrides)).num_rows is None
+
+
+def test_memory_by_hand():
+    spec = spec_of("trainer.n_gpus_per_node=8", preset="qwen2.5-7b-rloo-seq-is")
+    size = model_size(spec.model)
+    assert size.num_parameters == 7_000_000_000
+    parts = {part.name: part.num_bytes for part in memory_parts(spec, size)}
+    assert parts["weights"] == 7e9 * 2 / 8
+    assert parts["gradients"] == 7e9 * 2 / 8
+    assert parts["optimizer (AdamW)"] == 7e9 * 12 / 8
+    assert parts["rollout's weights"] == 7e9 * 2
+    assert parts["key-value cache"] is None
+    unsharded = spec_of("engine.zero_stage=1", preset="qwen2.5-7b-rloo-seq-is")
+    parts = {part.name: part.num_bytes for part in memory_parts(unsharded, size)}
+    assert (parts["weights"], parts["optimizer (AdamW)"]) == (7e9 * 2, 7e9 * 12 / 8)
+
+
+def test_memory_of_the_embedded_model_is_complete():
+    spec = spec_of()
+    parts = memory_parts(spec, model_size(spec.model))
+    sizes = {part.name: part.num_bytes for part in parts}
+    # 2 × 2 layers × 2 kv heads × 32 × 14 tokens × 1024 sequences × 4 bytes
+    assert sizes["key-value cache"] == 2 * 2 * 2 * 32 * 14 * 1024 * 4
+    held = sizes["weights"] + sizes["gradients"] + sizes["optimizer (AdamW)"] + sizes["rollout's weights"]
+    update = sizes["activations"] + sizes["logits and their gradient"]
+    assert memory_total(parts) == held + max(sizes["key-value cache"], update)
+
+
+def write_model(directory, *, with_weights: bool):
+    directory.mkdir(parents=True)
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+        "intermediate_size": 16,
+        "tie_word_embeddings": True,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    if with_weights:
+        import numpy as np
+
+        save_file({"a": np.zeros((3, 4)), "b": np.zeros(5)}, directory / "model.safetensors")
+
+
+def test_model_size_from_a_directory(tmp_path):
+    write_model(tmp_path / "m", with_weights=True)
+    size = model_size(ModelSpec(path=str(tmp_path / "m")))
+    assert (size.num_parameters, size.layers, size.kv_heads, size.head_dim) == (17, 2, 2, 2)
+    write_model(tmp_path / "c", with_weights=False)
+    attention, mlp = 8 * 8 * 2 + 8 * 4 * 2, 3 * 8 * 16
+    assert model_size(ModelSpec(path=str(tmp_path / "c"))).num_parameters == 80 + 2 * (attention + mlp)
+
+
+def test_model_size_from_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--thing"
+    write_model(repository / "snapshots" / "abc", with_weights=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert model_size(ModelSpec(path="org/thing")).num_parameters == 17
+    assert model_size(ModelSpec(path="org/thing", revision="abc")).num_parameters == 17
+    assert model_size(ModelSpec(path="org/thing", revision="other")).num_parameters is None
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen/Qwen2.5-7B", 7e9),
+        ("a/Llama-3.2-1B-Instruct", 1e9),
+        ("x/y-350m", 350e6),
+        ("gpt2", None),
+        ("a/b2b", None),
+    ],
+)
+def test_model_size_from_a_name(name, count, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert model_size(ModelSpec(path=name)).num_parameters == count
+
+
+def test_broken_weights_do_not_break_the_estimate(tmp_path):
+    write_model(tmp_path / "m", with_weights=False)
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert model_size(ModelSpec(path=str(tmp_path / "m"))).source == "config.json"

@@ -1,0 +1,214 @@
+"""Layers, origins, and every mistake at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import SpecError
+from rlctl.spec.keys import advice_for, known_leaves
+from rlctl.spec.load import dump_spec, load_spec
+from rlctl.spec.presets import all_presets, presets_dir
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(presets=(), files=(), overrides=()) -> dict[str, object]:
+    with pytest.raises(SpecError) as caught:
+        load_spec(list(presets), list(files), list(overrides))
+    return {problem.key or problem.what: problem for problem in caught.value.problems}
+
+
+def test_later_layers_win_and_are_remembered(tmp_path):
+    preset = write(tmp_path / "mine.yaml", "actor:\n  lr: 2e-4\nrollout:\n  n: 4\n")
+    file = write(tmp_path / "spec.yaml", "rollout:\n  n: 6\ntrainer:\n  seed: 9\n")
+    loaded = load_spec(["rloo-seq-is", str(preset)], [file], ["trainer.seed=7"])
+    assert loaded.spec.trainer.seed == 7
+    assert str(loaded.origins["trainer.seed"]) == "command line"
+    assert loaded.spec.rollout.n == 6
+    assert str(loaded.origins["rollout.n"]) == f"{file}:2"
+    assert loaded.spec.actor.lr == 2e-4
+    assert str(loaded.origins["actor.lr"]) == f"preset {preset}:2"
+    assert str(loaded.origins["algorithm.adv_estimator"]).startswith("preset rloo-seq-is:")
+    assert str(loaded.origins["data.train_batch_size"]) == "embedded model"
+    assert str(loaded.origins["rollout.temperature"]) == "default"
+    assert loaded.origins.keys() == known_leaves().keys()
+
+
+def test_presets_layer_left_to_right():
+    assert load_spec(["rloo-seq-is", "grpo-rs-only"], [], []).spec.algorithm.adv_estimator == "grpo"
+    assert load_spec(["grpo-rs-only", "rloo-seq-is"], [], []).spec.algorithm.adv_estimator == "rloo"
+
+
+def test_embedded_layer_only_for_the_embedded_model():
+    tiny = load_spec([], [], []).spec
+    assert (tiny.data.max_prompt_length, tiny.engine.dtype) == (8, "fp32")
+    other = load_spec([], [], ["model.path=Qwen/Qwen2.5-0.5B", "data.train_files=a.parquet"])
+    assert other.spec.data.max_prompt_length == 512
+    assert str(other.origins["data.max_prompt_length"]) == "default"
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    broken = write(tmp_path / "broken.yaml", "actor:\n  lr: [\n")
+    file = write(
+        tmp_path / "spec.yaml",
+        "actor:\n  lr: fast\n  ppo_mini_batch_size: 48\nalgorithm:\n  lr: 1e-6\n  adv_estimator: rlo\n",
+    )
+    found = problems_of(
+        ["rlo-seq-is"],
+        [broken, file, tmp_path / "none.yaml"],
+        ["rollout.n=1.5", "+trainer.seed=1", "trainer.sed=1", "rollout.top_k=0", "seed"],
+    )
+    assert found["actor.lr"].where == f"{file}:2"
+    assert found["actor.ppo_mini_batch_size"].fix == "use a divisor of 128, for example 32"
+    assert found["actor.ppo_mini_batch_size"].where == f"{file}:3"
+    assert found["algorithm.lr"].where == f"{file}:5"
+    assert found["algorithm.lr"].fix == "did you mean `actor.lr`?"
+    assert found["algorithm.adv_estimator"].fix == "did you mean `rloo`?"
+    assert found["rollout.n"].where == "command line"
+    assert found["trainer.sed"].fix == "did you mean `trainer.seed`?"
+    assert found["rollout.top_k"].severity == "error"
+    by_place = {(problem.where or "").removeprefix(str(tmp_path)): problem for problem in found.values()}
+    assert "expected" in by_place["/broken.yaml:3"].what
+    assert "No such file" in by_place["/none.yaml"].what
+    assert any("`rloo-seq-is`" in (problem.fix or "") for problem in found.values())
+    assert any(problem.fix == "leave it out: trainer.seed=1" for problem in found.values())
+    assert any("not of the form key=value" in problem.what for problem in found.values())
+
+
+def test_no_contradiction_is_reported_about_unreadable_values():
+    found = problems_of([], [], ["rollout.n=many", "actor.ppo_mini_batch_size=x", "data.train_batch_size=7"])
+    assert set(found) == {"rollout.n", "actor.ppo_mini_batch_size"}
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("actor_rollout_ref.model.path", "`model.path`"),
+        ("actor_rollout_ref.actor.optim.lr", "`actor.lr`"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "`actor.ppo_mini_batch_size`"),
+        ("actor_rollout_ref.actor.ppo_epochs", "`actor.ppo_epochs`"),
+        ("actor_rollout_ref.rollout.n", "`rollout.n`"),
+        ("actor_rollout_ref.rollout.calculate_log_probs", "always on here, leave it out"),
+        ("actor_rollout_ref.actor.use_kl_loss", "no KL penalty"),
+        ("use_kl_in_reward", "no KL penalty"),
+        ("critic.model.path", "no critic"),
+        ("trainer.project_nam", "`trainer.project_name`"),
+        ("rollout_is", "`algorithm.rollout_correction.rollout_is`"),
+        ("algorithm.rollout_correcton.rollout_is", "`algorithm.rollout_correction.rollout_is`"),
+        ("actor.learning_rate", "`actor.lr`"),
+        ("num_generations", "`rollout.n`"),
+        ("actor.lr.value", "`actor.lr`"),
+        ("clip_ratio_hi", "`actor.clip_ratio_high`"),
+    ],
+)
+def test_unknown_keys_get_advice(key, words):
+    assert words in (advice_for(key) or "")
+
+
+def test_keys_of_nothing_get_no_advice():
+    assert advice_for("zzz.qqq") is None
+
+
+def test_advice_names_only_keys_that_exist():
+    import re
+
+    from rlctl.spec.keys import _ELSEWHERE
+
+    for advice in _ELSEWHERE.values():
+        for name in re.findall(r"`([a-z_]+\.[a-z_.]+)`", advice):
+            assert name in known_leaves()
+
+
+def test_numbers_where_text_is_wanted_keep_their_digits(tmp_path):
+    file = write(tmp_path / "a.yaml", "trainer:\n  experiment_name: 2.10\nmodel:\n  revision: 1e10\n")
+    spec = load_spec([], [file], ["algorithm.rollout_correction.rollout_is_threshold=0.5_2"]).spec
+    assert spec.trainer.experiment_name == "2.10"
+    assert spec.model.revision == "1e10"
+    assert spec.algorithm.rollout_correction.rollout_is_threshold == "0.5_2"
+
+
+def test_shell_style_values():
+    overrides = [
+        "algorithm.rollout_correction.rollout_rs=null",
+        "algorithm.rollout_correction.bypass_mode=True",
+        'trainer.logger=["console","wandb"]',
+        "data.val_files=a.parquet",
+        "trainer.test_freq=5",
+        "trainer.seed=1",
+        "trainer.seed=2",
+    ]
+    spec = load_spec([], [], overrides).spec
+    assert spec.algorithm.rollout_correction.rollout_rs is None
+    assert spec.algorithm.rollout_correction.bypass_mode is True
+    assert spec.trainer.logger == ["console", "wandb"]
+    assert spec.data.val_files == ["a.parquet"]
+    assert spec.trainer.seed == 2
+
+
+@pytest.mark.parametrize("value", ["nan", ".nan", "inf", "-1", "true", "[1]", "", "1e999"])
+def test_bad_numbers_are_refused(value):
+    assert set(problems_of([], [], [f"actor.lr={value}"])) == {"actor.lr"}
+
+
+def test_sections_are_no_values(tmp_path):
+    assert set(problems_of([], [], ["actor=3"])) == {"actor"}
+    commented_out = write(tmp_path / "a.yaml", "actor:\n# lr: 1\n")
+    load_spec([], [commented_out], [])
+
+
+def test_arguments_that_are_something_else():
+    fixes = {problem.fix for problem in problems_of([], [], ["rloo-seq-is", "my.yaml", "~actor.lr"]).values()}
+    assert "for a preset write --preset rloo-seq-is" in fixes
+    assert "for a spec file write --spec my.yaml" in fixes
+    assert any("set it to null" in fix for fix in fixes)
+
+
+@pytest.mark.parametrize("name", list(all_presets()))
+def test_presets_load_and_round_trip(name, tmp_path):
+    loaded = load_spec([name], [], [])
+    again = load_spec([], [write(tmp_path / "spec.yaml", dump_spec(loaded.spec))], [])
+    assert again.spec == loaded.spec
+    assert all_presets()[name].description
+    assert all_presets()[name].path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_odd_values_round_trip(tmp_path):
+    overrides = [
+        "trainer.experiment_name=1e3",
+        'data.train_files=["007", "a b: c", "null", "ünïcode", "[x]"]',
+        "data.val_files=yes",
+        "trainer.test_freq=1",
+        "model.revision=0x10",
+        "actor.lr=5e-7",
+        "trainer.run_dir=~/x",
+    ]
+    spec = load_spec([], [], overrides).spec
+    assert spec.data.train_files == ["007", "a b: c", "null", "ünïcode", "[x]"]
+    assert load_spec([], [write(tmp_path / "s.yaml", dump_spec(spec))], []).spec == spec
+
+
+def test_preset_names_are_unique():
+    names = [path.stem for path in presets_dir().rglob("*.yaml")]
+    assert len(names) == len(set(names)) == len(all_presets())
+
+
+def test_reference_numbers_of_the_complete_runs():
+    rloo = load_spec(["qwen2.5-7b-rloo-seq-is"], [], []).spec
+    grpo = load_spec(["qwen2.5-7b-grpo-multi-rs"], [], []).spec
+    for spec in (rloo, grpo):
+        assert spec.model.path == "Qwen/Qwen2.5-7B"
+        assert (spec.data.max_prompt_length, spec.data.max_response_length) == (2048, 4096)
+        assert (spec.data.train_batch_size, spec.actor.ppo_mini_batch_size) == (128, 32)
+        assert spec.trainer.logger == ["console", "wandb"]
+    assert (rloo.actor.lr, rloo.trainer.total_epochs) == (5e-7, 10)
+    assert (grpo.actor.lr, grpo.trainer.total_epochs) == (3e-6, 5)
+    assert rloo.trainer.project_name == "rollout_corr_rloo"
+    assert grpo.trainer.project_name == "rollout_corr_multi_rs"
+    short = load_spec(["grpo-token-is-multi-rs"], [], []).spec
+    assert short.algorithm == grpo.algorithm
+    assert load_spec(["rloo-seq-is"], [], []).spec.algorithm == rloo.algorithm

@@ -1,0 +1,143 @@
+"""Dialects become one internal form; bands known by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlctl.algos.rules import RejectRule
+from rlctl.errors import SpecError
+from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.resolve import correction_rules
+
+
+def rules(**fields):
+    return correction_rules(RolloutCorrectionSpec(**fields))
+
+
+def reject(dialect, name, threshold) -> RejectRule:
+    [rule] = rules(dialect=dialect, rollout_rs=name, rollout_rs_threshold=threshold).reject
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "threshold", "form", "band"),
+    [
+        # the guide's "0.6_1.6,2.5": both are on ρ
+        ("guide", "token_k1", "0.6_1.6", ("ratio", "none", "sequence"), (0.6, 1.6)),
+        ("guide", "token_k1", "2.0", ("ratio", "none", "sequence"), (0.0, 2.0)),
+        ("guide", "seq_max_k2", "2.5", ("ratio", "max", "sequence"), (0.0, 2.5)),
+        ("guide", "sequence", "0.5_2", ("ratio", "sum", "sequence"), (0.5, 2.0)),
+        ("guide", "sequence", "3", ("ratio", "sum", "sequence"), (0.0, 3.0)),
+        ("guide", "geometric", "0.9_1.1", ("ratio", "mean", "sequence"), (0.9, 1.1)),
+        ("guide", "token_veto", "1e-4", ("ratio", "none", "sequence"), (1e-4, math.inf)),
+        # verl: k1 = −log ρ turns bounds over, k2 = ½ log² ρ widens them
+        ("verl", "token_k1", "0.6_1.6", ("k1", "none", "token"), (1 / 1.6, 1 / 0.6)),
+        ("verl", "token_k1", "2", ("k1", "none", "token"), (0.5, 2.0)),
+        ("verl", "seq_sum_k1", "0.5_4", ("k1", "sum", "sequence"), (0.25, 2.0)),
+        ("verl", "seq_mean_k1", "1.1", ("k1", "mean", "sequence"), (1 / 1.1, 1.1)),
+        ("verl", "token_k2", "0.5", ("k2", "none", "token"), (math.exp(-1), math.e)),
+        ("verl", "seq_max_k2", "2.5", ("k2", "max", "sequence"), (0.106878, 9.356469)),
+        ("verl", "token_veto", "1e-4", ("ratio", "none", "sequence"), (1e-4, math.inf)),
+    ],
+)
+def test_criteria(dialect, name, threshold, form, band):
+    rule = reject(dialect, name, threshold)
+    assert (rule.statistic, rule.reduction, rule.scope) == form
+    assert rule.band() == pytest.approx(band, rel=1e-5)
+    assert not rule.negative_advantage_only
+
+
+@pytest.mark.parametrize("name", ["token_k3", "seq_sum_k3", "seq_mean_k3", "seq_max_k3", "off_policy"])
+def test_k3_bands_solve_its_equation(name):
+    rule = reject("verl", name, "0.3")
+    for rho in rule.band():
+        assert rho - 1 - math.log(rho) == pytest.approx(0.3, rel=1e-6)
+
+
+def test_off_policy_masks_negative_advantages_only():
+    rule = reject("guide", "off_policy", "0.02")
+    assert (rule.statistic, rule.reduction, rule.upper) == ("k3", "mean", 0.02)
+    assert rule.negative_advantage_only
+
+
+def test_several_criteria_keep_their_order_and_thresholds():
+    both = rules(rollout_rs="token_k1, seq_max_k2", rollout_rs_threshold="0.6_1.6,2.5").reject
+    assert [(rule.name, rule.lower, rule.upper) for rule in both] == [
+        ("token_k1", 0.6, 1.6),
+        ("seq_max_k2", None, 2.5),
+    ]
+
+
+def test_verl_shares_one_threshold_and_the_guide_does_not():
+    names = "token_k1,seq_max_k2"
+    shared = rules(dialect="verl", rollout_rs=names, rollout_rs_threshold="2.0").reject
+    assert [rule.upper for rule in shared] == [pytest.approx(math.log(2)), 2.0]
+    with pytest.raises(SpecError, match="1 given for 2"):
+        rules(rollout_rs=names, rollout_rs_threshold="2.0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rollout_is_threshold": "2.0"}, ("clip", 0.5, 2.0)),
+        ({"rollout_is_threshold": "0.8_3"}, ("clip", 0.8, 3.0)),
+        ({"rollout_is_threshold": "4", "rollout_is_bound": "mask"}, ("mask", 0.25, 4.0)),
+        ({"rollout_is_threshold": "4", "dialect": "verl"}, ("truncate", 0.25, 4.0)),
+        ({"rollout_is_threshold": "0.5_2", "dialect": "verl"}, ("mask", 0.5, 2.0)),
+        ({"rollout_is_threshold": "0.5", "rollout_is_bound": "truncate"}, ("truncate", 2.0, 0.5)),
+        ({"rollout_is_threshold": 5}, ("clip", 0.2, 5.0)),
+    ],
+)
+def test_weight_bounds(fields, expected):
+    weight = rules(**fields).weight
+    assert (weight.bound, weight.lower, weight.upper) == pytest.approx(expected)
+
+
+def test_truncate_has_no_lower_bound():
+    assert rules(rollout_is_threshold="2", rollout_is_bound="truncate").weight.band() == (0.0, 2.0)
+
+
+def test_verl_metrics_and_normalisation_come_with_its_dialect():
+    assert (rules().weight.metrics, rules().weight.normalize_over) == ("applied", "survivors")
+    verl = rules(dialect="verl").weight
+    assert (verl.metrics, verl.normalize_over) == ("verl", "all")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rollout_is_threshold": "0.9"}, r"c ≥ 1"),
+        ({"rollout_is_threshold": "2_0.5"}, r"write 0.5_2"),
+        ({"rollout_is_threshold": "0"}, r"positive"),
+        ({"rollout_is_threshold": "-1"}, r"positive"),
+        ({"rollout_is_threshold": "nan"}, r"positive"),
+        ({"rollout_is_threshold": "1_2_3"}, r"positive"),
+        ({"rollout_is_threshold": "two"}, r"positive"),
+        ({"rollout_rs": "token_k1"}, r"missing"),
+        ({"rollout_rs": "token_k7", "rollout_rs_threshold": "2"}, r"did you mean `token_k1`"),
+        ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "2"}, r"dialect: verl"),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": "2", "dialect": "verl"}, r"dialect: guide"),
+        ({"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.5_2"}, r"takes one number"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2", "dialect": "verl"}, r"takes one number"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, r"leaves out ρ = 1"),
+        ({"rollout_rs": "token_veto", "rollout_rs_threshold": "2"}, r"leaves out ρ = 1"),
+        ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2,3"}, r"named twice"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, r"2 given for 1"),
+        ({"rollout_rs": "token_k1,", "rollout_rs_threshold": "2,3"}, r"`` is no criterion"),
+    ],
+)
+def test_bad_thresholds_are_refused(fields, words):
+    with pytest.raises(SpecError, match=words):
+        rules(**fields)
+
+
+def test_all_bad_thresholds_at_once():
+    with pytest.raises(SpecError) as caught:
+        rules(
+            rollout_is_threshold="x",
+            rollout_rs="token_k1,nonsense,seq_max_k2",
+            rollout_rs_threshold="y,1,1_2",
+        )
+    assert len(caught.value.problems) == 4

@@ -35,12 +35,17 @@ class HFRollout:
             tokenizer: decodes responses; names padding and end of sequence.
             device: where the copy lives, and every tensor that `generate` returns.
             max_num_seqs: sequences generated at once; None: all of the batch.
-            dtype: of the copy's weights; None: the model's own.
+            dtype: of the copy's parameters; None: the model's own.
 
         Raises:
             UsageError: neither model nor tokenizer names an end-of-sequence token.
         """
-        self._model = copy.deepcopy(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        if dtype is not None:
+            # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be
+            # another model.
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.to(dtype)
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs

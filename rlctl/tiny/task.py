@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rlctl.data.schema import Message, Row, arrow_schema
+from rlctl.data.schema import Message, Row
+from rlctl.data.write import RowWriter
 
 DATA_SOURCE = "embedded/addition"
 
@@ -33,11 +34,6 @@ def split(num_val: int) -> tuple[list[Problem], list[Problem]]:
 
 def write_parquet(problems: list[Problem], split_name: str, path: Path) -> None:
     """Write one split in verl's row schema."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [
-        Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", split=split_name, index=index)
-        for index, (prompt, answer) in enumerate(problems)
-    ]
-    pq.write_table(pa.Table.from_pylist([row.to_arrow() for row in rows], schema=arrow_schema()), path)
+    with RowWriter(path, split_name) as writer:
+        for index, (prompt, answer) in enumerate(problems):
+            writer.add(Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", index=index))

@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+
+from rlctl.rollout.protocol import step_seed
+from rlctl.rollout.sampler import draw, global_uniforms
+
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+
+
+def drawn(probs: list[float], uniforms: list[float]) -> list[int]:
+    log_probs = torch.tensor(probs).log().expand(len(uniforms), -1)
+    return draw(log_probs, torch.tensor(uniforms, dtype=torch.float64)[:, None]).squeeze(1).tolist()
+
+
+def test_draw_inverts_the_cdf() -> None:
+    uniforms = [0.0, 0.2499, 0.2501, 0.7499, 0.7501, ALMOST_ONE]
+    assert drawn([0.25, 0.5, 0.25], uniforms) == [0, 0, 1, 1, 2, 2]
+
+
+def test_draw_never_lands_on_probability_zero() -> None:
+    uniforms = [0.0, 0.5 - 2**-54, 0.5, ALMOST_ONE]
+    assert set(drawn([0.0, 0.5, 0.0, 0.0, 0.5, 0.0], uniforms)) == {1, 4}
+    assert drawn([0.0, 1.0], [0.0, ALMOST_ONE]) == [1, 1]
+    assert drawn([1.0, 0.0], [0.0, ALMOST_ONE]) == [0, 0]
+
+
+def test_draw_on_a_large_vocabulary_keeps_to_the_support() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 151_936, generator=generator) * 4
+    logits[torch.rand(logits.shape, generator=generator) < 0.99] = -torch.inf
+    log_probs = logits.log_softmax(-1)
+    for uniform in (0.0, 1e-12, 0.3, 0.999999, ALMOST_ONE):
+        tokens = draw(log_probs, torch.full((64, 1), uniform, dtype=torch.float64))
+        assert log_probs.gather(1, tokens).isfinite().all()
+
+
+def test_draw_frequencies_are_the_distribution() -> None:
+    probs = torch.tensor([0.4, 0.0, 0.3, 0.15, 0.1, 0.04, 0.009, 0.001])
+    num_draws = 200_000
+    uniforms = global_uniforms(7, torch.arange(num_draws), num_draws, 1)
+    tokens = draw(probs.log().expand(num_draws, -1), uniforms)
+    counts = torch.bincount(tokens.squeeze(1), minlength=len(probs)).double()
+    assert counts[1] == 0
+    expected = (probs.double() * num_draws)[probs > 0]
+    chi2 = ((counts[probs > 0] - expected) ** 2 / expected).sum()
+    assert chi2 < 24.3  # 0.999 quantile for 6 degrees of freedom
+
+
+def test_draw_survives_bad_numbers() -> None:
+    log_probs = torch.full((2, 5), torch.nan)
+    tokens = draw(log_probs, torch.tensor([[0.0], [0.9]], dtype=torch.float64))
+    assert ((tokens >= 0) & (tokens < 5)).all()
+
+
+def test_uniforms_belong_to_samples_not_to_ranks() -> None:
+    whole = global_uniforms(3, torch.arange(12), 12, 5)
+    assert torch.equal(global_uniforms(3, torch.tensor([7, 2]), 12, 5), whole[[7, 2]])
+    assert not torch.equal(global_uniforms(4, torch.arange(12), 12, 5), whole)
+    assert 0.0 <= whole.min() < whole.max() < 1.0
+
+
+def test_step_seeds_differ_and_are_stable() -> None:
+    seeds = {
+        step_seed(seed, step, purpose)
+        for seed in range(4)
+        for step in range(9)
+        for purpose in ("train", "val")
+    }
+    assert len(seeds) == 4 * 9 * 2
+    assert step_seed(1, 2) == step_seed(1, 2, "train") == 770980916916002369
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 10.0, 40.0])
+def test_draw_agrees_with_a_plain_float64_cdf(spread: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    log_probs = (torch.randn(2000, 33, generator=generator) * spread).log_softmax(-1)
+    uniforms = torch.rand(2000, 1, dtype=torch.float64, generator=generator)
+    cdf = log_probs.double().exp().cumsum(-1)
+    expected = (cdf <= uniforms * cdf[:, -1:]).sum(-1, keepdim=True)
+    # float32 `exp` moves each step of the CDF by about 1e-7: a draw in 10⁵ may fall to a neighbour.
+    assert (draw(log_probs, uniforms) == expected).float().mean() > 0.999

@@ -94,9 +94,12 @@ def copy(
         raise UsageError("the file exists", where=str(target), fix="choose another name, or add --force")
     if not target.parent.is_dir():
         raise UsageError("no such directory", where=str(target.parent), fix="create it first")
+    partial = target.with_name(f".{target.name}.part")
     try:
-        target.write_bytes(preset.path.read_bytes())
+        partial.write_bytes(preset.path.read_bytes())
+        partial.replace(target)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise UsageError(f"cannot be written: {error.strerror}", where=str(target)) from error
     typer.echo(f"{target} written; run it with: rlctl train --spec {target}")
 

@@ -1,13 +1,16 @@
-"""`rlctl schema`: every key, its type, range, default and meaning, as JSON Schema."""
+"""`rlctl schema`: every key, its type, range, default and meaning."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from rlctl.errors import UsageError
+
+_RANGES = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def schema(
@@ -17,27 +20,60 @@ def schema(
             "--section", metavar="NAME", help="One section only: actor, algorithm.rollout_correction …"
         ),
     ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="A table for reading instead of JSON Schema.")
+    ] = False,
 ) -> None:
-    """Print the JSON Schema of a spec.
+    """Print every key of a spec, as JSON Schema.
 
     Point your editor's YAML support at it for completion and checks while typing.
 
       rlctl schema > rlctl.schema.json
 
-      rlctl schema --section actor
+      rlctl schema --section actor --markdown
     """
     from rlctl.spec.keys import known_sections, section_class
     from rlctl.spec.presets import DESCRIPTION
     from rlctl.spec.run import RunSpec
 
+    model = section_class(section) if section else RunSpec
+    if model is None:
+        fix = f"one of {', '.join(sorted(known_sections()))}"
+        raise UsageError(f"no such section: {section}", where="--section", fix=fix)
+    content = model.model_json_schema()
+    if markdown:
+        typer.echo("| key | type | default | meaning |\n|---|---|---|---|")
+        for row in _rows(content, content.get("$defs", {}), f"{section}." if section else ""):
+            typer.echo(row)
+        return
     if section is None:
-        content = RunSpec.model_json_schema()
         content["properties"][DESCRIPTION] = {"type": "string", "description": "For readers only."}
-    else:
-        found = section_class(section)
-        if found is None:
-            fix = f"one of {', '.join(sorted(known_sections()))}"
-            raise UsageError(f"no such section: {section}", where="--section", fix=fix)
-        content = found.model_json_schema()
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **content}
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[str]:
+    """One table row per leaf, nested sections in place."""
+    for name, field in content["properties"].items():
+        if "$ref" in field:
+            yield from _rows(definitions[field["$ref"].rsplit("/", 1)[-1]], definitions, f"{prefix}{name}.")
+            continue
+        default = json.dumps(field.get("default"), ensure_ascii=False)
+        meaning = field.get("description", "").replace("|", "\\|")
+        yield f"| `{prefix}{name}` | {_type(field)} | `{default}` | {meaning} |"
+
+
+def _type(field: dict[str, Any]) -> str:
+    """A field's type and range in a few words."""
+    if "anyOf" in field:
+        return " or ".join(_type(option) for option in field["anyOf"])
+    for key in ("enum", "const"):
+        if key in field:
+            values = field[key] if key == "enum" else [field[key]]
+            return ", ".join(f"`{value}`" for value in values)
+    words = str(field.get("type", "any"))
+    if words == "array":
+        items = field.get("items") or (field.get("prefixItems") or [{}])[0]
+        return f"list of {_type(items)}"
+    ranges = [f"{sign} {field[key]}" for key, sign in _RANGES.items() if key in field]
+    return " ".join([words, ", ".join(ranges)]).strip()

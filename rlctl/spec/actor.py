@@ -10,6 +10,8 @@ from rlctl.spec.base import NullWord, Section
 
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class ActorSpec(Section):
     """Loss and optimizer of the policy."""
@@ -36,7 +38,7 @@ class ActorSpec(Section):
     """Optimizer steps of linear warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's moment decay rates."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""

@@ -14,7 +14,7 @@ def _number_as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-Threshold = Annotated[str, BeforeValidator(_number_as_text)]
+Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
 
 class RolloutCorrectionSpec(Section):

@@ -30,4 +30,4 @@ def _one_or_many(value: Any) -> Any:
 
 
 NullWord = BeforeValidator(_null_word)
-StrList = Annotated[list[str], BeforeValidator(_one_or_many)]
+StrList = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=list[str] | str)]

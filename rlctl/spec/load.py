@@ -226,7 +226,7 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
     what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
     fix = None
     if details["type"] == "string_pattern_mismatch":
-        what = "may hold only letters, digits, dots, dashes and underscores"
+        what = "may hold only letters, digits, dots, dashes and underscores, and starts with no dot or dash"
     elif details["type"] == "literal_error":
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field
 from rlctl.spec.base import NullWord, Section, _one_or_many
 
 Logger = Literal["console", "wandb", "tensorboard"]
+#: What may become a directory: no separators, neither hidden nor `..`.
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
 class TrainerSpec(Section):
@@ -16,9 +18,9 @@ class TrainerSpec(Section):
 
     logger: Annotated[list[Logger], BeforeValidator(_one_or_many)] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
-    project_name: str = Field(default="rlctl", pattern=r"^[A-Za-z0-9._-]+$")
+    project_name: str = Field(default="rlctl", pattern=NAME)
     """Project in W&B, and the folder under `runs/`."""
-    experiment_name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    experiment_name: str = Field(default="run", pattern=NAME)
     """Run name in W&B, and the start of the run directory's name."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training prompts."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlctl.errors import SpecError
 from rlctl.spec.keys import advice_for, known_leaves
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.presets import all_presets, presets_dir
+from rlctl.spec.run import RunSpec
+from rlctl.spec.yaml_source import read_yaml
 
 
 def write(path: Path, text: str) -> Path:
@@ -155,6 +159,16 @@ def test_bad_numbers_are_refused(value):
     assert set(problems_of([], [], [f"actor.lr={value}"])) == {"actor.lr"}
 
 
+@pytest.mark.parametrize("name", ["..", ".", ".x", "a/b", "../x", "-x", "a b", "ü", "a\n"])
+def test_names_cannot_leave_the_runs_directory(name):
+    assert set(problems_of([], [], [f'trainer.project_name="{name}"'])) == {"trainer.project_name"}
+
+
+@pytest.mark.parametrize("value", ["[0.9]", "[0.9,1]", "[0.9,0.99,0.999]", "0.9", "[0.9,x]"])
+def test_bad_betas_are_one_problem(value):
+    assert set(problems_of([], [], [f"actor.betas={value}"])) == {"actor.betas"}
+
+
 def test_sections_are_no_values(tmp_path):
     assert set(problems_of([], [], ["actor=3"])) == {"actor"}
     commented_out = write(tmp_path / "a.yaml", "actor:\n# lr: 1\n")
@@ -212,3 +226,29 @@ def test_reference_numbers_of_the_complete_runs():
     short = load_spec(["grpo-token-is-multi-rs"], [], []).spec
     assert short.algorithm == grpo.algorithm
     assert load_spec(["rloo-seq-is"], [], []).spec.algorithm == rloo.algorithm
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text, names, st.lists(text, max_size=3), st.floats(0, 1e9), st.sampled_from([None, "1e3", "0.6_1.6"]))
+def test_any_spec_reads_back_equal(tmp_path_factory, path, name, files, lr, threshold):
+    base = load_spec([], [], []).spec
+    correction = base.algorithm.rollout_correction.model_copy(update={"rollout_rs_threshold": threshold})
+    spec = RunSpec(
+        model=base.model.model_copy(update={"revision": path or None}),
+        data=base.data.model_copy(update={"train_files": files}),
+        actor=base.actor.model_copy(update={"lr": lr}),
+        algorithm=base.algorithm.model_copy(update={"rollout_correction": correction}),
+        trainer=base.trainer.model_copy(update={"experiment_name": name}),
+        rollout=base.rollout,
+        engine=base.engine,
+    )
+    source = read_yaml(dump_spec(spec).encode(), known_leaves())
+    assert not source.faults
+    written = tmp_path_factory.mktemp("dumps") / "spec.yaml"
+    written.write_bytes(dump_spec(spec).encode())
+    if (path or "x").strip().lower() not in {"null", "none", ""}:  # words for null by design
+        assert load_spec([], [written], []).spec == spec

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction_metrics import Rows, build_tally, policy_gap_sums
+from rlctl.algos.correction_metrics import Rows, build_tally, policy_gap_sums, row_squares
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.tally import Tally
 
@@ -124,53 +124,68 @@ def _token_pass(
 ) -> Rows:
     """Per-row sums of one block; fills its part of the per-token weights and mask."""
     log_ratio = torch.where(mask, log_probs - rollout_log_probs, 0.0)
-    rows: Rows = {"length": mask.sum(-1), "log_ratio": log_ratio.sum(-1)}
+    rows: Rows = {"length": _count(mask), "log_ratio": log_ratio.sum(-1)}
     # A NaN or infinity anywhere in the row shows in its sum; the row is rejected later, and its
     # values are made harmless here.
     log_ratio.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     excess = torch.expm1(log_ratio)
 
-    # Padding repeats a token of its own row, so that extremes need no second masked copy.
-    first = mask.int().argmax(-1, keepdim=True)
-    lowest, highest = torch.aminmax(torch.where(mask, log_ratio, log_ratio.gather(-1, first)), dim=-1)
-    rows |= {"log_ratio_min": lowest, "log_ratio_max": highest, "log_ratio_clamped": log_ratio.sum(-1)}
-    rows |= {"excess": excess.sum(-1), "excess_sq": _dot(excess, excess)}
+    # Added or subtracted, it keeps padding out of an extreme: much cheaper than a masked copy each time.
+    padding = torch.where(mask, 0.0, torch.inf)
+    rows |= {"log_ratio_min": (log_ratio + padding).amin(-1), "log_ratio_max": (log_ratio - padding).amax(-1)}
+    rows |= {"log_ratio_clamped": log_ratio.sum(-1)}
+    rows |= {"excess": excess.sum(-1), "excess_sq": row_squares(excess)}
     rows |= policy_gap_sums(log_probs, rollout_log_probs, mask)
 
     keep = mask
     for index, rule in enumerate(rules.reject):
-        keep = _token_criterion(rows, f"rs{index}", rule, log_ratio, excess, mask, keep)
+        name = f"rs{index}"
+        if rule.reduction == "none":
+            values = _token_statistic(rule, log_ratio, excess)
+            outside = _judge_tokens(rows, name, rule, values, mask, padding)
+            if rules.weight.metrics == "verl":
+                _held_sums(rows, name, rule, values, mask)
+            keep = keep & ~outside if rule.scope == "token" else keep
+        elif rule.statistic == "k2" and rule.reduction != "max":
+            rows[f"{name}_sum"] = 0.5 * row_squares(log_ratio)
     if keep_out is not None:
         keep_out.copy_(keep)
-    rows["num_kept"] = keep.sum(-1)
+    rows["num_kept"] = _count(keep)
     if weights_out is not None:
-        _token_weights(rows, rules.weight, excess, mask, keep, weights_out)
+        _token_weights(rows, rules.weight, excess, mask, keep, padding, weights_out)
     return rows
 
 
-def _token_criterion(
-    rows: Rows, name: str, rule: RejectRule, log_ratio: Tensor, excess: Tensor, mask: Tensor, keep: Tensor
+def _judge_tokens(
+    rows: Rows, name: str, rule: RejectRule, values: Tensor, mask: Tensor, padding: Tensor
 ) -> Tensor:
-    """Judge each token, or gather what judging the sequence needs; returns the surviving tokens."""
-    if rule.reduction == "none":
-        centre = 1.0 if rule.statistic == "ratio" else 0.0
-        values = _token_statistic(rule, log_ratio, excess)
-        high = _outside(values, rule.upper, centre, mask, above=True)
-        low = _outside(values, rule.lower, centre, mask, above=False)
-        rows |= {f"{name}_high": high.sum(-1), f"{name}_low": low.sum(-1)}
-        rows |= {f"{name}_sum": values.sum(-1), f"{name}_sum_sq": _dot(values, values)}
-        rows[f"{name}_max"] = torch.where(mask, values, -torch.inf).amax(-1) + centre
-        rows[f"{name}_min"] = torch.where(mask, values, torch.inf).amin(-1) + centre
-        held = values.clamp(
-            min=(0.0 if rule.lower is None else rule.lower) - centre,
-            max=None if rule.upper is None else rule.upper - centre,
-        )
-        held = torch.where(mask, held, 0.0)
-        rows |= {f"{name}_held": held.sum(-1), f"{name}_held_sq": _dot(held, held)}
-        return keep & ~(high | low) if rule.scope == "token" else keep
-    if rule.statistic == "k2" and rule.reduction != "max":
-        rows[f"{name}_sum"] = 0.5 * _dot(log_ratio, log_ratio)
-    return keep
+    """(B, T) bool: response tokens outside the rule's bounds."""
+    centre = _centre(rule)
+    outside = torch.zeros_like(mask)
+    for side, bound in (("high", rule.upper), ("low", rule.lower)):
+        rows[f"{name}_{side}"] = torch.zeros_like(rows["length"])
+        if bound is not None:
+            beyond = values > bound - centre if side == "high" else values < bound - centre
+            beyond &= mask
+            rows[f"{name}_{side}"] = _count(beyond)
+            outside |= beyond
+    rows |= {f"{name}_sum": values.sum(-1), f"{name}_sum_sq": row_squares(values)}
+    rows[f"{name}_max"] = (values - padding).amax(-1) + centre
+    rows[f"{name}_min"] = (values + padding).amin(-1) + centre
+    return outside
+
+
+def _held_sums(rows: Rows, name: str, rule: RejectRule, values: Tensor, mask: Tensor) -> None:
+    """Sums of the statistic held within its bounds, of which verl logs the standard deviation."""
+    centre = _centre(rule)
+    lower = (0.0 if rule.lower is None else rule.lower) - centre
+    held = torch.where(mask, values.clamp(lower, None if rule.upper is None else rule.upper - centre), 0.0)
+    rows |= {f"{name}_held": held.sum(-1), f"{name}_held_sq": row_squares(held)}
+
+
+def _centre(rule: RejectRule) -> float:
+    """A ratio is kept as its distance from 1."""
+    return 1.0 if rule.statistic == "ratio" else 0.0
 
 
 def _token_statistic(rule: RejectRule, log_ratio: Tensor, excess: Tensor) -> Tensor:
@@ -184,12 +199,6 @@ def _token_statistic(rule: RejectRule, log_ratio: Tensor, excess: Tensor) -> Ten
     return excess - log_ratio
 
 
-def _outside(values: Tensor, bound: float | None, centre: float, mask: Tensor, *, above: bool) -> Tensor:
-    if bound is None:
-        return torch.zeros_like(mask)
-    return mask & (values > bound - centre if above else values < bound - centre)
-
-
 def bound_excess(excess: Tensor, rule: WeightRule) -> Tensor:
     """Apply the bound to w − 1 (any shape): `clip`, `truncate` or `mask` of `WeightRule`."""
     if rule.bound == "mask":
@@ -199,22 +208,26 @@ def bound_excess(excess: Tensor, rule: WeightRule) -> Tensor:
 
 
 def _token_weights(
-    rows: Rows, rule: WeightRule, excess: Tensor, mask: Tensor, keep: Tensor, weights_out: Tensor
+    rows: Rows,
+    rule: WeightRule,
+    excess: Tensor,
+    mask: Tensor,
+    keep: Tensor,
+    padding: Tensor,
+    weights_out: Tensor,
 ) -> None:
     """Bounded token weights into `weights_out`, and the row sums of what will be logged."""
     bounded = bound_excess(excess, rule)
-    rows["ratio_high"] = (mask & (excess > rule.upper - 1.0)).sum(-1)
-    rows["ratio_low"] = (mask & (excess < _lower_edge(rule) - 1.0)).sum(-1)
-    kept = bounded if keep is mask else torch.where(keep, bounded, -1.0)
-    logged = bounded if rule.metrics == "verl" else kept
-    logged_in = torch.where(mask, logged, 0.0)
-    rows |= {"weight": logged_in.sum(-1), "weight_sq": _dot(logged_in, logged_in)}
-    first = mask.int().argmax(-1, keepdim=True)
-    low, high = torch.aminmax(torch.where(mask, logged, logged.gather(-1, first)), dim=-1)
-    rows |= {"weight_min": low, "weight_max": high}
-    rows["norm_all"] = torch.where(mask, bounded, 0.0).sum(-1)
-    rows["norm_kept"] = torch.where(keep, bounded, 0.0).sum(-1)
-    torch.add(kept, 1.0, out=weights_out).mul_(mask)
+    rows["ratio_high"] = _count(mask & (excess > rule.upper - 1.0))
+    rows["ratio_low"] = _count(mask & (excess < _lower_edge(rule) - 1.0))
+    kept = torch.where(keep, bounded, -1.0)
+    logged = torch.where(mask, bounded if rule.metrics == "verl" else kept, 0.0)
+    rows |= {"weight": logged.sum(-1), "weight_sq": row_squares(logged)}
+    rows |= {"weight_min": (logged + padding).amin(-1), "weight_max": (logged - padding).amax(-1)}
+    if rule.normalize:
+        counted = mask if rule.normalize_over == "all" else keep
+        rows["norm"] = torch.where(counted, bounded, 0.0).sum(-1)
+    torch.add(kept, 1.0, out=weights_out)
 
 
 def _lower_edge(rule: WeightRule) -> float:
@@ -222,10 +235,9 @@ def _lower_edge(rule: WeightRule) -> float:
     return 1.0 / rule.upper if rule.bound == "truncate" else rule.lower
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row-wise Σ a·b without a temporary of their size."""
-    product: Tensor = torch.linalg.vecdot(a, b)
-    return product
+def _count(where: Tensor) -> Tensor:
+    """True cells per row (the dtype spares a conversion of the whole block)."""
+    return where.sum(-1, dtype=torch.int32)
 
 
 # --- sequences ------------------------------------------------------------------------------------
@@ -242,8 +254,8 @@ def _sequence_pass(
     rows = {name: values.double() for name, values in rows.items()}
     nonempty = rows["length"] > 0
     nonfinite = nonempty & ~(rows["log_ratio"].isfinite() & rows["train_log_prob"].isfinite())
-    rows = {name: torch.where(nonfinite, 0.0, v) if name != "length" else v for name, v in rows.items()}
     finite = nonempty & ~nonfinite
+    rows = {name: torch.where(finite, v, 0.0) if name != "length" else v for name, v in rows.items()}
 
     keep = finite
     for index, rule in enumerate(rules.reject):

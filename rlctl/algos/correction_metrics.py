@@ -29,13 +29,17 @@ def policy_gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
     rows: Rows = {"train_log_prob": train.sum(-1)}
     train_prob = train.exp_().sub_(1.0)
     rollout_prob = torch.where(mask, rollout_log_probs, 0.0).exp_().sub_(1.0)
-    dot = torch.linalg.vecdot
-    rows |= {"q": train_prob.sum(-1), "qq": dot(train_prob, train_prob)}
-    rows |= {"p": rollout_prob.sum(-1), "pp": dot(rollout_prob, rollout_prob)}
-    rows["pq"] = dot(train_prob, rollout_prob)
+    rows |= {"q": train_prob.sum(-1), "qq": row_squares(train_prob)}
+    rows |= {"p": rollout_prob.sum(-1), "pp": row_squares(rollout_prob)}
     gap = train_prob.sub_(rollout_prob).abs_()
-    rows |= {"gap": gap.sum(-1), "gap_sq": dot(gap, gap), "gap_max": gap.amax(-1)}
+    rows |= {"gap": gap.sum(-1), "gap_sq": row_squares(gap), "gap_max": gap.amax(-1)}
     return rows
+
+
+def row_squares(values: Tensor) -> Tensor:
+    """Row-wise Σ x² without a temporary of its size."""
+    norm: Tensor = torch.linalg.vector_norm(values, dim=-1)
+    return norm.square()
 
 
 def build_tally(
@@ -64,7 +68,7 @@ def build_tally(
     _gap_sums(builder, rows, finite)
     _weight_sums(builder, rows, rules, nonempty, finite, keep, survives)
     for index, rule in enumerate(rules.reject):
-        _criterion_sums(builder, rows, f"rs{index}", rule, finite)
+        _criterion_sums(builder, rows, f"rs{index}", rule, finite, verl=rules.weight.metrics == "verl")
     return Tally(builder.sums, builder.maxima)
 
 
@@ -91,7 +95,7 @@ def _gap_sums(builder: TallyBuilder, rows: Rows, finite: Tensor) -> None:
         builder.sums[name] = torch.where(finite, values, 0.0).sum()
     builder.per_sequence("log_ppl_diff", log_ppl_diff, finite)
 
-    for name in ("q", "qq", "p", "pp", "pq"):
+    for name in ("q", "qq", "p", "pp"):
         builder.sums[name] = rows[name].sum()
     zeros = torch.zeros_like(rows["gap"])
     builder.family("gap", rows["length"], rows["gap"], rows["gap_sq"], rows["gap_max"], zeros, finite)
@@ -134,7 +138,8 @@ def _weight_sums(
         low = torch.where(counted, rows["weight_min"], -1.0) + 1.0
         builder.family("weight_token", length, total, squares, high, low, nonempty)
         builder.per_sequence("weight_seq", total / mean_length, nonempty, centre=1.0)
-        norm_all, norm_kept, count_all, count_kept = rows["norm_all"], rows["norm_kept"], length, num_kept
+        norm = rows["norm"] if rule.normalize else length
+        count = length if rule.normalize_over == "all" else num_kept
     else:
         bounded = rows["bounded"]
         value = torch.where(counted if rule.metrics == "verl" else survives, bounded, -1.0)
@@ -151,13 +156,10 @@ def _weight_sums(
             low,
             nonempty,
         )
-        norm_all = norm_kept = bounded
-        count_all = count_kept = torch.ones_like(bounded)
-    who, total, count = (
-        (finite, norm_all, count_all) if rule.normalize_over == "all" else (survives, norm_kept, count_kept)
-    )
+        norm, count = bounded, torch.ones_like(bounded)
+    who = finite if rule.normalize_over == "all" else survives
     builder.sums["norm.n"] = torch.where(who, count, 0.0).sum()
-    builder.sums["norm.s1"] = torch.where(who, total, 0.0).sum()
+    builder.sums["norm.s1"] = torch.where(who, norm, 0.0).sum()
 
 
 def _expand(builder: TallyBuilder, name: str, values: Tensor, length: Tensor, who: Tensor) -> None:
@@ -166,14 +168,15 @@ def _expand(builder: TallyBuilder, name: str, values: Tensor, length: Tensor, wh
     builder.family(name, length, values * length, values.square() * length, at, at, who)
 
 
-def _criterion_sums(builder: TallyBuilder, rows: Rows, name: str, rule: RejectRule, finite: Tensor) -> None:
+def _criterion_sums(
+    builder: TallyBuilder, rows: Rows, name: str, rule: RejectRule, finite: Tensor, *, verl: bool
+) -> None:
     """One rejection criterion: its statistic, who is out of bounds, what it masks by itself."""
     length, failed = rows["length"], rows[f"{name}_failed"]
     if rule.reduction == "none":
         high, low = rows[f"{name}_high"], rows[f"{name}_low"]
         values = (rows[f"{name}_sum"], rows[f"{name}_sum_sq"], rows[f"{name}_max"], rows[f"{name}_min"])
         builder.family(name, length, *values, finite)
-        held, held_sq = rows[f"{name}_held"], rows[f"{name}_held_sq"]
         masked = high + low if rule.scope == "token" else failed * length
     else:
         value = rows[f"{name}_value"]
@@ -183,17 +186,13 @@ def _criterion_sums(builder: TallyBuilder, rows: Rows, name: str, rule: RejectRu
         builder.per_sequence(name, value, finite)
         builder.sums[f"{name}.by_token"] = torch.where(finite, value * length, 0.0).sum()
         clamped = value.clamp(0.0 if rule.lower is None else lower, upper)
-        held, held_sq = clamped * length, clamped.square() * length
+        rows |= {f"{name}_held": clamped * length, f"{name}_held_sq": clamped.square() * length}
         masked = failed * length
-    for key, values_ in {
-        "high": high,
-        "low": low,
-        "masked": masked,
-        "failed": failed,
-        "held": held,
-        "held_sq": held_sq,
-    }.items():
-        builder.sums[f"{name}.{key}"] = torch.where(finite, values_, 0.0).sum()
+    sums = {"high": high, "low": low, "masked": masked, "failed": failed}
+    if verl:
+        sums |= {"held": rows[f"{name}_held"], "held_sq": rows[f"{name}_held_sq"]}
+    for key, summands in sums.items():
+        builder.sums[f"{name}.{key}"] = torch.where(finite, summands, 0.0).sum()
 
 
 # --- on the host ----------------------------------------------------------------------------------
@@ -269,7 +268,8 @@ def _gap_metrics(tally: HostTally) -> dict[str, float]:
 def _probability_metrics(tally: HostTally) -> dict[str, float]:
     gap, n = tally.moments("gap"), tally.sums["finite_tokens"]
     q, p = tally.sums["q"], tally.sums["p"]
-    covariance = n * tally.sums["pq"] - p * q
+    pq = 0.5 * (tally.sums["pp"] + tally.sums["qq"] - gap.s2)  # from (p − q)²
+    covariance = n * pq - p * q
     spreads = [n * tally.sums["qq"] - q * q, n * tally.sums["pp"] - p * p]
     # The squares were summed in float32: a smaller spread than this is their rounding. A constant
     # column has no correlation, and 0.0 would look like disagreement.

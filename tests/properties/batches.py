@@ -54,8 +54,8 @@ def make_batch(
     if rows > 2:
         mask[2] = torch.rand(horizon, generator=generator) < 0.6
         mask[2, -1] = True  # a row may begin with tool output
-    rollout = -torch.rand(rows, horizon, generator=generator) * 4 - 0.01
-    train = rollout + torch.randn(rows, horizon, generator=generator) * scale
+    rollout = -torch.rand(rows, horizon, generator=generator) * (3 + 4 * scale) - 0.01
+    train = (rollout + torch.randn(rows, horizon, generator=generator) * scale).clamp(max=-0.001)
     advantages = torch.randn(rows, 1, generator=generator).expand(rows, horizon) * mask
     return Batch(train.masked_fill(~mask, math.nan), rollout.masked_fill(~mask, math.nan), mask, advantages)
 

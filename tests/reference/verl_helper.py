@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import ClassVar
 
 #: What the helper really runs: never stood in for.
 _NEEDED = {"verl", "torch", "tensordict", "omegaconf", "numpy"}
@@ -37,7 +38,7 @@ class _Anything(type):
 class _StandIn(ModuleType):
     """A module that has everything."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "99.0"
 
     def __getattr__(self, name: str) -> type:

@@ -1,0 +1,195 @@
+"""Weights, mask and all metrics of one batch: this project's correction against verl 0.9's helper.
+
+    python benchmarks/correction.py [--json FILE] [--threads 1] [--repeats 15]
+
+Both sides get the same float32 batch and the same rules (sequence weights truncated at 2 and
+normalised; token_k1 and seq_max_k2 rejection), and both end with Python numbers. Time: medians of
+alternating runs in one process. Extra memory: rise of the process's peak resident set over its
+level just before the call, each side and size in a process of its own (the allocator is told to
+hand freed blocks back, or the peak would include what earlier calls left). Host transfers: calls
+that would wait for a GPU (`item`, `tolist`, truth or conversion of a tensor), counted by patching.
+
+Without verl only this project's figures are printed; tests/reference/verl_helper.py says how to
+make its sources importable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from rlctl.algos.correction import correct
+from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from tests.reference import verl_helper
+
+SIZES = [(256, 1024), (1024, 4096)]
+SIDES = ("rlctl", "verl")
+RULES = CorrectionRules(
+    WeightRule("sequence", "truncate", 0.5, 2.0, normalize=True, normalize_over="all", metrics="verl"),
+    (
+        RejectRule("token_k1", "k1", "none", -0.5108256237659907, 0.47000362924573563, "token"),
+        RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
+    ),
+)
+VERL_SETTINGS = {
+    "rollout_is": "sequence",
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": True,
+    "rollout_rs": "token_k1,seq_max_k2",
+    "rollout_rs_threshold": "0.6_1.6,2.5",
+}
+Run = Callable[[], dict[str, float]]
+
+
+def make_batch(batch: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ragged responses whose log-ratios look like those of a bf16 engine."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(batch, horizon, generator=generator) * 4
+    train = rollout + 0.02 * torch.randn(batch, horizon, generator=generator)
+    lengths = torch.randint(horizon // 4, horizon + 1, (batch, 1), generator=generator)
+    return train, rollout, torch.arange(horizon) < lengths
+
+
+def prepare(side: str, size: tuple[int, int]) -> Run | None:
+    """A function that does the whole work once; None where verl is missing."""
+    train, rollout, mask = make_batch(*size)
+    if side == "rlctl":
+
+        def ours() -> dict[str, float]:
+            found = correct(train, rollout, mask, RULES)
+            host = found.tally.to_host()
+            assert found.weights is not None
+            # The factor scales the gradient; the weights are not written again.
+            return correction_metrics(host, RULES) | {"factor": batch_norm_factor(host, RULES)}
+
+        return ours
+    verl = verl_helper.load()
+    if verl is None:
+        return None
+    mask_float = mask.float()
+
+    def theirs() -> dict[str, float]:
+        return verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask_float, **VERL_SETTINGS)[2]
+
+    return theirs
+
+
+def median_times(runs: dict[str, Run], repeats: int) -> dict[str, float]:
+    """Seconds per call, sides taking turns so that the machine's moods hit both."""
+    taken: dict[str, list[float]] = {side: [] for side in runs}
+    for repeat in range(repeats + 2):
+        for side, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repeat >= 2:  # the first two warm up
+                taken[side].append(time.perf_counter() - start)
+    return {side: statistics.median(times) for side, times in taken.items()}
+
+
+def extra_memory(run: Run) -> float:
+    """MiB by which the process's peak resident set rises during one call (Linux)."""
+    run()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present level
+    before = _status("VmRSS")
+    run()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1])
+
+
+@contextmanager
+def counted_transfers():
+    """Counts what would make the host wait for a device."""
+    names = ["item", "tolist", "__bool__", "__float__", "__int__", "numpy"]
+    original = {name: getattr(torch.Tensor, name) for name in names}
+    count = [0]
+    depth = [0]
+
+    def patched(name: str):
+        def call(self, *args):
+            count[0] += depth[0] == 0
+            depth[0] += 1
+            try:
+                return original[name](self, *args)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for name in names:
+        setattr(torch.Tensor, name, patched(name))
+    try:
+        yield count
+    finally:
+        for name, method in original.items():
+            setattr(torch.Tensor, name, method)
+
+
+def memory_in_a_process(side: str, size: tuple[int, int], threads: int) -> float:
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--memory-of", side, *map(str, size), "--threads", str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def measure(size: tuple[int, int], repeats: int, threads: int) -> dict[str, dict[str, float]]:
+    runs = {side: run for side in SIDES if (run := prepare(side, size))}
+    found = {side: {"seconds": seconds} for side, seconds in median_times(runs, repeats).items()}
+    for side, run in runs.items():
+        with counted_transfers() as count:
+            run()
+        found[side]["host_transfers"] = count[0]
+        found[side]["extra_mib"] = memory_in_a_process(side, size, threads)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        side, *size = options.memory_of
+        run = prepare(side, (int(size[0]), int(size[1])))
+        assert run is not None
+        print(extra_memory(run))
+        return
+
+    report = {}
+    print(f"{'batch':>13} {'side':>6} {'ms':>9} {'extra MiB':>10} {'host transfers':>15}")
+    for size in SIZES:
+        name = f"{size[0]}×{size[1]}"
+        found = report[name] = measure(size, options.repeats, options.threads)
+        for side, figures in found.items():
+            ms, mib, transfers = figures["seconds"] * 1e3, figures["extra_mib"], figures["host_transfers"]
+            print(f"{name:>13} {side:>6} {ms:9.2f} {mib:10.1f} {transfers:15d}")
+        if "verl" in found:
+            ratios = {key: found["rlctl"][key] / found["verl"][key] for key in ("seconds", "extra_mib")}
+            report[name]["ratio"] = ratios
+            print(f"{'':>13} {'ratio':>6} {ratios['seconds']:9.2f} {ratios['extra_mib']:10.2f}")
+        else:
+            print("verl is not importable: pip install --no-deps verl==0.9.1; pip install tensordict omegaconf")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -86,9 +86,13 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
         raise SpecError(refusals)
     print_problems(loaded.warnings)
 
-    from rlctl.train.setup import start_run
+    from rlctl.cli.train_output import announcing, print_summary
+    from rlctl.train.start import start_run
 
-    return start_run(loaded, resume=resume)
+    with announcing() as announce:
+        run_dir, exit_code = start_run(loaded, resume=resume, announce=announce)
+    print_summary(run_dir)
+    return exit_code
 
 
 def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:

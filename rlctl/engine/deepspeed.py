@@ -162,6 +162,13 @@ class DeepSpeedEngine:
             else:
                 yield name, parameter.data
 
+    def export(self, directory: Path) -> None:
+        """Write config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
+        # Gathering is a collective even for the ranks that keep nothing.
+        full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
+        if self.ranks.is_main:
+            self._policy.model.save_pretrained(directory, state_dict=full)
+
     def save(self, directory: Path) -> None:
         """Write weights, optimizer states and counters (all ranks)."""
         with _quiet():
@@ -195,7 +202,7 @@ def _last_used(mask: Tensor) -> int:
 
 
 def _import_deepspeed() -> Any:
-    import deepspeed  # noqa: PLC0415  seconds of import, needed only by ranks that train
+    import deepspeed
     from deepspeed import ops
     from deepspeed.utils import logger
 

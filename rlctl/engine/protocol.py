@@ -63,6 +63,10 @@ class TrainEngine(Protocol):
         """Every parameter in full, by the model's own name, on every rank."""
         ...
 
+    def export(self, directory: Path) -> None:
+        """Write config and weights as a plain Hugging Face directory; called on all ranks."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Write everything `load` needs; called on all ranks."""
         ...

@@ -118,7 +118,8 @@ def load_spec(presets: list[str], files: list[Path], overrides: list[str]) -> Lo
 
 def dump_spec(spec: RunSpec) -> str:
     """The resolved spec as YAML that `load_spec` reads back equal."""
-    return yaml.dump(spec.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    content = spec.model_dump(mode="json")
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 
 def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
@@ -277,7 +278,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if isinstance(parse_scalar(text), str) else "'"
+    if not text.isprintable():
+        style = '"'  # escapes; other styles lose unusual line breaks
+    else:
+        style = "" if isinstance(parse_scalar(text), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

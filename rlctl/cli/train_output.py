@@ -1,0 +1,102 @@
+"""What `rlctl train` says before its live display and after it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rlctl.train.start import Announce
+from rlctl.train.summary import SUMMARY_FILE
+
+
+@contextmanager
+def announcing() -> Iterator[Announce]:
+    """Notes on the terminal, and a bar while the embedded model is built (which happens once)."""
+    console = Console(stderr=True, highlight=False)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    tasks: list[TaskID] = []
+
+    def progress(fraction: float, text: str) -> None:
+        if not tasks:
+            bar.start()
+            tasks.append(bar.add_task(text, total=1.0))
+        bar.update(tasks[0], completed=fraction, description=text)
+        if fraction >= 1.0:
+            bar.stop()
+
+    try:
+        yield Announce(note=lambda text: console.print(text, markup=False), progress=progress)
+    finally:
+        bar.stop()
+
+
+def print_summary(run_dir: Path) -> None:
+    """What was learned, where it lies, what to run next."""
+    path = run_dir / SUMMARY_FILE
+    if not path.is_file():
+        return
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    console = Console(highlight=False)
+    ended = "interrupted" if summary["interrupted"] else "finished"
+    console.print(
+        f"\n[bold]{ended}[/bold] after step {summary['step']} of {summary['total_steps']}, "
+        f"{summary['num_updates']} updates, {summary['seconds']:.0f} s\n"
+    )
+    console.print(_learned(summary))
+    _print_places(console, run_dir, summary)
+
+
+def _learned(summary: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in (("", "left"), ("first steps", "right"), ("last steps", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    names = {
+        "critic/score/mean": "mean reward",
+        "rollout_corr/rollout_is_raw_eff_sample_size": "ESS, raw",
+        "rollout_corr/rollout_is_eff_sample_size": "ESS, applied",
+        "rollout_corr/rollout_rs_masked_fraction": "masked fraction",
+        "response_length/mean": "response length",
+    }
+    first, last = summary["first"], summary["last"]
+    for key, name in names.items():
+        if key in first:
+            table.add_row(name, f"{first[key]:.3f}", f"{last[key]:.3f}")
+    before, after = summary["validation_first"], summary["validation_last"]
+    for key, value in after.items():
+        if key.endswith("/reward_mean"):
+            source = key.removeprefix("val/").removesuffix("/reward_mean")
+            shown = f"{before[key]:.3f}" if key in before and before != after else ""
+            table.add_row(f"validation, greedy ({source})", shown, f"{value:.3f}")
+    return table
+
+
+def _print_places(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    place = shlex.quote(str(run_dir))
+    console.print(f"\n[bold]Where[/bold]   {run_dir}", soft_wrap=True)
+    for name, what in {
+        "metrics.jsonl": "every metric of every step",
+        "rollouts/": "responses with both policies' log-probs (Parquet)",
+        summary["model"] + "/": "the trained model, a plain Hugging Face directory",
+    }.items():
+        if (run_dir / name).exists():
+            console.print(f"        {name}  [dim]{what}[/dim]", soft_wrap=True)
+    console.print("\n[bold]Next[/bold]")
+    if summary["interrupted"]:
+        console.print(f"        rlctl train --resume {place}", soft_wrap=True)
+    console.print(f"        rlctl evaluate {place}", soft_wrap=True)
+    console.print(f"        rlctl diagnose {place}", soft_wrap=True)

@@ -1,0 +1,170 @@
+"""Checkpoints that exist whole or not at all.
+
+Everything is written into a hidden directory, hashed into `manifest.json`, synced, and published by
+one rename. A directory without a manifest whose hashes hold is not a checkpoint; no pointer file
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlctl.errors import RunFailure
+
+_MANIFEST = "manifest.json"
+_PREFIX = "step_"
+_PARTIAL = ".partial-"
+_SET_ASIDE = "damaged-"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What the loop must know to go on; everything else follows from the step and the seed.
+
+    Attributes:
+        step: batches trained on.
+        policy_version: optimizer updates applied or withheld.
+        world_size, zero_stage: how the engine's state is cut up.
+    """
+
+    step: int
+    policy_version: int
+    world_size: int
+    zero_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk: `engine/` to resume from, `model/` a plain Hugging Face directory."""
+
+    path: Path
+    state: TrainerState
+
+    @property
+    def engine_dir(self) -> Path:
+        """What `TrainEngine.load` reads."""
+        return self.path / "engine"
+
+    @property
+    def model_dir(self) -> Path:
+        """Weights, config and tokenizer in Hugging Face's format."""
+        return self.path / "model"
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty hidden directory to write the checkpoint of `step` into (one rank calls this)."""
+    partial = root / f"{_PARTIAL}{step:06d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in ("engine", "model"):
+        (partial / name).mkdir(parents=True)
+    return partial
+
+
+def partial_path(root: Path, step: int) -> Path:
+    """Where `begin` put the directory, for the ranks that did not call it."""
+    return root / f"{_PARTIAL}{step:06d}"
+
+
+def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None) -> Checkpoint:
+    """Hash, sync and rename; then drop the oldest beyond `keep` (one rank, after all have written).
+
+    Raises:
+        RunFailure: the disk is full or the directory cannot be written; earlier checkpoints stay.
+    """
+    final = root / f"{_PREFIX}{state.step:06d}"
+    try:
+        files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
+        manifest = partial / _MANIFEST
+        manifest.write_text(json.dumps({"state": asdict(state), "sha256": files}, indent=1))
+        _sync(manifest)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(root)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunFailure(
+            f"the checkpoint of step {state.step} could not be written: {error.strerror or error}",
+            where=str(root),
+            fix="free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact",
+        ) from error
+    if keep is not None:
+        for _, path in _published(root)[:-keep]:
+            shutil.rmtree(path, ignore_errors=True)
+    return Checkpoint(final, state)
+
+
+def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose every byte is as written.
+
+    Damaged and half-written ones are set aside (renamed) and named in the second result.
+    """
+    notes: list[str] = []
+    if not root.is_dir():
+        return None, notes
+    for partial in root.glob(f"{_PARTIAL}*"):
+        notes.append(f"set aside {partial.name}: the run ended while it was being written")
+        _set_aside(partial)
+    for _, path in reversed(_published(root)):
+        problem, checkpoint = verify(path)
+        if checkpoint is not None:
+            return checkpoint, notes
+        notes.append(f"set aside {path.name}: {problem}; falling back to the one before")
+        _set_aside(path)
+    return None, notes
+
+
+def verify(path: Path) -> tuple[str, Checkpoint | None]:
+    """Read one checkpoint back; what is wrong with it, or the checkpoint."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        state = TrainerState(**manifest["state"])
+        expected: dict[str, str] = manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest is unreadable ({error})", None
+    for name, digest in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing", None
+        if _hash(file) != digest:
+            return f"{name} is not as it was written (checksum)", None
+    return "", Checkpoint(path, state)
+
+
+def _published(root: Path) -> list[tuple[int, Path]]:
+    """(step, directory), oldest first."""
+    found = [(path.name.removeprefix(_PREFIX), path) for path in root.glob(f"{_PREFIX}*")]
+    return sorted((int(step), path) for step, path in found if step.isdigit())
+
+
+def _set_aside(path: Path) -> None:
+    target = path.with_name(f"{_SET_ASIDE}{path.name.lstrip('.')}")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_and_sync(path: Path) -> str:
+    _sync(path)
+    return _hash(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""Start the ranks of this machine, watch them, and say which one failed and why.
+
+Ranks are started by torch's own elastic agent, the machinery behind torchrun: one that dies takes
+the others with it within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
+
+_KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
+_ERRORS = "RLCTL_RANK_ERRORS"
+
+
+def under_torchrun() -> bool:
+    """Whether this process is already one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
+    """Run `target(*args)` on `count` ranks of this machine.
+
+    Args:
+        count: ranks.
+        target: a module-level function; an `RlctlError` it raises on any rank is raised here.
+
+    Returns:
+        What the target returned on rank 0: the run's exit code.
+
+    Raises:
+        RlctlError: as a rank raised it, naming the rank.
+        RunFailure: a rank died without a word (killed, out of memory).
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent reports a failed rank with pages of its own; the rank's error says it better.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id=f"rlctl-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.5,
+    )
+    with tempfile.TemporaryDirectory(prefix="rlctl-ranks-") as directory:
+        os.environ[_ERRORS] = directory
+        try:
+            codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise _reported(Path(directory)) or RunFailure(
+                f"rank {rank} ended without a word (exit code {failure.exitcode}); the others were stopped",
+                fix="look for an out-of-memory kill in the system log; resume with --resume",
+            ) from error
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+        finally:
+            os.environ.pop(_ERRORS, None)
+    return codes[0]
+
+
+def _rank_main(target: Callable[..., int], *args: object) -> int:
+    """One rank: leave the error where the parent finds it, then die so that the others are stopped."""
+    try:
+        return target(*args)
+    except RlctlError as error:
+        rank = os.environ.get("RANK", "?")
+        record = {
+            "what": error.what,
+            "where": error.where,
+            "fix": error.fix,
+            "code": error.exit_code,
+            "rank": rank,
+        }
+        (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
+        sys.stdout.flush()
+        os._exit(error.exit_code)
+
+
+def _reported(directory: Path) -> RlctlError | None:
+    """The error of the lowest rank that reported one."""
+    for path in sorted(directory.glob("*.json")):
+        record = json.loads(path.read_text())
+        kind = _KINDS.get(record["code"], RunFailure)
+        what = f"{record['what']} (rank {record['rank']})"
+        return kind(what, where=record["where"], fix=record["fix"])
+    return None

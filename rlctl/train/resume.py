@@ -1,0 +1,67 @@
+"""What a resumed run may change, and what it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.errors import Problem, SpecError
+from rlctl.spec.run import RunSpec
+
+#: Keys that change how long a run goes on or where it reports to, not what it computes.
+_SAFE = frozenset(
+    {
+        "actor.ppo_micro_batch_size_per_gpu",
+        "reward.max_error_fraction",
+        "rollout.max_num_seqs",
+        "trainer.logger",
+        "trainer.project_name",
+        "trainer.experiment_name",
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.n_gpus_per_node",
+        "trainer.nnodes",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.max_ckpt_to_keep",
+        "trainer.rollouts_per_step",
+        "trainer.run_dir",
+    }
+)
+
+
+def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (value before, value after), for every value that differs."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    return {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
+
+
+def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
+    """The safe changes as lines to show.
+
+    Raises:
+        SpecError: a change would make the rest of the run another experiment.
+    """
+    found = changes(before, after)
+    problems = [
+        Problem(
+            "error",
+            key,
+            f"was {old!r} and cannot become {new!r} half-way through a run",
+            "leave it out, or start a new run",
+        )
+        for key, (old, new) in found.items()
+        if key not in _SAFE
+    ]
+    if problems:
+        raise SpecError(problems)
+    return [f"{key}: {old!r} → {new!r}" for key, (old, new) in found.items()]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,50 @@
+"""When a checkpoint is due: engine state, Hugging Face export, metrics flushed, all or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.engine.checkpoint import TrainerState, begin, partial_path, publish
+
+if TYPE_CHECKING:
+    from rlctl.engine.protocol import TrainEngine
+    from rlctl.engine.ranks import Ranks
+    from rlctl.track.rollouts import RolloutWriter
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Writes checkpoints of one run under `<run_dir>/checkpoints`."""
+
+    run_dir: Path
+    ranks: Ranks
+    tokenizer: Any
+    rollout_writer: RolloutWriter | None
+    zero_stage: int
+    keep: int | None
+
+    def save(self, actor: TrainEngine, step: int, policy_version: int) -> None:
+        """Save the state after `step` (called on all ranks).
+
+        Raises:
+            RunFailure: it could not be written; earlier checkpoints are intact.
+        """
+        root = self.run_dir / CHECKPOINTS
+        if self.rollout_writer:  # what a resume will not repeat must be on disk
+            self.rollout_writer.flush()
+        if self.ranks.is_main:
+            begin(root, step)
+        self.ranks.barrier()
+        partial = partial_path(root, step)
+        actor.save(partial / "engine")
+        actor.export(partial / "model")
+        self.ranks.barrier()
+        if self.ranks.is_main:
+            self.tokenizer.save_pretrained(partial / "model")
+            state = TrainerState(step, policy_version, self.ranks.world_size, self.zero_stage)
+            publish(root, partial, state, keep=self.keep)
+        self.ranks.barrier()

@@ -1,0 +1,109 @@
+"""`rlctl train`, behind the command line: run directory, ranks, and the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rlctl.engine.launch import run_ranks, under_torchrun
+from rlctl.errors import UsageError
+from rlctl.spec.load import RUN_SPEC_FILE, LoadedSpec, dump_spec
+from rlctl.spec.run import RunSpec
+from rlctl.tiny.embedded import ensure_embedded
+from rlctl.track.run_dir import claim_default_path, open_run_dir
+from rlctl.train.resume import refuse_unsafe
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """How a run speaks before its live display exists.
+
+    Attributes:
+        note: shows one line.
+        progress: shows how far a preparation is, a fraction and what it is doing.
+    """
+
+    note: Callable[[str], None]
+    progress: Callable[[float, str], None]
+
+
+def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) -> tuple[Path, int]:
+    """Run to the end; returns the run directory and the exit code (0, or 128 + signal).
+
+    Raises:
+        RlctlError: whatever keeps it from starting or going on.
+    """
+    spec = loaded.spec
+    _check_ranks(spec)
+    run_dir = resume or _path_of(spec)
+    target_args = (dump_spec(spec), str(run_dir), resume is not None)
+    if under_torchrun() and os.environ["RANK"] != "0":
+        return run_dir, run_rank(*target_args)
+    with open_run_dir(run_dir, resume=resume is not None) as opened:
+        if resume:
+            before = RunSpec.model_validate(yaml.safe_load((run_dir / RUN_SPEC_FILE).read_text()))
+            for line in refuse_unsafe(before, spec):
+                announce.note(f"changed: {line}")
+        opened.write_spec(dump_spec(spec))
+        opened.write_environment()
+        announce.note(f"run directory: {run_dir}")
+        if spec.is_embedded:
+            ensure_embedded(spec.trainer.seed, progress=announce.progress)
+        if spec.world_size > 1 and not under_torchrun():
+            return run_dir, run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
+        return run_dir, run_rank(*target_args)
+
+
+def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:
+    """One rank, from joining the others to leaving them; returns the run's exit code."""
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+    from rlctl.train.loop import train
+    from rlctl.train.setup import building
+    from rlctl.train.stop import listening
+    from rlctl.train.summary import write_summary
+
+    spec = RunSpec.model_validate(yaml.safe_load(spec_text))
+    with listening() as stop:
+        ranks = join_ranks()
+        try:
+            with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
+                train(run)
+                if ranks.is_main:
+                    write_summary(run, Path(run_dir))
+        finally:
+            leave_ranks()
+        return stop.exit_code if stop.signal_number else 0
+
+
+def _path_of(spec: RunSpec) -> Path:
+    if spec.trainer.run_dir:
+        return Path(spec.trainer.run_dir).expanduser()
+    if under_torchrun():
+        raise UsageError(
+            "ranks started by torchrun cannot agree on a run directory named after the time",
+            where="trainer.run_dir",
+            fix="set trainer.run_dir=…, the same on every rank",
+        )
+    return claim_default_path(spec.trainer.project_name, spec.trainer.experiment_name)
+
+
+def _check_ranks(spec: RunSpec) -> None:
+    """Refuse to start fewer or more ranks than the spec says."""
+    if under_torchrun():
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size != spec.world_size:
+            raise UsageError(
+                f"torchrun started {world_size} ranks, the spec has {spec.world_size}",
+                where="trainer.n_gpus_per_node × trainer.nnodes",
+                fix="make both say the same",
+            )
+    elif spec.trainer.nnodes > 1:
+        raise UsageError(
+            f"trainer.nnodes is {spec.trainer.nnodes}, and nothing has started the other nodes",
+            where="trainer.nnodes",
+            fix="on every node: torchrun --nnodes … --nproc-per-node … --rdzv-endpoint … -m rlctl.cli.app train …",
+        )

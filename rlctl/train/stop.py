@@ -1,0 +1,40 @@
+"""Stopping when asked: finish the step, save, leave; asked twice, leave at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass
+class StopRequest:
+    """Which signal asked for the end, if any."""
+
+    signal_number: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal, as shells report it: 130 for Ctrl-C, 143 for a preemption."""
+        return 128 + (self.signal_number or 0)
+
+
+@contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a request while inside; the second signal ends the process."""
+    request = StopRequest()
+
+    def hear(number: int, _: FrameType | None) -> None:
+        if request.signal_number is not None:
+            os._exit(128 + number)
+        request.signal_number = number
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""What a run has come to, as `summary.json`: the last words on the terminal are read from it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.train.saving import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from rlctl.train.loop import Run
+
+SUMMARY_FILE = "summary.json"
+
+#: Steps averaged at either end of the run: one batch's reward is noisy.
+_WINDOW = 5
+_AVERAGED = (
+    "critic/score/mean",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/rollout_is_raw_eff_sample_size",
+    "rollout_corr/rollout_rs_masked_fraction",
+    "rollout_corr/kl",
+    "response_length/mean",
+    "perf/throughput",
+)
+
+
+def write_summary(run: Run, run_dir: Path) -> None:
+    """Write it; called on one rank after the loop."""
+    trained = [metrics for metrics in run.history if metrics["step"] > 0]
+    validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
+    step = int(trained[-1]["step"]) if trained else run.start_step
+    summary: dict[str, Any] = {
+        "step": step,
+        "total_steps": run.total_steps,
+        "interrupted": step < run.total_steps,
+        "seconds": sum(metrics["timing_s/step"] for metrics in trained),
+        "num_updates": run.policy_version,
+        "first": _mean(trained[:_WINDOW]),
+        "last": _mean(trained[-_WINDOW:]),
+        "validation_first": _validation(validated[0]) if validated else {},
+        "validation_last": _validation(validated[-1]) if validated else {},
+        "checkpoint": f"{CHECKPOINTS}/step_{step:06d}",
+        "model": f"{CHECKPOINTS}/step_{step:06d}/model",
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    path = run_dir / SUMMARY_FILE
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        key: sum(metrics[key] for metrics in steps) / len(steps)
+        for key in _AVERAGED
+        if steps and all(key in metrics for metrics in steps)
+    }
+
+
+def _validation(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key.startswith("val/")}

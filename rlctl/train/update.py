@@ -1,0 +1,363 @@
+"""One batch's optimizer steps: correction → loss → backward → step, per mini-batch.
+
+The only fork between the modes is which policy the correction compares with the rollout's:
+
+- decoupled: π_old, known before the first step, so weights and `keep_mask` are fixed for all epochs;
+- bypass: π_θ itself, so they are computed anew in every mini-batch.
+
+A mini-batch is one optimizer step however it is cut into micro-batches and ranks. Its counts of
+tokens and sequences are known beforehand. Its mean weight and number of survivors depend on π_θ in
+bypass mode: with one micro-batch per rank they come from the forward pass that is needed anyway,
+with several from one more pass without gradient (`_settle`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.aggregate import AggMode, Denominators, aggregate
+from rlctl.algos.correction import Correction, correct
+from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.losses import TokenLoss, ppo_clip, reinforce
+from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.tally import HostTally, Tally
+from rlctl.batch import TrainBatch
+from rlctl.engine.protocol import PolicyOutput, TrainEngine
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure
+from rlctl.spec.resolve import correction_rules
+from rlctl.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """What `update` needs of the spec, resolved."""
+
+    rules: CorrectionRules
+    bypass: bool
+    loss_type: str
+    clip_low: float
+    clip_high: float
+    agg_mode: AggMode
+    horizon: int
+    ppo_epochs: int
+    mini_rows: int  # sequences per mini-batch on this rank
+    micro_rows: int  # sequences per forward pass on this rank
+    max_nonfinite_fraction: float
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> UpdateSettings:
+        """Read them from the spec."""
+        correction, actor = spec.algorithm.rollout_correction, spec.actor
+        return cls(
+            rules=correction_rules(correction),
+            bypass=correction.bypass_mode,
+            loss_type=correction.loss_type,
+            clip_low=actor.clip_ratio_low or actor.clip_ratio,
+            clip_high=actor.clip_ratio_high or actor.clip_ratio,
+            agg_mode=actor.loss_agg_mode,
+            horizon=spec.data.max_response_length,
+            ppo_epochs=actor.ppo_epochs,
+            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.world_size,
+            micro_rows=actor.ppo_micro_batch_size_per_gpu,
+            max_nonfinite_fraction=correction.max_nonfinite_fraction,
+        )
+
+    @property
+    def weights_are_applied(self) -> bool:
+        """False where the PPO ratio π_θ/π_rollout is itself the correction (bypass with ppo_clip)."""
+        return self.rules.weight.level is not None and not (self.bypass and self.loss_type == "ppo_clip")
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
+        normalizes = self.weights_are_applied and self.rules.weight.normalize
+        return normalizes or self.rules.loss_denominator == "after_rejection"
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What the updates on one batch did.
+
+    Attributes:
+        metrics: of the whole batch, all ranks.
+        num_updates: optimizer steps taken or withheld.
+        training_log_probs, weights, keep_mask: (B, T), as the last pass over each row saw them.
+    """
+
+    metrics: dict[str, float]
+    num_updates: int
+    training_log_probs: Tensor
+    weights: Tensor
+    keep_mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """Figures of a whole mini-batch that its loss divides by."""
+
+    denominators: Denominators
+    factor: float  # mean weight, by which weights are divided
+
+
+@dataclass(frozen=True, slots=True)
+class _MiniResult:
+    correction: HostTally
+    stats: HostTally
+    factor: float
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+def update(
+    batch: TrainBatch,
+    actor: TrainEngine,
+    ranks: Ranks,
+    settings: UpdateSettings,
+    lr_at: Callable[[int], float],
+    first_update: int,
+) -> Updated:
+    """Take every optimizer step of one batch.
+
+    Args:
+        batch: this rank's rows, mini-batches in order.
+        lr_at: learning rate by the number of the optimizer update.
+        first_update: number of the first one here.
+
+    Raises:
+        RunFailure: too many sequences have non-finite log-probs.
+    """
+    seen = _Seen.like(batch)
+    fixed = None
+    if not settings.bypass:
+        fixed = [_correct(part, part.old_log_probs, settings) for part in batch.split(settings.mini_rows)]
+    results: list[_MiniResult] = []
+    for _ in range(settings.ppo_epochs):
+        for place, mini in enumerate(batch.split(settings.mini_rows)):
+            known = fixed[place] if fixed else None
+            seen_here = seen.rows(place * settings.mini_rows, len(mini))
+            lr = lr_at(first_update + len(results))
+            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here))
+    once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
+    metrics = _metrics(results, once, settings)
+    return Updated(metrics, len(results), seen.log_probs, seen.weights, seen.keep_mask)
+
+
+def _mini_batch(
+    mini: TrainBatch,
+    actor: TrainEngine,
+    ranks: Ranks,
+    settings: UpdateSettings,
+    known: Correction | None,
+    lr: float,
+    seen: _Seen,
+) -> _MiniResult:
+    """One optimizer step."""
+    micros = mini.split(settings.micro_rows)
+    first = _first_pass(micros, actor, settings, is_known=known is not None)
+    if known is None and first is not None:
+        log_probs = torch.cat([output.log_probs.detach() for output in first])
+        known = _correct(mini, log_probs, settings)
+    tally = None if known is None else ranks.to_host(known.tally)
+    settled = _settle(mini, ranks, tally, settings)
+
+    parts: list[Tally] = []
+    stats: list[Tally] = []
+    for index, micro in enumerate(micros):
+        reusable = first is not None and len(micros) == 1
+        output = first[index] if first is not None and reusable else actor.policy(micro)
+        start = index * settings.micro_rows
+        if known is None:
+            correction = _correct(micro, output.log_probs.detach(), settings)
+            parts.append(correction.tally)
+        else:
+            correction = _rows_of(known, start, start + len(micro))
+        loss, token_loss, counted = _loss(micro, output, correction, settled, settings)
+        actor.backward(loss, last=index == len(micros) - 1)
+        stats.append(_loss_tally(micro, output, loss, token_loss, counted))
+        seen.write(start, output, correction, settled.factor)
+
+    tally = tally or ranks.to_host(_sum(parts))
+    losses = ranks.to_host(_sum(stats))
+    _refuse_nonfinite(tally, settings)
+    skip = tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["pg_loss"])
+    result = actor.step(lr=lr, skip=skip)
+    factor = batch_norm_factor(tally, settings.rules)
+    return _MiniResult(normalized(tally, factor), losses, factor, result.grad_norm, lr, result.applied)
+
+
+def _first_pass(
+    micros: list[TrainBatch], actor: TrainEngine, settings: UpdateSettings, *, is_known: bool
+) -> list[PolicyOutput] | None:
+    """π_θ's log-probs ahead of the loss, if they must or may as well be known.
+
+    One micro-batch: its only forward pass, with gradient, is used for the loss as well. Several: a
+    pass without gradient, only if the loss needs figures of all of them.
+    """
+    if is_known:
+        return None
+    if len(micros) == 1:
+        return [actor.policy(micros[0])]
+    if settings.needs_settling:
+        with torch.no_grad():
+            return [actor.policy(micro) for micro in micros]
+    return None
+
+
+def _settle(mini: TrainBatch, ranks: Ranks, tally: HostTally | None, settings: UpdateSettings) -> _Settled:
+    """Denominators and weight factor of the whole mini-batch."""
+    after = settings.rules.loss_denominator == "after_rejection"
+    if tally is not None:
+        names = ("kept_tokens", "kept_sequences") if after else ("tokens", "sequences")
+        counts = [tally.sums[name] for name in names]
+    else:
+        mask = _counted(mini)
+        counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
+    factor = 1.0
+    if tally is not None and settings.weights_are_applied:
+        factor = batch_norm_factor(tally, settings.rules)
+    return _Settled(Denominators(*counts), factor)
+
+
+def _loss(
+    micro: TrainBatch,
+    output: PolicyOutput,
+    correction: Correction,
+    settled: _Settled,
+    settings: UpdateSettings,
+) -> tuple[Tensor, TokenLoss, Tensor]:
+    """This micro-batch's share of the mini-batch loss; the token losses; the tokens that counted."""
+    mask = _counted(micro)
+    loss_mask = mask & correction.keep_mask
+    weights = correction.weights if settings.weights_are_applied else None
+    if weights is not None:
+        weights = weights / settled.factor
+    if settings.loss_type == "ppo_clip":
+        token_loss = ppo_clip(
+            output.log_probs,
+            micro.old_log_probs,
+            micro.advantages,
+            loss_mask,
+            weights,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+        )
+    else:
+        token_loss = reinforce(output.log_probs, micro.advantages, loss_mask, weights)
+    counted = loss_mask if settings.rules.loss_denominator == "after_rejection" else mask
+    loss = aggregate(
+        token_loss.values, counted, settled.denominators, settings.agg_mode, horizon=settings.horizon
+    )
+    return loss, token_loss, mask
+
+
+def _counted(batch: TrainBatch) -> Tensor:
+    """(B, T) response tokens of samples that were graded."""
+    return batch.response_mask & batch.sample_mask[:, None]
+
+
+def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
+    return correct(
+        log_probs, part.rollout_log_probs, _counted(part), settings.rules, advantages=part.advantages
+    )
+
+
+def _rows_of(correction: Correction, start: int, stop: int) -> Correction:
+    """The rows of one micro-batch; the tally stays that of the whole."""
+    weights = correction.weights
+    return Correction(
+        weights=None if weights is None else weights[start:stop],
+        keep_mask=correction.keep_mask[start:stop],
+        row_reject=correction.row_reject[start:stop],
+        nonfinite=correction.nonfinite[start:stop],
+        tally=correction.tally,
+    )
+
+
+def _refuse_nonfinite(tally: HostTally, settings: UpdateSettings) -> None:
+    total = tally.sums["sequences"]
+    bad = total - tally.sums["finite_sequences"]
+    if bad > settings.max_nonfinite_fraction * total:
+        raise RunFailure(
+            f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
+            where="algorithm.rollout_correction.max_nonfinite_fraction",
+            fix="lower actor.lr, use engine.dtype=fp32, or resume from an earlier checkpoint",
+        )
+
+
+def _sum(tallies: list[Tally]) -> Tally:
+    total = tallies[0]
+    for tally in tallies[1:]:
+        total = total + tally
+    return total
+
+
+@torch.no_grad()
+def _loss_tally(
+    micro: TrainBatch, output: PolicyOutput, loss: Tensor, token_loss: TokenLoss, counted: Tensor
+) -> Tally:
+    """Sums behind the `actor/*` metrics."""
+    drift = torch.where(counted, micro.old_log_probs - output.log_probs, 0.0)
+    clipped = token_loss.clipped
+    sums = {
+        "pg_loss": loss.detach(),
+        "tokens": counted.sum(),
+        "entropy": torch.where(counted, output.entropy, 0.0).sum(),
+        "ppo_kl": drift.nan_to_num().sum(),
+        "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
+    }
+    return Tally({name: value.double() for name, value in sums.items()}, {"none": loss.detach().double()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """(B, T) buffers of what the loss used, for the rollout dump."""
+
+    log_probs: Tensor
+    weights: Tensor
+    keep_mask: Tensor
+
+    @classmethod
+    def like(cls, batch: TrainBatch) -> _Seen:
+        zeros = torch.zeros_like(batch.rollout_log_probs)
+        return cls(zeros, zeros.clone(), torch.zeros_like(batch.response_mask))
+
+    def rows(self, start: int, count: int) -> _Seen:
+        rows = slice(start, start + count)
+        return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows])
+
+    def write(self, start: int, output: PolicyOutput, correction: Correction, factor: float) -> None:
+        rows = slice(start, start + len(output.log_probs))
+        self.log_probs[rows] = output.log_probs.detach()
+        self.weights[rows] = 1.0 if correction.weights is None else correction.weights / factor
+        self.keep_mask[rows] = correction.keep_mask
+
+
+def _metrics(
+    results: list[_MiniResult], once: list[_MiniResult], settings: UpdateSettings
+) -> dict[str, float]:
+    correction, stats = once[0].correction, results[0].stats
+    for result in once[1:]:
+        correction = correction + result.correction
+    for result in results[1:]:
+        stats = stats + result.stats
+    count = len(results)
+    metrics = correction_metrics(correction, settings.rules)
+    if settings.rules.weight.normalize and settings.rules.weight.level is not None:
+        factor = sum(result.factor for result in once) / len(once)
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+    return metrics | {
+        "rollout_corr/skipped_updates": float(sum(not result.applied for result in results)),
+        "actor/pg_loss": stats.sums["pg_loss"] / count,
+        "actor/pg_clipfrac": stats.per("clipped", "tokens"),
+        "actor/ppo_kl": stats.per("ppo_kl", "tokens"),
+        "actor/entropy": stats.per("entropy", "tokens"),
+        "actor/grad_norm": sum(result.grad_norm for result in results) / count,
+        "actor/lr": results[-1].lr,
+    }

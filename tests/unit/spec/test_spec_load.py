@@ -229,26 +229,21 @@ def test_reference_numbers_of_the_complete_runs():
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
 
 
-@settings(max_examples=40, deadline=None)
-@given(text, names, st.lists(text, max_size=3), st.floats(0, 1e9), st.sampled_from([None, "1e3", "0.6_1.6"]))
-def test_any_spec_reads_back_equal(tmp_path_factory, path, name, files, lr, threshold):
-    base = load_spec([], [], []).spec
-    correction = base.algorithm.rollout_correction.model_copy(update={"rollout_rs_threshold": threshold})
-    spec = RunSpec(
-        model=base.model.model_copy(update={"revision": path or None}),
-        data=base.data.model_copy(update={"train_files": files}),
-        actor=base.actor.model_copy(update={"lr": lr}),
-        algorithm=base.algorithm.model_copy(update={"rollout_correction": correction}),
-        trainer=base.trainer.model_copy(update={"experiment_name": name}),
-        rollout=base.rollout,
-        engine=base.engine,
+@settings(max_examples=100, deadline=None)
+@given(text, st.lists(text, max_size=3), st.floats(0, 1e9))
+def test_any_text_and_number_reads_back_equal(path, files, lr):
+    base = RunSpec()
+    spec = base.model_copy(
+        update={
+            "model": base.model.model_copy(update={"path": path}),
+            "data": base.data.model_copy(update={"train_files": files}),
+            "actor": base.actor.model_copy(update={"lr": lr}),
+        }
     )
     source = read_yaml(dump_spec(spec).encode(), known_leaves())
     assert not source.faults
-    written = tmp_path_factory.mktemp("dumps") / "spec.yaml"
-    written.write_bytes(dump_spec(spec).encode())
-    if (path or "x").strip().lower() not in {"null", "none", ""}:  # words for null by design
-        assert load_spec([], [written], []).spec == spec
+    assert source.leaves["model.path"].value == path
+    assert source.leaves["data.train_files"].value == files
+    assert source.leaves["actor.lr"].value == lr

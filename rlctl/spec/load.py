@@ -278,10 +278,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "" if isinstance(parse_scalar(text), str) else "'"
     if not text.isprintable():
-        style = '"'  # escapes; other styles lose unusual line breaks
-    else:
-        style = "" if isinstance(parse_scalar(text), str) else "'"
+        style = '"'  # with escapes; the other styles lose unusual line breaks
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -67,9 +67,10 @@ def correct(
         advantages: (B, T), needed by rules with `negative_advantage_only`.
 
     Raises:
-        ValueError: shapes differ, nothing is in the batch, or a rule needs advantages and got none.
+        ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or a rule
+            needs advantages and got none.
     """
-    _check_shapes(log_probs, rollout_log_probs, response_mask)
+    _check_inputs(log_probs, rollout_log_probs, response_mask)
     if response_mask.numel() == 0:
         raise ValueError("an empty batch has no correction")
     if advantages is None and any(rule.negative_advantage_only for rule in rules.reject):
@@ -101,7 +102,7 @@ def _rows_per_block(mask: Tensor, horizon: int) -> int:
     return max(1, (_BLOCK_CUDA if mask.is_cuda else _BLOCK_CPU) // max(horizon, 1))
 
 
-def _check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
+def _check_inputs(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
     if not log_probs.shape == rollout_log_probs.shape == response_mask.shape:
         raise ValueError(
             f"shapes differ: log_probs {tuple(log_probs.shape)}, rollout_log_probs "
@@ -109,6 +110,11 @@ def _check_shapes(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: T
         )
     if response_mask.dtype != torch.bool:
         raise ValueError(f"response_mask must be bool, not {response_mask.dtype}")
+    for log_prob in (log_probs, rollout_log_probs):
+        if log_prob.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"log-probs must be float32: {log_prob.dtype} rounds away what is to be measured"
+            )
 
 
 # --- tokens ---------------------------------------------------------------------------------------

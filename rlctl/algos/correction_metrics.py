@@ -207,9 +207,13 @@ def batch_norm_factor(tally: HostTally, rules: CorrectionRules) -> float:
     return mean if mean > 1e-8 else 1.0
 
 
-def normalized(tally: HostTally, factor: float) -> HostTally:
-    """The applied weights' sums after dividing every weight of this mini-batch by `factor`."""
-    if factor == 1.0:
+def normalized(tally: HostTally, rules: CorrectionRules) -> HostTally:
+    """The applied weights' sums after dividing every weight of this mini-batch by its factor.
+
+    verl 0.9 logs its weights before that division: under its convention nothing changes.
+    """
+    factor = batch_norm_factor(tally, rules)
+    if factor == 1.0 or rules.weight.metrics == "verl":
         return tally
     sums, maxima = dict(tally.sums), dict(tally.maxima)
     for name in ("weight_token", "weight_seq"):

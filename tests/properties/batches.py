@@ -96,5 +96,4 @@ def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[
     """What one mini-batch logs, from its merged tally."""
     host = correction.tally.to_host()
     factor = batch_norm_factor(host, rules)
-    logged = host if rules.weight.metrics == "verl" else normalized(host, factor)
-    return factor, correction_metrics(logged, rules)
+    return factor, correction_metrics(normalized(host, rules), rules)

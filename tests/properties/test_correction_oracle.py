@@ -36,7 +36,7 @@ def assert_equals_reference(batch: Batch, rules: CorrectionRules) -> None:
     assert factor == pytest.approx(expected.factor, rel=1e-6)
     assert metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
-        slack = 2e-6
+        slack = 1e-4 if name.endswith("pearson_corr") else 2e-6
         if name.endswith("_std"):  # a variance is a difference of sums made in float32
             extremes = [abs(expected.metrics.get(name[:-3] + end, 0.0)) for end in ("max", "min")]
             slack = max(slack, 5e-7 * max(extremes) ** 2 / max(value, 1e-3 * max(extremes), 1e-9))

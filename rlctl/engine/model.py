@@ -72,7 +72,7 @@ def _not_loaded(path: str, error: OSError) -> UsageError | EnvironmentFailure:
         return UsageError(f"the model cannot be read: {_first_line(error)}", where=f"model.path={path}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
     return EnvironmentFailure(
-        f"the model is neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
+        f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
         where=f"model.path={path}",
         fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
     )

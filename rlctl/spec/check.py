@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlctl.errors import Problem
+from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.resolve import (
     IS_THRESHOLD_KEY,
     RS_KEY,
@@ -17,7 +18,6 @@ from rlctl.spec.resolve import (
     correction_rules,
 )
 from rlctl.spec.run import RunSpec
-from rlctl.tiny.recipe import PROMPT_LENGTH, RESPONSE_LENGTH
 
 _CORRECTION = "algorithm.rollout_correction."
 #: Learning rates above this are unusual for a pretrained language model.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.spec.embedded import RECIPE, VOCABULARY
 from rlctl.spec.model import EMBEDDED, ModelSpec
-from rlctl.tiny.recipe import RECIPE, VOCABULARY
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 _MAX_HEADER = 100 << 20

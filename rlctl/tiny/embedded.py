@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.tiny.recipe import RECIPE, Recipe
+from rlctl.spec.embedded import RECIPE, Recipe
 from rlctl.tiny.task import split, write_parquet
 
 #: Called with the fraction done in [0, 1] and a line saying what is going on.

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlctl.tiny.recipe import EOS, PAD, UNK, VOCABULARY, Recipe
+from rlctl.spec.embedded import EOS, PAD, UNK, VOCABULARY, Recipe
 
 #: The prompt as the model reads it is the user's words and nothing else.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

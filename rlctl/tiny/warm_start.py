@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlctl.errors import RunFailure
-from rlctl.tiny.recipe import EOS, RESPONSE_LENGTH, VOCABULARY, Recipe
+from rlctl.spec.embedded import EOS, RESPONSE_LENGTH, VOCABULARY, Recipe
 from rlctl.tiny.task import Problem
 
 #: Problems on which the stopping accuracy is measured: a standard error of about 0.01.

@@ -14,8 +14,8 @@ from rlctl.batch import Prompts, Rollouts
 from rlctl.errors import RunFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine, Sampling
+from rlctl.spec.embedded import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
-from rlctl.tiny.recipe import RECIPE
 
 TOKENIZER = build_tokenizer(RECIPE)
 EOS, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id

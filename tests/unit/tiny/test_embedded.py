@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.spec.embedded import RECIPE
 from rlctl.tiny.embedded import EmbeddedTask, cache_root, ensure_embedded
-from rlctl.tiny.recipe import RECIPE
 
 #: The real thing but for the warm start, which stops after one step.
 QUICK = replace(RECIPE, target_accuracy=0.0)
@@ -109,7 +109,7 @@ import sys, time
 from dataclasses import replace
 from pathlib import Path
 from rlctl.tiny.embedded import ensure_embedded
-from rlctl.tiny.recipe import RECIPE
+from rlctl.spec.embedded import RECIPE
 
 def progress(fraction, message):
     print(message, flush=True)

@@ -1,0 +1,59 @@
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The newest torch this release is tested with; its CPU build carries no CUDA packages (several GB).
+TORCH := torch>=2.6,<2.14
+TORCH_CPU := torch==2.13.0+cpu
+
+.PHONY: help train test check setup setup-dev bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
+	$(BIN)/rlctl train --preset rloo-seq-is
+
+test: setup-dev check  ## Set everything up; lint, types, room boundaries, all tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+check: setup-dev  ## Lint, types and import directions only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
+
+setup: $(VENV)/.installed  ## Install rlctl into .venv
+setup-dev: $(VENV)/.installed-dev  ## ... and what the tests need
+
+# With a GPU the ordinary build of torch; without one the CPU build: from wherever pip looks, else
+# through uv, which knows where torch keeps its CPU builds; as a last resort the ordinary build.
+$(VENV)/.torch:
+	test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed" >&2; exit 4; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  $(PIP) install -q "$(TORCH)"; \
+	else \
+	  $(PIP) install -q "$(TORCH_CPU)" 2>/dev/null \
+	  || { $(PIP) install -q uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu "$(TORCH)"; } \
+	  || $(PIP) install -q "$(TORCH)"; \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) install -q -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
+	$(PIP) install -q -e ".[dev]"
+	@touch $@
+
+bench: setup-dev  ## Measure ours against the other side (see docs/benchmarks.md)
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/correction.py
+	$(BIN)/python benchmarks/step.py
+
+clean:  ## Remove the environment and caches, never runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

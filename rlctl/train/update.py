@@ -189,7 +189,8 @@ def _mini_batch(
     skip = tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["pg_loss"])
     result = actor.step(lr=lr, skip=skip)
     factor = batch_norm_factor(tally, settings.rules)
-    return _MiniResult(normalized(tally, settings.rules), losses, factor, result.grad_norm, lr, result.applied)
+    logged = normalized(tally, settings.rules)
+    return _MiniResult(logged, losses, factor, result.grad_norm, lr, result.applied)
 
 
 def _first_pass(

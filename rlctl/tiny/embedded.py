@@ -119,10 +119,17 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Recipe)
         goal = f"accuracy {accuracy:.2f} of {recipe.target_accuracy:.2f}"
         progress(min(0.99, step / _TYPICAL_STEPS), f"warm start: step {step + 1}, {goal}")
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build_model(recipe)
-        accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed, on_step)
+    num_threads = torch.get_num_threads()
+    # Matrices this small gain little from a second thread, and on busy cores two threads spend
+    # minutes waiting for each other. One also makes the result the same on every number of cores.
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = build_model(recipe)
+            accuracy = warm_start(model, split(recipe.num_val_prompts)[0], recipe, seed, on_step)
+    finally:
+        torch.set_num_threads(num_threads)
     save_model(model, model_dir)
     build_tokenizer(recipe).save_pretrained(model_dir)
     progress(1.0, f"embedded model ready, accuracy {accuracy:.2f}")

@@ -81,7 +81,8 @@ def prepare(side: str, size: tuple[int, int]) -> Run | None:
     mask_float = mask.float()
 
     def theirs() -> dict[str, float]:
-        return verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask_float, **VERL_SETTINGS)[2]
+        correct_with_verl = verl.compute_rollout_correction_and_rejection_mask
+        return correct_with_verl(train, rollout, mask_float, **VERL_SETTINGS)[2]
 
     return theirs
 
@@ -186,7 +187,7 @@ def main() -> None:
             report[name]["ratio"] = ratios
             print(f"{'':>13} {'ratio':>6} {ratios['seconds']:9.2f} {ratios['extra_mib']:10.2f}")
         else:
-            print("verl is not importable: pip install --no-deps verl==0.9.1; pip install tensordict omegaconf")
+            print("verl is not importable; tests/reference/verl_helper.py says how to get its sources")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

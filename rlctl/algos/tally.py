@@ -117,7 +117,9 @@ class Moments:
 
         Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
         """
-        return self.mean**2 / self.mean_square if self.count and self.mean_square > 0 else 0.0
+        if not self.count or self.mean_square <= 0:
+            return 0.0
+        return min(self.mean**2 / self.mean_square, 1.0)  # rounding could lift equal weights above 1
 
     @property
     def max(self) -> float:

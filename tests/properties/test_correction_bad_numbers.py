@@ -1,0 +1,170 @@
+"""NaN, infinities, empty rows and total rejection: counted, contained, never in a gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.correction import correct
+from rlctl.algos.losses import ppo_clip, reinforce
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from tests.properties.batches import Batch, factor_and_metrics, make_batch, weight_rules
+
+RULES = (
+    RejectRule("token", "k1", "none", -0.5, 0.5, "token"),
+    RejectRule("sequence", "ratio", "sum", 0.2, 5.0, "sequence"),
+    RejectRule("off_policy", "k3", "mean", None, 0.2, "sequence", negative_advantage_only=True),
+)
+#: What counts a bad sequence among the rejected, by definition; all else must not see it.
+COUNTS_IT = ("nonfinite_sequences", "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction")
+LEVELS = [None, "token", "sequence", "geometric"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def spoil(batch: Batch, row: int, value: float, which: str) -> Batch:
+    """`value` in the middle of one response, in one of the log-probs or both."""
+    column = int(batch.mask[row].nonzero().flatten()[-1])
+    names = ["log_probs", "rollout_log_probs"] if which == "both" else [which]
+    for name in names:
+        getattr(batch, name)[row, column] = value
+    return batch
+
+
+@pytest.mark.parametrize("which", ["log_probs", "rollout_log_probs", "both"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weight", weight_rules()[::3], ids=str)
+def test_a_bad_number_costs_its_own_sequence_and_nothing_else(weight, value: float, which: str) -> None:
+    rules = CorrectionRules(weight, RULES)
+    bad_row, others = 5, torch.tensor([0, 1, 2, 3, 4, 6, 7])
+    batch = spoil(make_batch(8, rows=8), bad_row, value, which)
+    found, alone = batch.correct(rules), batch.select(others).correct(rules)
+
+    assert found.nonfinite.nonzero().flatten().tolist() == [bad_row]
+    assert found.row_reject[bad_row]
+    assert not found.keep_mask[bad_row].any()
+    assert torch.equal(found.keep_mask[others], alone.keep_mask)
+    if found.weights is not None:
+        assert not found.weights[bad_row].any()
+        assert torch.equal(found.weights[others], alone.weights)
+    (factor, metrics), (factor_alone, metrics_alone) = (factor_and_metrics(c, rules) for c in (found, alone))
+    assert factor == factor_alone
+    assert metrics["rollout_corr/nonfinite_sequences"] == 1.0
+    for name, figure in metrics.items():
+        assert math.isfinite(figure), name
+        key = name.removeprefix("rollout_corr/")
+        applied = key.startswith("rollout_is_") and "raw" not in key and "fraction" not in key
+        if key not in COUNTS_IT and not applied:  # an applied weight of 0 is what it has
+            assert figure == pytest.approx(metrics_alone[name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", ["reinforce", "ppo_clip"])
+@pytest.mark.parametrize("mode", MODES)
+def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: str) -> None:
+    batch = make_batch(8, rows=8)
+    for row, value, which in ((3, math.nan, "both"), (4, math.inf, "log_probs"), (6, -math.inf, "both")):
+        spoil(batch, row, value, which)
+    batch.advantages[3] = math.nan
+    correction = batch.correct(CorrectionRules(WeightRule(level, normalize=True), RULES))
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss_mask = batch.mask & correction.keep_mask
+    if loss_type == "reinforce":
+        loss = reinforce(log_probs, batch.advantages, loss_mask, correction.weights)
+    else:
+        old, clips = batch.rollout_log_probs, {"clip_low": 0.2, "clip_high": 0.3}
+        loss = ppo_clip(log_probs, old, batch.advantages, loss_mask, correction.weights, **clips)
+        assert loss.clipped is not None
+        assert not (loss.clipped & ~loss_mask).any()
+    total = aggregate(loss.values, batch.mask, Denominators(20.0, 6.0), mode, horizon=6)
+    total.backward()
+    assert total.isfinite()
+    assert log_probs.grad.isfinite().all()
+    assert log_probs.grad[loss_mask].any()
+    assert not log_probs.grad[~loss_mask].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("convention", ["applied", "verl"])
+@pytest.mark.parametrize("why", ["rejected", "nonfinite", "empty"])
+def test_nothing_survives(level, convention, why: str) -> None:
+    batch = make_batch(2)
+    rules = CorrectionRules(
+        WeightRule(level, "mask", normalize=True, metrics=convention),
+        (RejectRule("none", "ratio", "none", None, 1e-6, "sequence"),) if why == "rejected" else RULES,
+    )
+    if why == "nonfinite":
+        batch.log_probs[:, :] = math.nan
+    if why == "empty":
+        batch.mask[:, :] = False
+    found = batch.correct(rules)
+    factor, metrics = factor_and_metrics(found, rules)
+    host = found.tally.to_host()
+    assert host.sums["kept_tokens"] == host.sums["kept_sequences"] == 0.0
+    assert factor == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
+    expected = 0.0 if why == "empty" else 1.0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == expected
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == expected
+
+    log_probs = batch.log_probs.clone().requires_grad_()
+    weights = None if found.weights is None else found.weights / factor
+    loss = reinforce(log_probs, batch.advantages, batch.mask & found.keep_mask, weights)
+    denominators = Denominators(host.sums["kept_tokens"], host.sums["kept_sequences"])
+    for mode in MODES:
+        total = aggregate(loss.values, batch.mask & found.keep_mask, denominators, mode, horizon=6)
+        assert total.item() == 0.0
+        assert not torch.autograd.grad(total, log_probs, retain_graph=True)[0].any()
+
+
+def test_every_weight_out_of_band_is_no_crash() -> None:
+    batch = make_batch(3)
+    shifted = Batch(batch.rollout_log_probs - 3.0, batch.rollout_log_probs, batch.mask, batch.advantages)
+    rules = CorrectionRules(WeightRule("token", "mask", 0.5, 2.0, normalize=True))
+    factor, metrics = factor_and_metrics(shifted.correct(rules), rules)
+    assert factor == 1.0
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] <= 1.0
+
+
+@pytest.mark.parametrize(("per_token", "saturated"), [(-4.9, 0), (5.1, 1), (-5.1, 1), (5.0, 1)])
+def test_products_that_leave_the_clamp_are_counted(per_token: float, saturated: int) -> None:
+    rollout = torch.full((3, 4), -30.0)
+    train = rollout.clone()
+    train[1] += per_token  # four tokens: ±19.6, ±20.4, 20
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    rules = CorrectionRules(WeightRule("sequence", "truncate", upper=1e30))
+    found = correct(train, rollout, mask, rules)
+    _, metrics = factor_and_metrics(found, rules)
+    assert metrics["rollout_corr/saturated_sequences"] == saturated
+    total = min(max(4 * per_token, -20.0), 20.0)
+    assert found.weights[1, 0].item() == pytest.approx(math.exp(total), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_are_refused(dtype: torch.dtype) -> None:
+    batch = make_batch(1)
+    with pytest.raises(ValueError, match="float32"):
+        correct(
+            batch.log_probs.to(dtype), batch.rollout_log_probs, batch.mask, CorrectionRules(WeightRule(None))
+        )
+
+
+def test_wrong_inputs_are_refused() -> None:
+    batch = make_batch(1)
+    rules = CorrectionRules(WeightRule("token"), RULES)
+    with pytest.raises(ValueError, match="needs advantages"):
+        correct(batch.log_probs, batch.rollout_log_probs, batch.mask, rules)
+    with pytest.raises(ValueError, match="shapes differ"):
+        correct(
+            batch.log_probs[:, 1:], batch.rollout_log_probs, batch.mask, rules, advantages=batch.advantages
+        )
+    with pytest.raises(ValueError, match="bool"):
+        correct(
+            batch.log_probs, batch.rollout_log_probs, batch.mask.float(), rules, advantages=batch.advantages
+        )
+    with pytest.raises(ValueError, match="empty batch"):
+        batch.select(slice(0, 0)).correct(rules)

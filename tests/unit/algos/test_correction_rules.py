@@ -1,0 +1,78 @@
+"""Bands printed for the user are the bands the mathematics applies: found by scanning ρ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlctl.algos.correction import correct
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+
+#: ρ from 1e-5 to 1e5, none of them exactly on a bound.
+LOG_RATIOS = torch.linspace(-11.5, 11.5, 20_011)
+RATIOS = LOG_RATIOS.double().exp()
+STEP = float(LOG_RATIOS[1] - LOG_RATIOS[0])
+ROLLOUT = torch.full((len(LOG_RATIOS), 1), -12.0)
+MASK = torch.ones(len(LOG_RATIOS), 1, dtype=torch.bool)
+
+
+def scanned(rule: CorrectionRules) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kept, and the weight, of one-token sequences at every ρ."""
+    found = correct(ROLLOUT + LOG_RATIOS[:, None], ROLLOUT, MASK, rule)
+    return found.keep_mask[:, 0], None if found.weights is None else found.weights[:, 0]
+
+
+def assert_is_band(accepted: torch.Tensor, band: tuple[float, float]) -> None:
+    """`accepted` is exactly the scanned ρ inside the band, up to one step at its edges."""
+    lower, upper = band
+    inside = RATIOS.ge(lower * math.exp(STEP)) & RATIOS.le(upper * math.exp(-STEP))
+    outside = RATIOS.le(lower * math.exp(-STEP)) | RATIOS.ge(upper * math.exp(STEP))
+    assert accepted[inside].all()
+    assert not accepted[outside].any()
+
+
+BOUNDS = {
+    "ratio": [(None, 2.5), (0.6, 1.6), (1e-4, None)],
+    "k1": [(math.log(0.6), math.log(1.6)), (None, 0.3), (-0.2, None)],
+    "k2": [(None, 2.5), (None, 0.01)],
+    "k3": [(None, 0.5), (None, 1e-4), (None, 40.0)],
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "max"])
+@pytest.mark.parametrize(("statistic", "bounds"), [(s, b) for s, all_of in BOUNDS.items() for b in all_of])
+def test_a_criterion_accepts_exactly_its_band(statistic, reduction, bounds) -> None:
+    for scope in ("token", "sequence") if reduction == "none" else ("sequence",):
+        rule = RejectRule("rule", statistic, reduction, *bounds, scope)
+        keep, _ = scanned(CorrectionRules(WeightRule(None), (rule,)))
+        assert_is_band(keep, rule.band())
+        assert 0 < keep.sum() < len(keep)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bound", ["clip", "truncate", "mask"])
+def test_a_bound_changes_weights_exactly_outside_its_band(level, bound) -> None:
+    rule = WeightRule(level, bound, 0.7, 1.9)
+    _, weights = scanned(CorrectionRules(rule))
+    unchanged = (weights.double() - RATIOS).abs() < 1e-7 + 1e-5 * RATIOS
+    assert_is_band(unchanged, rule.band())
+    high, low = weights[-1].item(), weights[0].item()
+    expected = {"clip": (1.9, 0.7), "truncate": (1.9, RATIOS[0].item()), "mask": (0.0, 0.0)}[bound]
+    assert (high, low) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_known_bands() -> None:
+    """The figures of the guide: one threshold, three meanings."""
+    assert RejectRule("guide", "ratio", "max", None, 2.5, "sequence").band() == (0.0, 2.5)
+    verl = RejectRule("verl", "k2", "max", None, 2.5, "sequence").band()
+    assert verl == pytest.approx((1 / 9.36, 9.36), rel=1e-3)
+    k1 = RejectRule("verl", "k1", "none", math.log(0.6), math.log(1.6), "token").band()
+    assert k1 == pytest.approx((1 / 1.6, 1 / 0.6))
+
+
+@pytest.mark.parametrize(("reduction", "negative"), [("sum", False), ("max", False), ("none", True)])
+def test_judging_a_sequence_rejects_the_sequence(reduction, negative) -> None:
+    with pytest.raises(ValueError, match="scope must be `sequence`"):
+        RejectRule("rule", "ratio", reduction, None, 2.0, "token", negative)

@@ -42,7 +42,8 @@ def announcing() -> Iterator[Announce]:
     try:
         yield Announce(note=lambda text: console.print(text, markup=False), progress=progress)
     finally:
-        bar.stop()
+        if tasks:
+            bar.stop()
 
 
 def print_summary(run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import yaml
 
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import UsageError
+from rlctl.errors import RlctlError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, LoadedSpec, dump_spec
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
+from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.train.resume import refuse_unsafe
 
@@ -51,11 +53,27 @@ def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) ->
         opened.write_spec(dump_spec(spec))
         opened.write_environment()
         announce.note(f"run directory: {run_dir}")
-        if spec.is_embedded:
-            ensure_embedded(spec.trainer.seed, progress=announce.progress)
-        if spec.world_size > 1 and not under_torchrun():
-            return run_dir, run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
-        return run_dir, run_rank(*target_args)
+        try:
+            return run_dir, _run(spec, target_args, announce)
+        except RlctlError:
+            if not resume:
+                _remove_unused(run_dir)
+            raise
+
+
+def _run(spec: RunSpec, target_args: tuple[str, str, bool], announce: Announce) -> int:
+    if spec.is_embedded:
+        ensure_embedded(spec.trainer.seed, progress=announce.progress)
+    if spec.world_size > 1 and not under_torchrun():
+        return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
+    return run_rank(*target_args)
+
+
+def _remove_unused(run_dir: Path) -> None:
+    """A run that failed before its first step leaves nothing: the same command works once mended."""
+    metrics = run_dir / METRICS_FILE
+    if not metrics.exists() or not metrics.stat().st_size:
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from rlctl.errors import RunFailure
 
+#: Of a run directory: where its checkpoints lie.
+CHECKPOINTS = "checkpoints"
+
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
@@ -116,6 +119,27 @@ def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
             return checkpoint, notes
         notes.append(f"set aside {path.name}: {problem}; falling back to the one before")
         _set_aside(path)
+    return None, notes
+
+
+def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """`latest` for readers: nothing is renamed, so the run may still be going on.
+
+    Args:
+        root: the directory of checkpoints.
+        step: only this one will do; None: the newest whose every byte is as written.
+
+    Returns:
+        The checkpoint, if there is one, and what is wrong with those passed over.
+    """
+    notes: list[str] = []
+    for number, path in reversed(_published(root)):
+        if step is not None and number != step:
+            continue
+        problem, checkpoint = verify(path)
+        if checkpoint is not None:
+            return checkpoint, notes
+        notes.append(f"{path.name}: {problem}")
     return None, notes
 
 

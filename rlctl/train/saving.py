@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.engine.checkpoint import TrainerState, begin, partial_path, publish
+from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, partial_path, publish
 
 if TYPE_CHECKING:
     from rlctl.engine.protocol import TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.track.rollouts import RolloutWriter
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.engine.checkpoint import latest
+from rlctl.engine.checkpoint import CHECKPOINTS, latest
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.model import load_policy
 from rlctl.engine.ranks import Ranks
@@ -23,7 +23,7 @@ from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.loop import Run
-from rlctl.train.saving import CHECKPOINTS, Saver
+from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.train.saving import CHECKPOINTS
+from rlctl.engine.checkpoint import CHECKPOINTS
 
 if TYPE_CHECKING:
     from rlctl.train.loop import Run

@@ -58,7 +58,7 @@ def build_tally(
     builder.sums |= {
         "tokens": length.sum(),
         "sequences": nonempty.double().sum(),
-        "finite_tokens": length[finite].sum(),
+        "finite_tokens": torch.where(finite, length, 0.0).sum(),  # selecting rows would wait for a GPU
         "finite_sequences": finite.double().sum(),
         "kept_tokens": num_kept.sum(),
         "kept_sequences": survives.double().sum(),

@@ -13,7 +13,6 @@ nothing but the step it stopped at.
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,44 +21,16 @@ import torch
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.batch_metrics import batch_metrics, batch_tally
 from rlctl.train.prepare import rank_positions, score_batch, with_advantages
+from rlctl.train.run import Run
 from rlctl.train.schedule import lr_at
-from rlctl.train.stop import StopRequest
 from rlctl.train.timing import StepTimer
 from rlctl.train.update import UpdateSettings, update
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
     from rlctl.batch import Prompts
-    from rlctl.data.prompts import PromptDataset
-    from rlctl.engine.protocol import TrainEngine
     from rlctl.engine.ranks import Ranks
-    from rlctl.reward.protocol import Reward
-    from rlctl.rollout.protocol import RolloutEngine
     from rlctl.spec.run import RunSpec
-    from rlctl.track.rollouts import RolloutWriter
-    from rlctl.track.tracker import Tracker
-    from rlctl.train.saving import Saver
-
-
-@dataclass
-class Run:
-    """Everything a run is made of, as `rlctl.train.setup` builds it."""
-
-    spec: RunSpec
-    ranks: Ranks
-    train_prompts: PromptDataset
-    val_prompts: PromptDataset | None
-    rollout: RolloutEngine
-    reward: Reward
-    actor: TrainEngine
-    tracker: Tracker
-    rollout_writer: RolloutWriter | None  # rank 0 only
-    saver: Saver
-    stop: StopRequest
-    total_steps: int
-    start_step: int = 0
-    policy_version: int = 0  # optimizer updates so far
-    history: list[dict[str, float]] = field(default_factory=list)
 
 
 def train(run: Run) -> None:

@@ -22,7 +22,7 @@ from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.loop import Run
+from rlctl.train.run import Run
 from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
 

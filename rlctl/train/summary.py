@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.engine.checkpoint import CHECKPOINTS
 
 if TYPE_CHECKING:
-    from rlctl.train.loop import Run
+    from rlctl.train.run import Run
 
 SUMMARY_FILE = "summary.json"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rlctl.rollout.protocol import Sampling, step_seed
 
 if TYPE_CHECKING:
-    from rlctl.train.loop import Run
+    from rlctl.train.run import Run
 
 
 def validate(run: Run) -> dict[str, float]:

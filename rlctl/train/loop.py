@@ -26,6 +26,7 @@ from rlctl.train.schedule import lr_at
 from rlctl.train.timing import StepTimer
 from rlctl.train.update import UpdateSettings, update
 from rlctl.train.validate import validate
+from rlctl.train.warn import Warner
 
 if TYPE_CHECKING:
     from rlctl.batch import Prompts
@@ -46,6 +47,7 @@ def train(run: Run) -> None:
         warmup=spec.actor.lr_warmup_steps,
         kind=spec.actor.lr_scheduler_type,
     )
+    warner, saving = Warner(run.tracker.note), StepTimer(ranks.device)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
         log(run, 0, validate(run))
 
@@ -85,15 +87,19 @@ def train(run: Run) -> None:
             )
         metrics = batch_metrics(ranks.to_host(described)) | outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
+        warner.look(step, metrics, outcome.nonfinite)
         stopping = ranks.max(float(run.stop.signal_number is not None)) > 0
         is_last = stopping or step == run.total_steps
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run)
+        # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
+        # seconds of saving stand in the next line.
+        log(run, step, metrics | performance(metrics, timer, ranks) | saving.metrics())
+        saving = StepTimer(ranks.device)
         if is_last or is_due(step, spec.trainer.save_freq):
-            with timer("save_checkpoint"):
+            with saving("save_checkpoint"):
                 run.saver.save(run.actor, step, run.policy_version)
-        log(run, step, metrics | performance(metrics, timer, ranks))
         if stopping:
             break
 

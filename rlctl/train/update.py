@@ -88,6 +88,7 @@ class Updated:
         metrics: of the whole batch, all ranks.
         num_updates: optimizer steps taken or withheld.
         training_log_probs, weights, keep_mask: (B, T), as the last pass over each row saw them.
+        nonfinite: (B,) bool, rows rejected for a NaN or infinite log-prob.
     """
 
     metrics: dict[str, float]
@@ -95,6 +96,7 @@ class Updated:
     training_log_probs: Tensor
     weights: Tensor
     keep_mask: Tensor
+    nonfinite: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def update(
             results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here))
     once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, once, settings)
-    return Updated(metrics, len(results), seen.log_probs, seen.weights, seen.keep_mask)
+    return Updated(metrics, len(results), seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite)
 
 
 def _mini_batch(
@@ -318,26 +320,29 @@ def _loss_tally(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """(B, T) buffers of what the loss used, for the rollout dump."""
+    """Buffers of what the loss used, (B, T) and for `nonfinite` (B,), for the rollout dump."""
 
     log_probs: Tensor
     weights: Tensor
     keep_mask: Tensor
+    nonfinite: Tensor
 
     @classmethod
     def like(cls, batch: TrainBatch) -> _Seen:
         zeros = torch.zeros_like(batch.rollout_log_probs)
-        return cls(zeros, zeros.clone(), torch.zeros_like(batch.response_mask))
+        masks = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.sample_mask)
+        return cls(zeros, zeros.clone(), *masks)
 
     def rows(self, start: int, count: int) -> _Seen:
         rows = slice(start, start + count)
-        return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows])
+        return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows])
 
     def write(self, start: int, output: PolicyOutput, correction: Correction, factor: float) -> None:
         rows = slice(start, start + len(output.log_probs))
         self.log_probs[rows] = output.log_probs.detach()
         self.weights[rows] = 1.0 if correction.weights is None else correction.weights / factor
         self.keep_mask[rows] = correction.keep_mask
+        self.nonfinite[rows] |= correction.nonfinite
 
 
 def _metrics(

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from rlctl.cli import prepare_data, presets
+from rlctl.cli.evaluate import evaluate
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(evaluate)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")
 app.add_typer(prepare_data.app, name="prepare-data")

@@ -59,7 +59,7 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     cdf = log_probs.exp().mul_(_UNITS).to(torch.int64).cumsum_(dim=-1)
     total = cdf[:, -1:]
-    target = (uniforms * total).to(torch.int64).minimum(total - 1)  # the product may round up to total
+    target = (uniforms * total).to(torch.int64)  # float64 below 1, so the product rounds to below total
     return torch.searchsorted(cdf, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
 
 

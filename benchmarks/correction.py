@@ -7,7 +7,8 @@ normalised; token_k1 and seq_max_k2 rejection), and both end with Python numbers
 alternating runs in one process. Extra memory: rise of the process's peak resident set over its
 level just before the call, each side and size in a process of its own (the allocator is told to
 hand freed blocks back, or the peak would include what earlier calls left). Host transfers: calls
-that would wait for a GPU (`item`, `tolist`, truth or conversion of a tensor), counted by patching.
+that would wait for a GPU (`item`, `tolist`, truth or conversion of a tensor, selection by a mask),
+counted by patching.
 
 Without verl only this project's figures are printed; tests/reference/verl_helper.py says how to
 make its sources importable.
@@ -115,15 +116,16 @@ def _status(key: str) -> int:
 
 @contextmanager
 def counted_transfers():
-    """Counts what would make the host wait for a device."""
-    names = ["item", "tolist", "__bool__", "__float__", "__int__", "numpy"]
+    """Counts what would make the host wait for a GPU."""
+    names = ["item", "tolist", "__bool__", "__float__", "__int__", "numpy", "__getitem__"]
     original = {name: getattr(torch.Tensor, name) for name in names}
     count = [0]
     depth = [0]
 
     def patched(name: str):
         def call(self, *args):
-            count[0] += depth[0] == 0
+            waits = name != "__getitem__" or getattr(args[0], "dtype", None) is torch.bool
+            count[0] += waits and depth[0] == 0
             depth[0] += 1
             try:
                 return original[name](self, *args)

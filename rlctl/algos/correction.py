@@ -92,10 +92,9 @@ def correct(
                 None if token_keep is None else token_keep[part],
             )
         )
-    rows = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-    if advantages is not None:
-        rows["advantage"] = torch.where(response_mask, advantages, 0.0).sum(-1)
-    return _sequence_pass(rows, response_mask, rules, token_weights, token_keep)
+        if advantages is not None:
+            blocks[-1]["advantage"] = torch.where(response_mask[part], advantages[part], 0.0).sum(-1)
+    return _sequence_pass(blocks, response_mask, rules, token_weights, token_keep)
 
 
 def _rows_per_block(mask: Tensor, horizon: int) -> int:
@@ -250,18 +249,20 @@ def _count(where: Tensor) -> Tensor:
 
 
 def _sequence_pass(
-    rows: Rows,
+    blocks: list[Rows],
     mask: Tensor,
     rules: CorrectionRules,
     token_weights: Tensor | None,
     token_keep: Tensor | None,
 ) -> Correction:
     """Judge and weigh whole sequences, on (B,) vectors in float64."""
-    rows = {name: values.double() for name, values in rows.items()}
-    nonempty = rows["length"] > 0
+    names = list(blocks[0])  # one table (names, B), so that it is converted and cleaned in one go
+    table = torch.cat([torch.stack(list(block.values())) for block in blocks], dim=1).double()
+    rows: Rows = dict(zip(names, table, strict=True))
+    length, nonempty = rows["length"], rows["length"] > 0
     nonfinite = nonempty & ~(rows["log_ratio"].isfinite() & rows["train_log_prob"].isfinite())
     finite = nonempty & ~nonfinite
-    rows = {name: torch.where(finite, v, 0.0) if name != "length" else v for name, v in rows.items()}
+    rows = dict(zip(names, torch.where(finite, table, 0.0), strict=True)) | {"length": length}
 
     keep = finite
     for index, rule in enumerate(rules.reject):

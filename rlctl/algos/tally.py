@@ -57,12 +57,10 @@ class TallyBuilder:
         self, name: str, count: Tensor, total: Tensor, squares: Tensor, high: Tensor, low: Tensor, who: Tensor
     ) -> None:
         """Row vectors (B,): `who` takes part; `count` values in the row, their sums and extremes."""
-        zero, never = torch.zeros((), dtype=torch.float64, device=who.device), -math.inf
-        self.sums[f"{name}.n"] = torch.where(who, count, zero).sum()
-        self.sums[f"{name}.s1"] = torch.where(who, total, zero).sum()
-        self.sums[f"{name}.s2"] = torch.where(who, squares, zero).sum()
-        self.maxima[f"{name}.max"] = torch.where(who, high, never).amax()
-        self.maxima[f"{name}.min"] = torch.where(who, -low, never).amax()
+        sums = torch.where(who, torch.stack([count, total, squares]), 0.0).sum(-1)
+        maxima = torch.where(who, torch.stack([high, -low]), -math.inf).amax(-1)
+        self.sums |= zip((f"{name}.n", f"{name}.s1", f"{name}.s2"), sums, strict=True)
+        self.maxima |= zip((f"{name}.max", f"{name}.min"), maxima, strict=True)
 
     def per_sequence(self, name: str, values: Tensor, who: Tensor, centre: float = 0.0) -> None:
         """One value per sequence."""

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from rlctl.cli import prepare_data, presets
+from rlctl.cli.diagnose import diagnose
 from rlctl.cli.evaluate import evaluate
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(evaluate)
+app.command()(diagnose)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")
 app.add_typer(prepare_data.app, name="prepare-data")

@@ -1,0 +1,105 @@
+"""What a diagnosis is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rlctl.diagnose.table import RunLog
+
+Severity = Literal["critical", "warning", "info"]
+#: From the worst.
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A figure and where it was seen.
+
+    Attributes:
+        metric: its key, or the spec's key where the spec is the evidence.
+        figure: what was seen, in words with the number.
+        first_step, last_step: where; None where the spec is the evidence.
+    """
+
+    metric: str
+    figure: str
+    first_step: int | None = None
+    last_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing a rule has found.
+
+    Attributes:
+        severity: `critical` threatens the run, `warning` wants a look, `info` is good to know.
+        what: one sentence.
+        evidence: figures and step ranges.
+        cause: the likely one.
+        source: where the threshold comes from.
+        remedies: alternatives, best first; each is one or more `key=value` for `rlctl train`, space
+            separated.
+        rule: name of the rule; set by `examine`.
+    """
+
+    severity: Severity
+    what: str
+    evidence: tuple[Evidence, ...]
+    cause: str
+    source: str
+    remedies: tuple[str, ...] = ()
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Why a rule could not be applied, or does not apply.
+
+    Attributes:
+        why: one clause.
+        missing: metrics (or `spec.yaml`) that would enable it; empty: it does not apply to this run.
+        rule: name of the rule; set by `examine`.
+    """
+
+    why: str
+    missing: tuple[str, ...] = ()
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing to look for.
+
+    Attributes:
+        name: short, stable, for reports and scripts.
+        looks_for: one line, for the list of what was checked.
+        judge: None means nothing found.
+        needs: metrics without which there is nothing to judge.
+        uses: further metrics it reads where they are logged.
+        needs_spec: whether the run's `spec.yaml` is needed.
+    """
+
+    name: str
+    looks_for: str
+    judge: Callable[[RunLog], Finding | Skipped | None]
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    needs_spec: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What all rules together say of one run; findings worst first."""
+
+    run: RunLog
+    findings: tuple[Finding, ...]
+    checked: tuple[Rule, ...]
+    skipped: tuple[Skipped, ...]
+
+    def reaches(self, severity: Severity) -> bool:
+        """Whether a finding is at least this severe."""
+        limit = SEVERITIES.index(severity)
+        return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)

@@ -14,6 +14,7 @@ import typer
 from rlctl.cli import prepare_data, presets
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.evaluate import evaluate
+from rlctl.cli.export import export
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(evaluate)
 app.command()(diagnose)
+app.command()(export)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")
 app.add_typer(prepare_data.app, name="prepare-data")

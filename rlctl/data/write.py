@@ -123,6 +123,17 @@ def check_replaceable(out: Path) -> None:
         )
 
 
+def check_vacant(out: Path) -> None:
+    """Refuse to write where anything is already.
+
+    Raises:
+        UsageError: `out` is a file, or a directory that is not empty.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
+        raise UsageError(what, where=str(out), fix="choose another --out")
+
+
 def _publish(stage: Path, out: Path) -> None:
     for file in [*stage.iterdir(), stage]:
         _sync(file)

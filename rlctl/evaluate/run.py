@@ -19,7 +19,7 @@ import torch
 from rlctl.batch import Rollouts
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.data.write import clear_leftovers, staged_directory
+from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.evaluate.report import RESULTS_FILE, Evaluation, results_text
@@ -82,7 +82,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> Evaluation:
     ks = _checked_ks(request)
     target = find_target(request.model_or_run, request.data_files)
     out = request.out or _default_out(target)
-    refuse_occupied(out)
+    check_vacant(out)
     rows = load_rows(target.data_files)[: request.limit]
     model, tokenizer, device = _load(target)
     sampling, max_prompt_length = _lengths(request, target, model)
@@ -110,17 +110,6 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> Evaluation:
         )
         (stage / RESULTS_FILE).write_text(results_text(evaluation), encoding="utf-8")
     return evaluation
-
-
-def refuse_occupied(out: Path) -> None:
-    """Refuse a destination that would have to be replaced.
-
-    Raises:
-        UsageError: `out` is a file or a directory that is not empty.
-    """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
-        raise UsageError(what, where=str(out), fix="choose another --out")
 
 
 def _ask(

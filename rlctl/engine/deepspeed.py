@@ -80,7 +80,11 @@ class DeepSpeedEngine:
     ) -> None:
         self.ranks = ranks
         self.zero_stage = zero_stage
-        self._policy = policy = PolicyModule(model.to(device=ranks.device, dtype=dtype), temperature)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them.
+        self._policy = policy = PolicyModule(
+            model.to(device=ranks.device, dtype=dtype), temperature, share_prompts=zero_stage < 3
+        )
         self._optimizer = GuardedAdamW(policy.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay)
         # DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32
         # master weights the same way and differs from stage 0 only in where they lie.
@@ -100,6 +104,7 @@ class DeepSpeedEngine:
         with _quiet():
             deepspeed = _import_deepspeed()
             self._engine, *_ = deepspeed.initialize(model=policy, optimizer=self._optimizer, config=config)
+        _restore_buffers(model, buffers)
         self._deepspeed = deepspeed
         self._engine.train()
 
@@ -141,7 +146,8 @@ class DeepSpeedEngine:
             group["lr"] = lr
         self._optimizer.skip = skip
         self._engine.step()
-        withheld = self._optimizer.withheld
+        # ZeRO throws a non-finite gradient away by itself, on every rank, before it reaches the optimizer.
+        withheld = self._optimizer.withheld or not self._engine.was_step_applied()
         if self.ranks.max(float(withheld)) + self.ranks.max(float(not withheld)) > 1.0:
             raise RunFailure(
                 "a gradient was not finite on some ranks only, their weights no longer agree",
@@ -187,6 +193,16 @@ class DeepSpeedEngine:
             raise RunFailure(f"DeepSpeed cannot load its state: {error}", where=str(directory)) from error
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
+
+
+def _restore_buffers(model: Any, buffers: dict[str, Tensor]) -> None:
+    """Give buffers their own precision back.
+
+    Casting a module rounds its rotary frequencies to bf16 as well, which is another model than the
+    one a rollout engine loads: a mismatch at every position, growing with the length.
+    """
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
 
 
 def _used_columns(batch: TrainBatch) -> tuple[int, int]:

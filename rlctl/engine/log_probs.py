@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens without a (B, T, V) tensor in float32.
 
-The model's body runs once; its output head runs over the response tokens only, a chunk at a time,
-each chunk's float32 logits being dropped (and, under gradient, recomputed) before the next. Padding
-never reaches the head.
+The model's body runs once (a prompt that siblings share: once for all of them); its output head runs
+over the response tokens only, a chunk at a time, each chunk's float32 logits being dropped (and, under
+gradient, recomputed) before the next. Padding never reaches the head.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from rlctl.prefix import can_share_prefix, shared_prefix
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +28,14 @@ class PolicyModule(nn.Module):
     Args:
         model: any Hugging Face causal language model.
         temperature: logits are divided by it, as when sampling.
+        share_prompts: run a prompt that adjacent rows share once, if the model is able to.
     """
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any, temperature: float, *, share_prompts: bool = True) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.shares_prompts = share_prompts and can_share_prefix(model)
         self.split_head = _head_is_all(model)
         if not self.split_head:
             log.warning(
@@ -61,23 +65,32 @@ class PolicyModule(nn.Module):
             Two (B, T) float32: log-probs (with gradient) and entropy (without), 0.0 on padding.
         """
         horizon = responses.shape[1]
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask.long(),
-            "position_ids": position_ids,
-            "use_cache": False,
-        }
-        # The state before a token predicts it: shift by one.
-        predicting = slice(-horizon - 1, -1)
+        inputs = self._inputs(input_ids[:, :-1], attention_mask[:, :-1], position_ids[:, :-1], horizon)
         if self.split_head:
-            states = self._body()(**inputs).last_hidden_state[:, predicting]
+            states = self._body()(**inputs).last_hidden_state[:, -horizon:]
             head = self.model.get_output_embeddings()
         else:
-            states = self.model(**inputs, logits_to_keep=horizon + 1).logits[:, predicting]
+            states = self.model(**inputs, logits_to_keep=horizon).logits
             head = _identity
         chosen, entropy = self._walk(states[response_mask], responses[response_mask], head, num_chunks)
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         return empty.masked_scatter(response_mask, chosen), empty.masked_scatter(response_mask, entropy)
+
+    def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor, horizon: int) -> dict[str, Any]:
+        """What the body reads: (B, L - 1), for the last token predicts nothing.
+
+        The state before a token predicts it. So of a shared prompt all but the last token is wanted
+        for its keys and values only.
+        """
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+        if not self.shares_prompts:
+            return inputs | {"use_cache": False}
+        start = ids.shape[1] - horizon
+        cache = shared_prefix(self._body(), ids[:, :start], mask[:, :start], positions[:, :start])
+        if cache is None:
+            return inputs | {"use_cache": False}
+        rest = {"input_ids": ids[:, start:], "position_ids": positions[:, start:]}
+        return inputs | rest | {"past_key_values": cache, "use_cache": True}
 
     def _body(self) -> Any:
         return getattr(self.model, self.model.base_model_prefix)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from rlctl.batch import Prompts, Rollouts
 from rlctl.errors import RunFailure, UsageError
+from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 
@@ -54,6 +55,7 @@ class HFRollout:
         # `generate` fills gaps from the model's own generation config (Qwen's has a top_p and a
         # repetition penalty): leave it nothing to find.
         self._model.generation_config = GenerationConfig()
+        self._shares_prompts = can_share_prefix(self._model)
         self._weights: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._policy_version: int | None = 0  # None while, or after, a sync that did not finish
 
@@ -83,7 +85,7 @@ class HFRollout:
         return Rollouts(
             input_ids=torch.cat([prompt_ids, responses], dim=1),
             attention_mask=attention_mask,
-            position_ids=(attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
+            position_ids=_positions(attention_mask),
             responses=responses,
             response_mask=response_mask,
             rollout_log_probs=log_probs.masked_fill(~response_mask, 0.0),
@@ -137,9 +139,19 @@ class HFRollout:
             attention_mask=prompt_mask.long(),
             generation_config=config,
             logits_processor=processors(sampling, sampler),
+            past_key_values=self._prefix(prompt_ids, prompt_mask),
         )
         responses = sequences[:, prompt_length:]
         return responses, sampler.log_probs[:, : responses.shape[1]]
+
+    @torch.no_grad()
+    def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
+        """Keys and values of the prompts (B, P) but for their last token, or None; `generate` goes on."""
+        if not self._shares_prompts:
+            return None
+        ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
+        body = getattr(self._model, self._model.base_model_prefix)
+        return shared_prefix(body, ids, mask, _positions(mask))
 
     def _decode(self, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
         """Texts of the first `lengths` (B,) tokens of each row."""
@@ -165,6 +177,11 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
             fix="set eos_token in tokenizer_config.json",
         )
     return list(ids)
+
+
+def _positions(attention_mask: Tensor) -> Tensor:
+    """(B, L) int64, 0 at the first real token."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
 
 
 def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:

@@ -1,0 +1,155 @@
+"""A prompt that siblings share is run once, and nothing but the time it takes shows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlctl.engine.log_probs import PolicyModule
+from rlctl.prefix import can_share_prefix, shared_prefix
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec.embedded import RECIPE
+from rlctl.tiny.model import build_model, build_tokenizer
+
+VOCABULARY = 23
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+PROMPT, HORIZON = 6, 4
+
+
+def a_model(kind: str):
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    # A window shorter than the prompt: only the last keys of the prefix may be read.
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=3))
+
+
+def rows_of(*siblings: int) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, each with as many random responses as said."""
+    draw = torch.Generator().manual_seed(1)
+    count = len(siblings)
+    prompts = torch.randint(2, VOCABULARY, (count, PROMPT), generator=draw)
+    pads = torch.randint(0, PROMPT, (count, 1), generator=draw)
+    prompt_mask = torch.arange(PROMPT) >= pads
+    times = torch.tensor(siblings)
+    prompt_ids = torch.where(prompt_mask, prompts, 0).repeat_interleave(times, 0)
+    responses = torch.randint(2, VOCABULARY, (sum(siblings), HORIZON), generator=draw)
+    lengths = torch.randint(1, HORIZON + 1, (sum(siblings), 1), generator=draw)
+    response_mask = torch.arange(HORIZON) < lengths
+    mask = torch.cat([prompt_mask.repeat_interleave(times, 0), response_mask], 1)
+    return {
+        "input_ids": torch.cat([prompt_ids, responses], 1),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": responses,
+        "response_mask": response_mask,
+    }
+
+
+def tokens_read(module: PolicyModule, rows: dict[str, torch.Tensor]) -> tuple[list[int], torch.Tensor]:
+    """Tokens in each pass through the embedding, and the log-probs."""
+    counts: list[int] = []
+    embedding = module.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, inputs, _output: counts.append(inputs[0].numel()))
+    log_probs, _ = module(**rows)
+    hook.remove()
+    return counts, log_probs
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+@pytest.mark.parametrize(
+    ("siblings", "blocks"),
+    [((4, 4, 4), 3), ((4, 4, 2), 5), ((4, 4, 3), None), ((1, 1, 1), None), ((5,), 1)],
+    ids=str,
+)
+def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blocks) -> None:
+    rows, model = rows_of(*siblings), a_model(kind)
+    found = []
+    for share in (True, False):
+        module = PolicyModule(model, 0.7, share_prompts=share)
+        model.zero_grad()
+        counts, log_probs = tokens_read(module, rows)
+        (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+        found.append((counts, log_probs.detach(), [p.grad.clone() for p in model.parameters()]))
+    (counts, ours, our_grads), (whole, theirs, their_grads) = found
+    count = sum(siblings)
+    assert whole == [count * (PROMPT + HORIZON - 1)]
+    assert counts == (whole if blocks is None else [blocks * (PROMPT - 1), count * HORIZON])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(our_grads, their_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_tokens_under_different_masks_are_not_shared() -> None:
+    ids = torch.full((4, 3), 5)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]).bool()
+    positions = torch.arange(3).expand(4, 3)
+    assert shared_prefix(None, ids, mask, positions) is None  # the body is never called
+
+
+def test_nothing_to_share_in_prompts_of_one_token() -> None:
+    nothing = torch.zeros(4, 0, dtype=torch.int64)
+    assert shared_prefix(None, nothing, nothing.bool(), nothing) is None
+
+
+def test_recurrent_and_checkpointed_models_read_whole_rows() -> None:
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+    assert not can_share_prefix(MambaForCausalLM(config))
+    model = a_model("qwen2")
+    assert can_share_prefix(model)
+    model.gradient_checkpointing_enable()
+    assert not can_share_prefix(model)
+
+
+def test_the_probe_leaves_the_mode_alone() -> None:
+    model = a_model("qwen2").train()
+    can_share_prefix(model)
+    assert model.training
+
+
+def test_rollouts_run_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlctl.batch import Prompts
+
+    torch.manual_seed(0)
+    model: LlamaForCausalLM = build_model(RECIPE)
+    tokenizer = build_tokenizer(RECIPE)
+    texts = ("12+34=", "5+6=")
+    encoded = tokenizer(list(texts), padding=True, return_tensors="pt")
+    prompts = Prompts(
+        encoded["input_ids"], encoded["attention_mask"].bool(), torch.arange(2), ("s",) * 2, ("t",) * 2, texts
+    )
+    found = []
+    for share in (True, False):
+        monkeypatch.setattr("rlctl.rollout.hf.can_share_prefix", lambda _model, share=share: share)
+        engine = HFRollout(model, tokenizer, "cpu")
+        first: list[int] = []
+        embedding = engine._model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _m, inputs, _out, first=first: first.append(inputs[0].numel()))
+        rollouts = engine.generate(prompts, Sampling(4), n=8, step_seed=1, num_groups_total=2)
+        found.append((rollouts, first))
+    (ours, our_tokens), (theirs, their_tokens) = found
+    assert our_tokens[:2] == [2 * 5, 16]
+    assert their_tokens[0] == 16 * 6
+    assert torch.equal(ours.responses, theirs.responses)
+    torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, rtol=1e-5, atol=1e-6)

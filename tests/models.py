@@ -1,0 +1,113 @@
+"""Tiny random models and batches of their own responses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlctl.batch import TrainBatch
+
+VOCABULARY = 23
+_SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # far from uniform, so that a wrong position or temperature shows
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def tiny_model(kind: str = "llama", *, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY):
+    """A random model; `gemma2` soft-caps its logits after the head."""
+    torch.manual_seed(seed)
+    shape = {**_SHAPE, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
+    assert kind == "gemma2"
+    capped = {"final_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8}
+    return Gemma2ForCausalLM(Gemma2Config(**shape, **capped)).eval()
+
+
+def naive_log_probs(model, batch: TrainBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy (B, T) from the full logits, float64 softmax."""
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask.long(),
+        position_ids=batch.position_ids,
+        use_cache=False,
+    ).logits
+    horizon = batch.responses.shape[1]
+    everything = (logits[:, -horizon - 1 : -1].double() / temperature).log_softmax(-1)
+    chosen = everything.gather(-1, batch.responses[..., None]).squeeze(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    zero = torch.zeros((), dtype=torch.float64)
+    return torch.where(batch.response_mask, chosen, zero), torch.where(batch.response_mask, entropy, zero)
+
+
+def tiny_batch(
+    model,
+    rows: int = 16,
+    *,
+    seed: int = 0,
+    prompt: int = 5,
+    horizon: int = 6,
+    gap: float = 0.2,
+    lengths: list[int] | None = None,
+    temperature: float = 1.0,
+) -> TrainBatch:
+    """Ragged prompts and responses; log-ratios to the model's own policy about N(0, gap²) per token."""
+    draw = torch.Generator().manual_seed(seed)
+    prompt_lengths = torch.randint(1, prompt + 1, (rows,), generator=draw)
+    chosen = torch.randint(1, horizon + 1, (rows,), generator=draw)
+    response_lengths = chosen if lengths is None else torch.tensor(lengths)
+    prompt_mask = torch.arange(prompt) >= prompt - prompt_lengths[:, None]
+    response_mask = torch.arange(horizon) < response_lengths[:, None]
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(2, vocabulary, (rows, prompt + horizon), generator=draw)
+    attention_mask = torch.cat([prompt_mask, response_mask], 1)
+    ids = torch.where(attention_mask, ids, 0)
+    zeros = torch.zeros(rows, horizon)
+    batch = TrainBatch(
+        input_ids=ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
+        responses=ids[:, prompt:],
+        response_mask=response_mask,
+        sample_mask=torch.ones(rows, dtype=torch.bool),
+        rollout_log_probs=zeros,
+        old_log_probs=zeros,
+        advantages=zeros,
+    )
+    with torch.no_grad():
+        own, _ = naive_log_probs(model, batch, temperature)
+    noise = torch.randn(rows, horizon, generator=draw)
+    old = own.float() + 0.1 * torch.randn(rows, horizon, generator=draw)
+    advantages = torch.randn(rows, 1, generator=draw).expand(rows, horizon)
+    return replaced(
+        batch,
+        rollout_log_probs=torch.where(response_mask, own.float() + gap * noise, 0.0),
+        old_log_probs=torch.where(response_mask, old, 0.0),
+        advantages=torch.where(response_mask, advantages, 0.0),
+    )
+
+
+def replaced(batch: TrainBatch, **fields: Tensor) -> TrainBatch:
+    """The batch with some tensors exchanged."""
+    from dataclasses import replace
+
+    return replace(batch, **fields)

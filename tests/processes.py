@@ -1,0 +1,164 @@
+"""Real processes at the price of a fork.
+
+`import torch, transformers, deepspeed` takes seconds. A fork server does it once; every job is then
+its own process, in its own session, that can be signalled, killed and looked at like any other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 180.0
+
+# Before the server starts: it, and processes that jobs spawn, must find `rlctl` and `tests`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+class Job:
+    """`function(*arguments)` in a process of its own; what it returns is its exit code."""
+
+    def __init__(
+        self,
+        function: Callable[..., int],
+        *arguments: object,
+        log: Path,
+        env: dict[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.log = log
+        self._process = _CONTEXT.Process(
+            target=_child, args=(function, arguments, str(log), env or {}, before, dict(os.environ))
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        """Exit code, negative for a signal; a job that hangs is killed and fails the test."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.end()
+            raise AssertionError(f"still running after {timeout:g} s:\n{self.output[-4000:]}")
+        return self._process.exitcode
+
+    def wait_for(self, condition: Callable[[], object], timeout: float = TIMEOUT_S) -> None:
+        """Until the condition holds; fails if the job ends before."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self._process.is_alive(), f"ended early ({self.wait()}):\n{self.output[-4000:]}"
+            if time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"not within {timeout:g} s:\n{self.output[-4000:]}")
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """As a terminal's Ctrl-C: to every process of the job."""
+        os.killpg(self.pid, number)
+
+    def family(self) -> list[psutil.Process]:
+        """Processes of the job's session that are alive, itself included."""
+        found = []
+        for process in psutil.process_iter(["status"]):
+            try:
+                if os.getsid(process.pid) == self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, PermissionError, psutil.Error):
+                continue
+        return found
+
+    def orphans(self, grace_s: float = 5.0) -> list[int]:
+        """Processes that outlived the job by more than `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [process.pid for process in left]
+
+    def end(self) -> None:
+        for process in self.family():
+            process.kill()
+
+
+def _child(
+    function: Callable[..., int],
+    arguments: tuple[object, ...],
+    log: str,
+    env: dict[str, str],
+    before: Callable[[], None] | None,
+    parent_env: dict[str, str],
+) -> None:
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()  # the server's is of when it started
+    os.environ.update(parent_env | env)
+    try:
+        if before:
+            before()
+        code = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def on_ranks(count: int, function: Callable[..., object], *arguments: object, where: Path) -> list[object]:
+    """`function(ranks, *arguments)` on every one of `count` ranks; what each returns, through a file."""
+    port = str(free_port())
+    jobs = []
+    for rank in range(count):
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        result, log = where / f"result-{count}-{rank}.pt", where / f"log-{count}-{rank}.txt"
+        jobs.append(Job(_on_rank, function, arguments, str(result), log=log, env=env))
+    codes = [job.wait() for job in jobs]
+    assert not any(codes), "\n".join(job.output[-4000:] for job in jobs)
+    return [torch.load(where / f"result-{count}-{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _on_rank(function: Callable[..., object], arguments: tuple[object, ...], result: str) -> int:
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+
+    torch.set_num_threads(1)
+    value = function(join_ranks(), *arguments)
+    torch.save(value, result)
+    leave_ranks()
+    return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

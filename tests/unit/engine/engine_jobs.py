@@ -1,0 +1,131 @@
+"""What the engine tests run in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlctl.algos.losses import reinforce
+from rlctl.engine import log_probs as log_probs_module
+from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.ranks import Ranks
+from tests.models import tiny_batch, tiny_model
+
+ROWS = 8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def engine(ranks: Ranks, stage: int, dtype: str = "fp32", grad_clip: float = 1.0, seed: int = 0):
+    return DeepSpeedEngine(
+        tiny_model(seed=seed, tied=stage % 2 == 1),
+        ranks,
+        zero_stage=stage,
+        dtype=DTYPES[dtype],
+        temperature=1.0,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        grad_clip=grad_clip,
+    )
+
+
+def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in actor.weights()}
+
+
+def take_step(actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = False, lr: float = 1e-2):
+    """One step on ROWS sequences spread over the ranks, each rank `micro` at a time."""
+    batch = tiny_batch(tiny_model(), ROWS, seed=seed)
+    tokens = batch.response_mask.sum()
+    share = ROWS // actor.ranks.world_size
+    mine = batch.rows(actor.ranks.rank * share, (actor.ranks.rank + 1) * share)
+    micros = mine.split(micro)
+    for index, part in enumerate(micros):
+        output = actor.policy(part)
+        loss = reinforce(output.log_probs, part.advantages, part.response_mask, None).values.sum() / tokens
+        actor.backward(loss, last=index == len(micros) - 1)
+    return actor.step(lr=lr, skip=skip)
+
+
+def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
+    """Weights and gradient norms after two steps, the second of three being skipped."""
+    found = {}
+    for stage, dtype, micro in cases:
+        actor = engine(ranks, stage, dtype)
+        start = weights_of(actor)
+        first = take_step(actor, 1, micro)
+        after_one = weights_of(actor)
+        skipped = take_step(actor, 2, micro, skip=True)
+        untouched = all(torch.equal(a, after_one[n]) for n, a in weights_of(actor).items())
+        second = take_step(actor, 3, micro)
+        found[stage, dtype, micro] = {
+            "start": start,
+            "weights": weights_of(actor),
+            "norms": (first.grad_norm, second.grad_norm),
+            "applied": (first.applied, skipped.applied, second.applied),
+            "untouched": untouched,
+        }
+    return found
+
+
+def save_and_load(ranks: Ranks, stage: int, dtype: str, directory: str):
+    """The step after a save, by the engine that saved and by a fresh one with other weights."""
+    at = Path(directory) / f"{stage}-{dtype}-{ranks.world_size}"
+    actor = engine(ranks, stage, dtype)
+    take_step(actor, 1, 2)
+    take_step(actor, 2, 4)
+    actor.save(at)
+    saved = weights_of(actor)
+    fresh = engine(ranks, stage, dtype, seed=5)
+    fresh.load(at)
+    loaded = weights_of(fresh)
+    norms = take_step(actor, 3, 2).grad_norm, take_step(fresh, 3, 2).grad_norm
+    return saved, loaded, weights_of(actor), weights_of(fresh), norms
+
+
+def export(ranks: Ranks, stage: int, directory: str):
+    actor = engine(ranks, stage)
+    take_step(actor, 1, 4)
+    actor.export(Path(directory))
+    ranks.barrier()
+    return weights_of(actor)
+
+
+def chunked(ranks: Ranks, stage: int):
+    """A step whose output head runs in many recomputed chunks, and one in a single piece."""
+    whole = engine(ranks, stage)
+    take_step(whole, 1, 4)
+    log_probs_module.MAX_LOGITS = 100
+    pieces = engine(ranks, stage)
+    take_step(pieces, 1, 4)
+    take_step(pieces, 2, 4)  # ZeRO-3 records the order of modules in its first step and relies on it after
+    log_probs_module.MAX_LOGITS = 1 << 25
+    take_step(whole, 2, 4)
+    return weights_of(whole), weights_of(pieces)
+
+
+def bad_gradient(ranks: Ranks, stage: int, grad_clip: float):
+    """A NaN reaches the gradient although the loss is finite; what the step says, and the weights."""
+    from rlctl.errors import RunFailure
+
+    actor = engine(ranks, stage, grad_clip=grad_clip)
+    take_step(actor, 1, 4)
+    before = weights_of(actor)
+    hook = actor._engine.module.model.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+    try:
+        result = take_step(actor, 2, 4)
+        said = f"applied={result.applied}"
+    except RunFailure as error:
+        said = str(error)
+    hook.remove()
+    return said, before, weights_of(actor)
+
+
+def load_nothing(ranks: Ranks, directory: str) -> str:
+    from rlctl.errors import RunFailure
+
+    try:
+        engine(ranks, 0).load(Path(directory))
+    except RunFailure as error:
+        return str(error)
+    return "loaded"

@@ -1,0 +1,117 @@
+"""One optimizer step is one optimizer step, however it is cut: stages, ranks, micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.processes import on_ranks
+from tests.unit.engine import engine_jobs
+
+STAGES = (0, 1, 2, 3)
+CASES = [(stage, "fp32", micro) for stage in (0, 3) for micro in (1, 2, 4, 8)]
+CASES += [(stage, "fp32", micro) for stage in (1, 2) for micro in (1, 8)]
+CASES += [(stage, "bf16", 4) for stage in STAGES]
+
+
+@pytest.fixture(scope="module")
+def by_world_size(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("matrix")
+    found = {}
+    for count in (1, 2):
+        results = on_ranks(count, engine_jobs.matrix, CASES, where=where)
+        for case in CASES:
+            for name, tensor in results[0][case]["weights"].items():
+                for other in results[1:]:
+                    assert torch.equal(tensor, other[case]["weights"][name]), (case, name, "ranks differ")
+        found[count] = results[0]
+    return found
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def mean_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(torch.cat([(a[name] - b[name]).abs().flatten() for name in a]).mean())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("stage", "dtype", "micro"), CASES)
+def test_same_weights_however_cut(by_world_size, world_size: int, stage: int, dtype: str, micro: int) -> None:
+    wanted = by_world_size[1][stage % 2, "fp32", 8]  # odd stages are tied: another model
+    got = by_world_size[world_size][stage, dtype, micro]
+    moved = distance(wanted["start"], wanted["weights"])
+    assert moved > 1e-2
+    if dtype == "fp32":
+        assert distance(got["weights"], wanted["weights"]) < 2e-5
+        assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+    else:  # Adam turns the sign of a gradient near zero into a full step: compare means
+        assert mean_distance(got["weights"], wanted["weights"]) < 0.1 * mean_distance(
+            wanted["start"], wanted["weights"]
+        )
+        assert got["norms"] == pytest.approx(wanted["norms"], rel=0.05)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> None:
+    got = by_world_size[world_size][case]
+    assert got["applied"] == (True, False, True)
+    assert got["untouched"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")]
+)
+def test_fresh_engine_goes_on_where_the_saved_one_was(
+    tmp_path: Path, stage: int, dtype: str, world_size: int
+) -> None:
+    jobs = on_ranks(world_size, engine_jobs.save_and_load, stage, dtype, str(tmp_path), where=tmp_path)
+    for saved, loaded, wanted, got, norms in jobs:
+        assert distance(saved, loaded) == 0.0
+        assert distance(wanted, got) == 0.0
+        assert distance(saved, wanted) > 1e-3
+        assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2)])
+def test_export_is_a_plain_model(tmp_path: Path, stage: int, world_size: int) -> None:
+    weights = on_ranks(world_size, engine_jobs.export, stage, str(tmp_path / "model"), where=tmp_path)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ours = dict(model.named_parameters())
+    assert ours.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 1), (3, 2)])
+def test_chunked_head_trains_the_same(tmp_path: Path, stage: int, world_size: int) -> None:
+    whole, pieces = on_ranks(world_size, engine_jobs.chunked, stage, where=tmp_path)[0]
+    assert distance(whole, pieces) < 2e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("grad_clip", [0.0, 1.0])
+def test_bad_gradient_never_reaches_the_weights(
+    tmp_path: Path, stage: int, world_size: int, grad_clip: float
+) -> None:
+    said, before, after = on_ranks(world_size, engine_jobs.bad_gradient, stage, grad_clip, where=tmp_path)[0]
+    if said != "applied=False":  # under ZeRO without clipping only the rank that owns the part knows
+        assert "some ranks only" in said
+        assert (world_size, grad_clip) == (2, 0.0)
+        return
+    assert distance(before, after) == 0.0
+
+
+def test_loading_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    said = on_ranks(1, engine_jobs.load_nothing, str(tmp_path / "empty"), where=tmp_path)[0]
+    assert said != "loaded"
+    assert str(tmp_path) in said

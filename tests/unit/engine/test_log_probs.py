@@ -1,0 +1,131 @@
+"""Log-probs of chunks and trimmed columns are those of the plain model's full logits."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rlctl.engine import log_probs as module
+from rlctl.engine.deepspeed import _used_columns
+from rlctl.engine.log_probs import PolicyModule
+from tests.models import naive_log_probs, tiny_batch, tiny_model
+
+MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("gemma2", True)]
+
+
+def forward(policy: PolicyModule, batch, num_chunks: int = 1):
+    return policy(
+        batch.input_ids,
+        batch.attention_mask,
+        batch.position_ids,
+        batch.responses,
+        batch.response_mask,
+        num_chunks,
+    )
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "tied"), MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("num_chunks", [1, 3, 100])
+def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, num_chunks: int) -> None:
+    model = tiny_model(kind, tied=tied)
+    batch = tiny_batch(model)
+    policy = PolicyModule(model, temperature)
+    assert policy.split_head == (kind != "gemma2")
+    expected, entropy = naive_log_probs(model, batch, temperature)
+    expected.mul(batch.advantages).sum().backward()
+    wanted = gradients(model)
+    model.zero_grad()
+
+    log_probs, ours = forward(policy, batch, num_chunks)
+    assert log_probs.dtype == ours.dtype == torch.float32
+    assert not ours.requires_grad
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours.double(), entropy, rtol=1e-5, atol=2e-6)
+    log_probs.mul(batch.advantages).sum().backward()
+    got = gradients(model)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_falling_back_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        PolicyModule(tiny_model("gemma2"), 1.0)
+    assert "more memory" in caplog.text
+
+
+def test_wrong_temperature_would_show() -> None:
+    model = tiny_model()
+    batch = tiny_batch(model)
+    log_probs, _ = forward(PolicyModule(model, 0.6), batch)
+    assert (log_probs - naive_log_probs(model, batch)[0]).abs().max() > 0.1
+
+
+def test_padding_on_either_side_changes_nothing() -> None:
+    model = tiny_model()
+    batch = tiny_batch(model)
+    policy = PolicyModule(model, 1.0)
+    log_probs, entropy = forward(policy, batch)
+    wide = [torch.nn.functional.pad(batch.input_ids, (4, 3), value=7)]  # any token may stand there
+    wide += [torch.nn.functional.pad(batch.attention_mask, (4, 3))]
+    wide += [torch.nn.functional.pad(batch.position_ids, (4, 3))]
+    responses = torch.nn.functional.pad(batch.responses, (0, 3), value=5)
+    more, more_entropy = policy(*wide, responses, torch.nn.functional.pad(batch.response_mask, (0, 3)))
+    assert not more[:, -3:].any()
+    torch.testing.assert_close(more[:, :-3], log_probs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(more_entropy[:, :-3], entropy, rtol=1e-5, atol=1e-6)
+
+
+def test_columns_used() -> None:
+    model = tiny_model()
+    batch = tiny_batch(model, 3, lengths=[2, 4, 1], horizon=6)
+    widest = int(batch.attention_mask[:, :5].sum(1).max())
+    assert _used_columns(batch) == (widest, 4)
+    empty = tiny_batch(model, 2, lengths=[0, 0])
+    assert _used_columns(empty)[1] == 1
+
+
+def test_a_batch_without_response_tokens_still_backpropagates() -> None:
+    model = tiny_model()
+    log_probs, entropy = forward(PolicyModule(model, 1.0), tiny_batch(model, 2, lengths=[0, 0]))
+    assert not log_probs.any()
+    assert not entropy.any()
+    log_probs.sum().backward()
+    assert not any(g.any() for g in gradients(model).values())
+
+
+def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward ever makes a float32 tensor of more than MAX_LOGITS elements."""
+    vocabulary, limit = 5000, 20_000
+    monkeypatch.setattr(module, "MAX_LOGITS", limit)
+    model = tiny_model(vocabulary=vocabulary, tied=True)
+    batch = tiny_batch(model, 32)
+    num_tokens = int(batch.response_mask.sum())
+    policy = PolicyModule(model, 1.0)
+    chunks = policy.chunks_needed(num_tokens)
+    assert num_tokens * vocabulary > 10 * limit
+    seen: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, (tuple, list)) else [result]
+            for tensor in outputs:
+                # 16 rows are the head's own weight, transposed.
+                by_vocabulary = isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (vocabulary,)
+                if by_vocabulary and tensor.dtype == torch.float32 and len(tensor) != 16:
+                    seen.append(tensor.numel())
+            return result
+
+    with Watch():
+        log_probs, _ = forward(policy, batch, chunks)
+        log_probs.sum().backward()
+    assert seen
+    assert max(seen) <= limit + vocabulary

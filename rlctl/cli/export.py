@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,10 +46,9 @@ def export(
     checkpoint = _checkpoint(run, step)
     clear_leftovers(out)
     with staged_directory(out) as stage:
-        if dtype is None:
-            shutil.copytree(checkpoint.model_dir, stage, dirs_exist_ok=True)
-        else:
-            _convert(checkpoint, stage, dtype)
+        shutil.copytree(checkpoint.model_dir, stage, dirs_exist_ok=True)
+        if dtype is not None:
+            _convert(stage, dtype)
     typer.echo(f"{out}: the model of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
 
 
@@ -76,18 +76,38 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
     return checkpoint
 
 
-def _convert(checkpoint: Checkpoint, destination: Path, dtype: Dtype) -> None:
-    """Load, cast and save; the config names the new dtype."""
+def _convert(model_dir: Path, dtype: Dtype) -> None:
+    """Cast the weights in place, one file in memory at a time; the config names the new dtype.
+
+    Not through `from_pretrained`, so that models with code of their own need not run it here.
+    """
     import torch
+    from safetensors.torch import load_file, save_file
 
-    from rlctl.engine.model import load_policy
+    wanted = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}[dtype]
+    total_size = 0
+    for file in sorted(model_dir.glob("*.safetensors")):
+        tensors = {
+            name: tensor.to(wanted) if tensor.is_floating_point() else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content.setdefault("metadata", {})["total_size"] = total_size
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    config = model_dir / "config.json"
+    named = _with_dtype(json.loads(config.read_text(encoding="utf-8")), str(wanted).removeprefix("torch."))
+    config.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    model, tokenizer = load_policy(
-        str(checkpoint.model_dir),
-        revision=None,
-        trust_remote_code=False,
-        attn_implementation="sdpa",
-        dtype=torch.bfloat16 if dtype is Dtype.BF16 else torch.float32,
-    )
-    model.save_pretrained(destination)
-    tokenizer.save_pretrained(destination)
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The config, and the configs of its parts, with every dtype it names replaced."""
+    return {
+        key: _with_dtype(value, name)
+        if isinstance(value, dict)
+        else (name if key in {"dtype", "torch_dtype"} else value)
+        for key, value in config.items()
+    }

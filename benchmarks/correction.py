@@ -1,9 +1,9 @@
 """Weights, mask and all metrics of one batch: this project's correction against verl 0.9's helper.
 
-    python benchmarks/correction.py [--json FILE] [--threads 1] [--repeats 15]
+    python benchmarks/correction.py [--level token] [--json FILE] [--threads 1] [--repeats 15]
 
-Both sides get the same float32 batch and the same rules (sequence weights truncated at 2 and
-normalised; token_k1 and seq_max_k2 rejection), and both end with Python numbers. Time: medians of
+Both sides get the same float32 batch and the same rules (weights truncated at 2 and normalised;
+token_k1 and seq_max_k2 rejection), and both end with Python numbers. Time: medians of
 alternating runs in one process. Extra memory: rise of the process's peak resident set over its
 level just before the call, each side and size in a process of its own (the allocator is told to
 hand freed blocks back, or the peak would include what earlier calls left). Host transfers: calls
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -37,15 +38,11 @@ from tests.reference import verl_helper
 
 SIZES = [(256, 1024), (1024, 4096)]
 SIDES = ("rlctl", "verl")
-RULES = CorrectionRules(
-    WeightRule("sequence", "truncate", 0.5, 2.0, normalize=True, normalize_over="all", metrics="verl"),
-    (
-        RejectRule("token_k1", "k1", "none", -0.5108256237659907, 0.47000362924573563, "token"),
-        RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
-    ),
+REJECT_RULES = (
+    RejectRule("token_k1", "k1", "none", math.log(0.6), math.log(1.6), "token"),
+    RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
 )
 VERL_SETTINGS = {
-    "rollout_is": "sequence",
     "rollout_is_threshold": 2.0,
     "rollout_is_batch_normalize": True,
     "rollout_rs": "token_k1,seq_max_k2",
@@ -63,17 +60,19 @@ def make_batch(batch: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor, to
     return train, rollout, torch.arange(horizon) < lengths
 
 
-def prepare(side: str, size: tuple[int, int]) -> Run | None:
+def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
     """A function that does the whole work once; None where verl is missing."""
     train, rollout, mask = make_batch(*size)
+    weight = WeightRule(level, "truncate", 0.5, 2.0, normalize=True, normalize_over="all", metrics="verl")
+    rules = CorrectionRules(weight, REJECT_RULES)
     if side == "rlctl":
 
         def ours() -> dict[str, float]:
-            found = correct(train, rollout, mask, RULES)
+            found = correct(train, rollout, mask, rules)
             host = found.tally.to_host()
             assert found.weights is not None
             # The factor scales the gradient; the weights are not written again.
-            return correction_metrics(host, RULES) | {"factor": batch_norm_factor(host, RULES)}
+            return correction_metrics(host, rules) | {"factor": batch_norm_factor(host, rules)}
 
         return ours
     verl = verl_helper.load()
@@ -83,7 +82,7 @@ def prepare(side: str, size: tuple[int, int]) -> Run | None:
 
     def theirs() -> dict[str, float]:
         correct_with_verl = verl.compute_rollout_correction_and_rejection_mask
-        return correct_with_verl(train, rollout, mask_float, **VERL_SETTINGS)[2]
+        return correct_with_verl(train, rollout, mask_float, rollout_is=level, **VERL_SETTINGS)[2]
 
     return theirs
 
@@ -143,27 +142,29 @@ def counted_transfers():
             setattr(torch.Tensor, name, method)
 
 
-def memory_in_a_process(side: str, size: tuple[int, int], threads: int) -> float:
+def memory_in_a_process(side: str, size: tuple[int, int], options: argparse.Namespace) -> float:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--memory-of", side, *map(str, size), "--threads", str(threads)]
+    command = [sys.executable, __file__, "--memory-of", side, *map(str, size)]
+    command += ["--level", options.level, "--threads", str(options.threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def measure(size: tuple[int, int], repeats: int, threads: int) -> dict[str, dict[str, float]]:
-    runs = {side: run for side in SIDES if (run := prepare(side, size))}
-    found = {side: {"seconds": seconds} for side, seconds in median_times(runs, repeats).items()}
+def measure(size: tuple[int, int], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    runs = {side: run for side in SIDES if (run := prepare(side, size, options.level))}
+    found = {side: {"seconds": seconds} for side, seconds in median_times(runs, options.repeats).items()}
     for side, run in runs.items():
         with counted_transfers() as count:
             run()
         found[side]["host_transfers"] = count[0]
-        found[side]["extra_mib"] = memory_in_a_process(side, size, threads)
+        found[side]["extra_mib"] = memory_in_a_process(side, size, options)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--level", choices=["token", "sequence"], default="sequence")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
@@ -171,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.memory_of:
         side, *size = options.memory_of
-        run = prepare(side, (int(size[0]), int(size[1])))
+        run = prepare(side, (int(size[0]), int(size[1])), options.level)
         assert run is not None
         print(extra_memory(run))
         return
@@ -180,7 +181,7 @@ def main() -> None:
     print(f"{'batch':>13} {'side':>6} {'ms':>9} {'extra MiB':>10} {'host transfers':>15}")
     for size in SIZES:
         name = f"{size[0]}×{size[1]}"
-        found = report[name] = measure(size, options.repeats, options.threads)
+        found = report[name] = measure(size, options)
         for side, figures in found.items():
             ms, mib, transfers = figures["seconds"] * 1e3, figures["extra_mib"], figures["host_transfers"]
             print(f"{name:>13} {side:>6} {ms:9.2f} {mib:10.1f} {transfers:15d}")

@@ -231,7 +231,8 @@ def _token_weights(
     rows |= {"weight_min": (logged + padding).amin(-1), "weight_max": (logged - padding).amax(-1)}
     if rule.normalize:
         counted = mask if rule.normalize_over == "all" else keep
-        rows["norm"] = torch.where(counted, bounded, 0.0).sum(-1)
+        is_logged = counted is mask and (rule.metrics == "verl" or keep is mask)
+        rows["norm"] = rows["weight"] if is_logged else torch.where(counted, bounded, 0.0).sum(-1)
     torch.add(kept, 1.0, out=weights_out)
 
 

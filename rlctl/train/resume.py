@@ -16,8 +16,6 @@ _SAFE = frozenset(
         "trainer.logger",
         "trainer.project_name",
         "trainer.experiment_name",
-        "trainer.total_epochs",
-        "trainer.total_training_steps",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
         "trainer.save_freq",
@@ -27,6 +25,9 @@ _SAFE = frozenset(
         "trainer.run_dir",
     }
 )
+
+#: Safe as long as the learning rate does not depend on where the run ends.
+_LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
 
 
 def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
@@ -42,6 +43,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
         SpecError: a change would make the rest of the run another experiment.
     """
     found = changes(before, after)
+    safe = _SAFE | _LENGTH if after.actor.lr_scheduler_type == "constant" else _SAFE
     problems = [
         Problem(
             "error",
@@ -50,7 +52,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
             "leave it out, or start a new run",
         )
         for key, (old, new) in found.items()
-        if key not in _SAFE
+        if key not in safe
     ]
     if problems:
         raise SpecError(problems)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlctl.errors import RunFailure, SpecError
+from rlctl.spec.load import load_spec
+from rlctl.spec.run import RunSpec
+from rlctl.train.prepare import rank_positions
+from rlctl.train.resume import changes, refuse_unsafe
+from rlctl.train.schedule import lr_at
+from rlctl.train.stop import StopRequest
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_warmup_reaches_the_peak_on_its_last_update(kind: str) -> None:
+    rates = [lr_at(u, 20, peak=2.0, warmup=4, kind=kind) for u in range(6)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0
+
+
+def test_decays() -> None:
+    assert lr_at(999, 20, peak=3.0, warmup=0, kind="constant") == 3.0
+    assert lr_at(10, 20, peak=3.0, warmup=0, kind="linear") == pytest.approx(1.5)
+    assert lr_at(10, 20, peak=3.0, warmup=0, kind="cosine") == pytest.approx(1.5)
+    assert lr_at(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    for kind in ("linear", "cosine"):
+        rates = [lr_at(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
+        assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+        assert rates[16] > 0.0  # the last of the 20 updates still moves
+        assert rates[17:] == pytest.approx([0.0] * 10)
+    assert lr_at(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
+    assert lr_at(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
+
+
+@pytest.mark.parametrize(("batch", "mini"), [(16, 16), (16, 8), (16, 4), (8, 8)])
+def test_mini_batches_hold_the_same_prompts_on_any_number_of_ranks(batch: int, mini: int) -> None:
+    alone = rank_positions(batch, mini, rank=0, world_size=1)
+    assert alone == list(range(batch))
+    for world_size in (1, 2, 4):
+        mine = [rank_positions(batch, mini, rank=r, world_size=world_size) for r in range(world_size)]
+        assert sorted(sum(mine, [])) == alone
+        share = mini // world_size
+        for k in range(batch // mini):
+            together = sorted(place for rank in mine for place in rank[k * share : (k + 1) * share])
+            assert together == alone[k * mini : (k + 1) * mini]
+
+
+def spec(*overrides: str) -> RunSpec:
+    return load_spec([], [], list(overrides)).spec
+
+
+def test_safe_changes_are_shown() -> None:
+    lines = refuse_unsafe(
+        spec(), spec("trainer.total_training_steps=999", "actor.ppo_micro_batch_size_per_gpu=4")
+    )
+    assert lines == [
+        "actor.ppo_micro_batch_size_per_gpu: 512 → 4",
+        "trainer.total_training_steps: 240 → 999",
+    ]
+    assert refuse_unsafe(spec(), spec()) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.lr=1e-3",
+        "trainer.seed=2",
+        "data.train_batch_size=64",
+        "rollout.temperature=0.7",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=token_k1,algorithm.rollout_correction.x",
+    ],
+)
+def test_unsafe_changes_are_refused(override: str) -> None:
+    if override.endswith(".x"):
+        after = spec(
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2",
+        )
+    else:
+        after = spec(override)
+    with pytest.raises(SpecError) as caught:
+        refuse_unsafe(spec(), after)
+    problem = caught.value.problems[0]
+    old, new = changes(spec(), after)[problem.key]
+    assert repr(old) in problem.what
+    assert repr(new) in problem.what
+
+
+def test_total_steps_are_not_safe_where_the_learning_rate_depends_on_them() -> None:
+    before = spec("actor.lr_scheduler_type=linear")
+    after = spec("actor.lr_scheduler_type=linear", "trainer.total_training_steps=999")
+    with pytest.raises(SpecError, match="total_training_steps"):
+        refuse_unsafe(before, after)
+
+
+def test_exit_codes_are_the_shells() -> None:
+    assert StopRequest(2).exit_code == 130
+    assert StopRequest(15).exit_code == 143
+
+
+def test_critic_is_refused_in_words() -> None:
+    from types import SimpleNamespace
+
+    from rlctl.train.prepare import with_advantages
+
+    rollouts = SimpleNamespace(group_ids=torch.zeros(2, dtype=torch.int64))
+    scored = SimpleNamespace(
+        rollouts=rollouts, scores=torch.zeros(2), score_valid=torch.ones(2, dtype=torch.bool)
+    )
+    algorithm = load_spec(["ppo-uncorrected"], [], []).spec.algorithm
+    with pytest.raises(RunFailure, match="critic"):
+        with_advantages(scored, algorithm)

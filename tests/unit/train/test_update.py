@@ -1,0 +1,319 @@
+"""The update against a slow computation of its own, and with everything that can be wrong in a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlctl.errors import RunFailure
+from rlctl.train.update import update
+from tests.models import naive_log_probs, replaced, tiny_model
+from tests.reference.correction import reference
+from tests.unit.train.updates import (
+    BYPASS,
+    CASES,
+    CLIP,
+    DECOUPLED,
+    HORIZON,
+    REINFORCE,
+    ROWS,
+    RS,
+    PlainEngine,
+    alone,
+    batch_of,
+    select,
+    settings_of,
+)
+
+LR = 0.05
+
+
+def updated(correction, batch=None, *, seed: int = 0, **settings):
+    """(outcome, engine, weights before) of one `update` by plain SGD."""
+    model = tiny_model(seed=seed)
+    batch = batch_of(model) if batch is None else batch
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = PlainEngine(model)
+    outcome = update(batch, engine, alone(), settings_of(correction, **settings), lambda _: LR, 0)
+    return outcome, engine, before
+
+
+def moved(engine: PlainEngine, before: dict[str, torch.Tensor]) -> float:
+    return max(float((p.detach() - before[n]).abs().max()) for n, p in engine.model.named_parameters())
+
+
+# --- the gradient ---------------------------------------------------------------------------------
+
+
+def slow_loss(model, batch, settings) -> torch.Tensor:
+    """rollout-correction.md §4 for one mini-batch: weights and mask from the oracle, one token at a time."""
+    log_probs, _ = naive_log_probs(model, batch)
+    mask = batch.response_mask & batch.sample_mask[:, None]
+    against = log_probs.detach() if settings.bypass else batch.old_log_probs
+    known = reference(
+        against.tolist(),
+        batch.rollout_log_probs.tolist(),
+        mask.tolist(),
+        settings.rules,
+        batch.advantages.tolist(),
+    )
+    after = settings.rules.loss_denominator == "after_rejection"
+    applied = known.weights is not None and not (settings.bypass and settings.loss_type == "ppo_clip")
+    total, counts = torch.zeros((), dtype=torch.float64), []
+    for row in range(len(batch)):
+        values, counted = [], 0
+        for t in range(HORIZON):
+            if not mask[row, t]:
+                continue
+            kept = known.keep[row][t]
+            counted += kept or not after
+            if not kept:
+                continue
+            weight = known.weights[row][t] / known.factor if applied else 1.0
+            advantage = float(batch.advantages[row, t])
+            if settings.loss_type == "reinforce":
+                values.append(-weight * advantage * log_probs[row, t])
+            else:
+                ratio = (log_probs[row, t] - batch.old_log_probs[row, t]).exp()
+                held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+                values.append(-weight * torch.minimum(ratio * advantage, held * advantage))
+        counts.append(counted)
+        row_sum = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
+        total = total + (row_sum / max(counted, 1) if settings.agg_mode == "seq-mean-token-mean" else row_sum)
+    num_sequences = sum(count > 0 for count in counts)
+    divisor = {
+        "token-mean": sum(counts),
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-mean": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * HORIZON,
+    }[settings.agg_mode]
+    return total / divisor
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("micro", [16, 5])
+def test_gradient_is_that_of_the_formula(name: str, micro: int) -> None:
+    correction, agg_mode, _, _ = CASES[name]
+    model = tiny_model()
+    batch = batch_of(model)
+    if correction["bypass_mode"]:
+        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+    settings = settings_of(correction, agg_mode, micro_rows=micro)
+    loss = slow_loss(model, batch, settings)
+    loss.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    outcome, engine, _ = updated(correction, batch, agg_mode=agg_mode, micro_rows=micro)
+    assert outcome.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert any(gradient.abs().max() > 1e-3 for gradient in wanted.values())
+    for parameter, gradient in wanted.items():
+        torch.testing.assert_close(engine.gradient[parameter], gradient, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case[0]["bypass_mode"]])
+def test_logged_metrics_are_the_oracles(name: str) -> None:
+    model = tiny_model()
+    batch = batch_of(model)
+    log_probs, _ = naive_log_probs(model, batch)
+    correction = CASES[name][0]
+    known = reference(
+        log_probs.tolist(),
+        batch.rollout_log_probs.tolist(),
+        batch.response_mask.tolist(),
+        settings_of(correction).rules,
+        batch.advantages.tolist(),
+    )
+    outcome, _, _ = updated(correction, batch, micro_rows=4)
+    for key, value in known.metrics.items():
+        assert outcome.metrics[key] == pytest.approx(value, rel=1e-3, abs=2e-5), key
+
+
+def test_one_forward_pass_where_one_is_enough() -> None:
+    for correction, micro, passes in [
+        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, ROWS, 1),  # settled by the pass of the loss
+        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, 4, 8),  # normalising needs one more, without grad
+        (BYPASS | REINFORCE | {"rollout_is": "sequence", "rollout_is_batch_normalize": False}, 4, 4),
+        (BYPASS | CLIP | RS | {"rollout_is": "token"}, 4, 4),
+        (DECOUPLED | CLIP | {"rollout_is": "sequence"}, 4, 4),
+    ]:
+        _, engine, _ = updated(correction, micro_rows=micro)
+        assert engine.num_forwards == passes, (correction, micro)
+
+
+# --- rejection and bad numbers ----------------------------------------------------------------------
+
+
+def far_batch():
+    """Every token's ratio is about e³: outside any band of RS."""
+    batch = batch_of(tiny_model())
+    return replaced(
+        batch, rollout_log_probs=torch.where(batch.response_mask, batch.rollout_log_probs - 3.0, 0.0)
+    )
+
+
+@pytest.mark.parametrize("denominator", ["before_rejection", "after_rejection"])
+@pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP, DECOUPLED | REINFORCE])
+@pytest.mark.parametrize("micro", [16, 4])
+def test_everything_rejected_makes_no_step(mode, denominator: str, micro: int) -> None:
+    correction = mode | RS | {"rollout_is": "sequence", "loss_denominator": denominator}
+    outcome, engine, before = updated(correction, far_batch(), micro_rows=micro)
+    assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
+    assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert outcome.num_updates == 1
+    assert all(math.isfinite(value) for value in outcome.metrics.values())
+    assert moved(engine, before) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("micro", [16, 4])
+def test_one_bad_rollout_log_prob_costs_one_sequence(name: str, bad: float, micro: int) -> None:
+    correction, agg_mode, _, _ = CASES[name]
+    batch = batch_of(tiny_model())
+    poisoned = batch.rollout_log_probs.clone()
+    poisoned[5, 0] = bad
+    fields = {"rollout_log_probs": poisoned}
+    if correction["bypass_mode"]:
+        fields["old_log_probs"] = poisoned  # as `score_batch` has it
+    outcome, engine, before = updated(
+        correction, replaced(batch, **fields), agg_mode=agg_mode, micro_rows=micro
+    )
+    assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
+    assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
+    assert all(math.isfinite(value) for value in outcome.metrics.values())
+    assert all(gradient.isfinite().all() for gradient in engine.gradient.values())
+    assert 0.0 < moved(engine, before) < 1.0
+    assert not outcome.keep_mask[5].any()
+
+
+@pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP])
+def test_bad_sequence_weighs_as_much_as_a_rejected_one(mode) -> None:
+    """It stays in the denominator before rejection, and leaves it after."""
+    batch = batch_of(tiny_model())
+    if mode["bypass_mode"]:
+        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+    poisoned = batch.rollout_log_probs.clone()
+    poisoned[5] = math.nan
+    with_bad = replaced(batch, rollout_log_probs=poisoned)
+    without = select(batch, [row for row in range(ROWS) if row != 5])
+    correction = mode | {"rollout_is": "sequence", "loss_denominator": "after_rejection"}
+    _, bad, _ = updated(correction, with_bad)
+    _, clean, _ = updated(correction, without, mini_rows=ROWS - 1)
+    for name, gradient in clean.gradient.items():
+        torch.testing.assert_close(bad.gradient[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_too_many_bad_sequences_stop_the_run() -> None:
+    batch = batch_of(tiny_model())
+    poisoned = batch.rollout_log_probs.clone()
+    poisoned[:2, 0] = math.nan
+    batch = replaced(batch, rollout_log_probs=poisoned)
+    outcome, _, _ = updated(BYPASS | REINFORCE, batch, max_nonfinite_fraction=0.125)
+    assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 2.0
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = PlainEngine(model)
+    with pytest.raises(RunFailure, match="2 of 16 sequences") as caught:
+        update(batch, engine, alone(), settings_of(BYPASS | REINFORCE), lambda _: LR, 0)
+    assert "max_nonfinite_fraction" in caught.value.where
+    assert moved(engine, before) == 0.0
+
+
+# --- samples whose grader failed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("micro", [16, 4])
+def test_ungraded_sample_is_as_if_it_were_not_there(name: str, micro: int) -> None:
+    correction, agg_mode, _, _ = CASES[name]
+    batch = batch_of(tiny_model())
+    if correction["bypass_mode"]:
+        batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
+    graded = torch.ones(ROWS, dtype=torch.bool)
+    graded[7] = False
+    wild = batch.advantages.clone()
+    wild[7] = 1e6
+    ungraded = replaced(batch, sample_mask=graded, advantages=wild)
+    others = [row for row in range(ROWS) if row != 7]
+    got, engine, _ = updated(correction, ungraded, agg_mode=agg_mode, micro_rows=micro)
+    wanted, clean, _ = updated(correction, select(batch, others), agg_mode=agg_mode, micro_rows=micro)
+    assert got.metrics.keys() == wanted.metrics.keys()
+    for key, value in wanted.metrics.items():
+        assert got.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    for parameter, gradient in clean.gradient.items():
+        torch.testing.assert_close(engine.gradient[parameter], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_graded_makes_no_step() -> None:
+    batch = replaced(batch_of(tiny_model()), sample_mask=torch.zeros(ROWS, dtype=torch.bool))
+    outcome, engine, before = updated(BYPASS | REINFORCE | {"rollout_is": "sequence"}, batch)
+    assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
+    assert all(math.isfinite(value) for value in outcome.metrics.values())
+    assert moved(engine, before) == 0.0
+
+
+# --- what is handed on ----------------------------------------------------------------------------------
+
+
+def test_on_policy_rollouts_change_nothing() -> None:
+    """π_train = π_rollout: weights 1, nothing rejected, the gradient of no correction at all."""
+    model = tiny_model()
+    batch = batch_of(model)
+    with torch.no_grad():
+        own = PlainEngine(model).policy(batch).log_probs
+    batch = replaced(batch, rollout_log_probs=own, old_log_probs=own)
+    outcome, engine, _ = updated(BYPASS | REINFORCE | RS | {"rollout_is": "sequence"}, batch)
+    _, bare, _ = updated(BYPASS | REINFORCE | {"rollout_is": None}, batch)
+    assert outcome.metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0
+    assert outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+    assert (outcome.weights[batch.response_mask] == 1.0).all()
+    for name, gradient in bare.gradient.items():
+        assert torch.equal(engine.gradient[name], gradient)
+
+
+def test_learning_rate_follows_the_count_of_updates() -> None:
+    model = tiny_model()
+    asked: list[int] = []
+
+    def schedule(number: int) -> float:
+        asked.append(number)
+        return 1e-3 * number
+
+    settings = settings_of(BYPASS | REINFORCE, epochs=2, mini_rows=8, micro_rows=4)
+    outcome = update(batch_of(model), PlainEngine(model), alone(), settings, schedule, 40)
+    assert asked == [40, 41, 42, 43]
+    assert outcome.num_updates == 4
+    assert outcome.metrics["actor/lr"] == pytest.approx(0.043)
+
+
+def test_response_mask_is_never_written_to() -> None:
+    batch = far_batch()
+    mask = batch.response_mask.clone()
+    updated(BYPASS | REINFORCE | RS, batch)
+    assert torch.equal(batch.response_mask, mask)
+
+
+def test_last_policy_seen_is_that_of_the_last_epoch() -> None:
+    """What is dumped as training log-probs is what the last pass over each row saw."""
+    model = tiny_model()
+    batch = batch_of(model)
+    first, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": None}, batch, epochs=1)
+    second, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": None}, batch, epochs=2)
+    start, _ = naive_log_probs(tiny_model(), batch)
+    torch.testing.assert_close(first.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
+    assert (second.training_log_probs - first.training_log_probs).abs().max() > 1e-4
+
+
+def test_settings_of_a_spec_resolve_nulls() -> None:
+    from rlctl.spec.load import load_spec
+    from rlctl.train.update import UpdateSettings
+
+    overrides = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=2"]
+    spec = load_spec(["rloo-seq-is"], [], [*overrides, "actor.clip_ratio_high=0.28"]).spec
+    settings = UpdateSettings.of(spec)
+    assert (settings.clip_low, settings.clip_high) == (0.2, 0.28)
+    assert settings.mini_rows == 4 * 8 // 2
+    assert replace(settings, bypass=False).weights_are_applied

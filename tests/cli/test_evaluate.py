@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from rlctl.cli.app import run
+from tests.unit.evaluate.runs import make_run, quick_task
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    return make_run(place / "run", quick_task(place / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def test_a_run_is_evaluated_on_its_own_validation_prompts(run_dir, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(["evaluate", str(run_dir), "--n", "4", "--limit", "20", "--k", "4,1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads((out / "results.json").read_text())
+    score = results["scores"][0]
+    assert score["num_samples"] == 80
+    assert "embedded/addition: 20 questions × 4 responses" in printed
+    for name in ("avg", "pass@1", "pass@4"):
+        figures = score[name]
+        shown = f"{figures['value']:.3f}  {figures['low']:.3f} – {figures['high']:.3f}"
+        [line] = [x for x in printed.splitlines() if x.startswith("avg@4" if name == "avg" else name)]
+        assert shown in line
+    assert "step 8" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "does not exist here"),
+        (["RUN", "--k", "9"], "pass@9 cannot be estimated from 8"),
+        (["RUN", "--k", "1;4"], "not a list of numbers"),
+        (["RUN", "--n", "0"], "Invalid value for '--n'"),
+        (["RUN", "--top-p", "0"], "leaves no token"),
+        (["RUN/checkpoints/step_000008/model"], "is not a run directory"),
+        (["RUN", "--data", "nowhere.parquet"], "no such file or directory"),
+        (["RUN", "--out", "RUN"], "not empty"),
+        (["no/such/model", "--data", "VAL"], "no such directory"),
+    ],
+)
+def test_mistakes_exit_2_and_say_what_to_do(run_dir, arguments, words, capsys):
+    [val_file] = run_dir.parent.glob("cache/embedded/*/val.parquet")
+    told = [part.replace("RUN", str(run_dir)).replace("VAL", str(val_file)) for part in arguments]
+    assert run(["evaluate", *told]) == 2
+    captured = capsys.readouterr()
+    assert words in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
+    assert not (run_dir / "evaluations").exists()
+
+
+def test_a_run_without_checkpoint_or_data_exits_2(run_dir, tmp_path, capsys):
+    task = quick_task(run_dir.parent / "cache")
+    empty = make_run(tmp_path / "empty", task, steps=())
+    assert run(["evaluate", str(empty)]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    trained_on = f"data.train_files={task.train_file}"
+    no_data = make_run(
+        tmp_path / "no_data", task, f"model.path={task.model_dir}", trained_on, "data.val_files=[]"
+    )
+    assert run(["evaluate", str(no_data)]) == 2
+    assert "add --data FILE" in capsys.readouterr().err

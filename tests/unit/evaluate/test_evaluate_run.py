@@ -1,0 +1,140 @@
+import json
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.errors import UsageError
+from rlctl.evaluate import target as target_module
+from rlctl.evaluate.passk import pass_at_k
+from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.tiny.task import write_parquet
+from tests.unit.evaluate.runs import QUICK, make_run, quick_task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return quick_task(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def run_dir(tmp_path, task):
+    return make_run(tmp_path / "run", task)
+
+
+def quiet(done, total):
+    del done, total
+
+
+def samples_of(out):
+    return pq.read_table(out / "samples.parquet").to_pylist()
+
+
+def test_results_are_those_of_the_stored_samples(run_dir, task):
+    told = []
+    found = evaluate(EvaluateRequest(str(run_dir), n=4, ks=[1, 4]), lambda *p: told.append(p))
+    assert found.out.parent == run_dir / "evaluations"
+    assert {file.name for file in found.out.iterdir()} == {"results.json", "samples.parquet"}
+    results = json.loads((found.out / "results.json").read_text())
+    samples = samples_of(found.out)
+    assert len(samples) == 150 * 4
+    assert told[0] == (0, 150)
+    assert told[-1] == (150, 150)
+
+    by_question = {}
+    for row in samples:
+        assert row["reward"] == float(row["response"] == row["ground_truth"])
+        by_question.setdefault(row["question_index"], []).append(row["reward"])
+    [score] = results["scores"]
+    assert score["avg"]["value"] == pytest.approx(sum(row["reward"] for row in samples) / 600)
+    passed = [pass_at_k(4, int(sum(rewards)), 4) for rewards in by_question.values()]
+    assert score["pass@4"]["value"] == pytest.approx(sum(passed) / 150)
+    assert score["truncated_fraction"] == sum(row["truncated"] for row in samples) / 600
+    assert score["mean_length"] == sum(row["num_tokens"] for row in samples) / 600
+    assert results["model"]["step"] == 8
+    assert results["sampling"]["max_response_length"] == 6  # the run's own
+    prompts = [row["prompt"][0]["content"] for row in pq.read_table(task.val_file).to_pylist()]
+    assert [samples[4 * i]["prompt"] for i in range(150)] == prompts
+
+
+def test_samples_differ_within_a_question_and_by_seed_and_not_by_batch_size_or_limit(run_dir, tmp_path):
+    request = EvaluateRequest(str(run_dir), n=4, limit=70)
+
+    def responses(name, **changes):
+        found = evaluate(replace(request, out=tmp_path / name, **changes), quiet)
+        return [row["response"] for row in samples_of(found.out)]
+
+    first = responses("a")
+    assert len(set(first[:4])) > 1
+    assert responses("b", batch_size=10) == first
+    assert responses("c", limit=20) == first[: 20 * 4]
+    assert responses("d", seed=2) != first
+
+
+def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, tmp_path):
+    request = EvaluateRequest(
+        str(task.model_dir), [str(task.val_file)], n=1, temperature=0.0, max_response_length=6, limit=20
+    )
+    first, again = (
+        samples_of(evaluate(replace(request, out=tmp_path / name, seed=seed), quiet).out)
+        for name, seed in (("a", 1), ("b", 2))
+    )
+    assert first == again
+
+
+def test_embedded_run_without_validation_files_uses_the_embedded_ones(tmp_path, task, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(target_module, "ensure_embedded", lambda seed: seeds.append(seed) or task)
+    run = make_run(tmp_path / "run", task, "data.val_files=[]", "trainer.seed=7")
+    assert target_module.find_target(str(run), []).data_files == [str(task.val_file)]
+    assert seeds == [7]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run_dir):
+    weights = run_dir / "checkpoints" / "step_000008" / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (run_dir / "checkpoints" / ".partial-000012").mkdir()  # a run in the middle of saving
+    found = target_module.find_target(str(run_dir), [])
+    assert found.step == 4
+    assert "step_000008" in found.notes[0]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        ".partial-000012",
+        "step_000004",
+        "step_000008",
+    ]
+
+
+def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
+    def fail(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "places" / "out"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(EvaluateRequest(str(run_dir), n=2, limit=70, batch_size=8, out=out), fail)
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ks": [9]}, "pass@9 cannot be estimated from 8"),
+        ({"ks": [0]}, "pass@0"),
+        ({"temperature": 0.0}, "temperature 0"),
+        ({"max_response_length": QUICK.max_position_embeddings}, "no room for a prompt"),
+        ({"model_or_run": "no/such"}, "does not exist"),
+        ({"data_files": ["nowhere.parquet"]}, "no such file"),
+    ],
+)
+def test_what_cannot_work_is_refused(run_dir, changes, words):
+    with pytest.raises(UsageError, match=words):
+        evaluate(replace(EvaluateRequest(str(run_dir)), **changes), quiet)
+    assert not (run_dir / "evaluations").exists()
+
+
+def test_overlong_prompts_are_counted(run_dir, tmp_path):
+    data = tmp_path / "data.parquet"
+    write_parquet([("12+34=", "640"), ("12+34=12+34=", "640")], "test", data)
+    found = evaluate(EvaluateRequest(str(run_dir), [str(data)], n=1), quiet)
+    assert found.num_overlong == 1
+    assert found.scores[0].num_questions == 1

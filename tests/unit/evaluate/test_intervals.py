@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from rlctl.evaluate.intervals import estimate
+
+
+@pytest.mark.parametrize(
+    ("questions", "samples", "alpha", "beta"),
+    [(20, 8, 9.0, 1.0), (20, 1, 1.0, 1.0), (50, 8, 0.9, 0.1), (200, 4, 0.2, 0.2), (20, 8, 20.0, 1.0)],
+)
+def test_covers_the_truth_about_as_often_as_it_says(questions, samples, alpha, beta):
+    rng = np.random.default_rng(0)
+    truth, hits, repeats = alpha / (alpha + beta), 0, 1000
+    for _ in range(repeats):
+        solved = rng.binomial(samples, rng.beta(alpha, beta, questions)) / samples
+        found = estimate(solved.tolist())
+        hits += found.low <= truth <= found.high
+    assert 0.925 <= hits / repeats <= 0.985
+
+
+def test_repeating_an_answer_adds_no_certainty_but_asking_more_questions_does():
+    few = estimate([0.0, 1.0] * 10)
+    more = estimate([0.0, 1.0] * 100)
+    assert more.high - more.low < 0.4 * (few.high - few.low)
+
+
+@pytest.mark.parametrize("right", [0, 3, 15, 29, 30])
+def test_one_response_per_question_is_close_to_wilson(right):
+    found = estimate([1.0] * right + [0.0] * (30 - right))
+    wilson = binomtest(right, 30).proportion_ci(method="wilson")
+    assert found.low == pytest.approx(wilson.low, abs=0.03)
+    assert found.high == pytest.approx(wilson.high, abs=0.03)
+    assert 0.0 <= found.low <= found.value <= found.high <= 1.0
+
+
+def test_all_right_is_not_certainty():
+    found = estimate([1.0] * 20)
+    assert found.high == 1.0
+    assert 0.7 < found.low < 0.9
+
+
+def test_rewards_outside_0_and_1_get_students_interval():
+    found = estimate([-1.0, 2.0, 5.0])
+    assert found.value == 2.0
+    assert found.high - 2.0 == pytest.approx(4.302653 * 3.0 / 3**0.5, rel=1e-6)
+    assert estimate([3.0, 3.0]).low is None
+
+
+def test_little_data():
+    assert estimate([]) is None
+    assert estimate([0.5]).low is None

@@ -102,3 +102,7 @@ def _report_bug(error: Exception) -> None:
         file.write(text)
     typer.echo(f"error: {type(error).__name__}: {error}", err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
+
+
+if __name__ == "__main__":  # `torchrun … -m rlctl.cli.app train …`
+    main()

@@ -4,11 +4,13 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
+from rlctl.data.schema import Message, Row
+from rlctl.data.write import RowWriter
 from rlctl.errors import UsageError
 from rlctl.evaluate import target as target_module
 from rlctl.evaluate.passk import pass_at_k
 from rlctl.evaluate.run import EvaluateRequest, evaluate
-from rlctl.tiny.task import write_parquet
+from rlctl.tiny.task import DATA_SOURCE, write_parquet
 from tests.unit.evaluate.runs import QUICK, make_run, quick_task
 
 
@@ -69,6 +71,28 @@ def test_samples_differ_within_a_question_and_by_seed_and_not_by_batch_size_or_l
     assert responses("b", batch_size=10) == first
     assert responses("c", limit=20) == first[: 20 * 4]
     assert responses("d", seed=2) != first
+
+
+def test_no_two_questions_share_their_random_numbers(run_dir, tmp_path):
+    data = tmp_path / "data.parquet"
+    write_parquet([("12+34=", "640")] * 130, "test", data)
+    samples = samples_of(evaluate(EvaluateRequest(str(run_dir), [str(data)]), quiet).out)
+    answers = {tuple(row["response"] for row in samples[8 * i : 8 * i + 8]) for i in range(130)}
+    assert len(answers) > 120  # equal numbers would give equal answers to equal questions
+
+
+def test_what_the_grader_fails_on_is_stored_and_left_out(run_dir, tmp_path):
+    data = tmp_path / "data.parquet"
+    with RowWriter(data, "test") as writer:
+        for source, truth in (("some/maths", "no mathematics"), (DATA_SOURCE, "640")):
+            writer.add(Row(source, (Message("user", "12+34="),), truth))
+    found = evaluate(EvaluateRequest(str(run_dir), [str(data)], n=2), quiet)
+    by_source = {score.data_source: score for score in found.scores}
+    assert by_source["some/maths"].avg is None
+    assert by_source["overall"].num_grader_errors == 2
+    assert by_source["overall"].avg == by_source[DATA_SOURCE].avg
+    assert "not a mathematical expression" in found.grader_errors[0]
+    assert [row["reward"] for row in samples_of(found.out)][:2] == [None, None]
 
 
 def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, tmp_path):

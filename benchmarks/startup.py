@@ -1,0 +1,83 @@
+"""Start-up: what `rlctl --help` and a dry run cost, beside Python and the libraries they stand on.
+
+    python benchmarks/startup.py [--json FILE] [--repeats 15]
+
+Whole processes, started in turns, so that the machine's moods hit all alike; medians of wall and of
+user CPU seconds (the wall's are only to be trusted on a quiet machine). Uses the installed `rlctl`
+next to this interpreter, if there is one. Byte code is cached, as for any installed program; the
+first round fills the cache and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = Path(sys.executable).parent / "rlctl"
+RLCTL = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from rlctl.cli.app import main; main()"]
+COMMANDS = {
+    "python -c pass": [sys.executable, "-c", "pass"],
+    "import typer": [sys.executable, "-c", "import typer"],
+    "import torch": [sys.executable, "-c", "import torch"],
+    "rlctl --help": [*RLCTL, "--help"],
+    "rlctl train --dry-run": [*RLCTL, "train", "--preset", "rloo-seq-is", "--dry-run"],
+}
+GOALS = {"rlctl --help": 0.3, "rlctl train --dry-run": 1.0}
+
+
+def one_run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Wall and user CPU seconds of one process."""
+    start, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    wall = time.perf_counter() - start
+    return wall, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - cpu
+
+
+def measure(repeats: int) -> dict[str, dict[str, float]]:
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+        environment |= {"PYTHONPYCACHEPREFIX": cache, "PYTHONPATH": os.pathsep.join(path)}
+        for repeat in range(repeats + 1):
+            for name, command in COMMANDS.items():
+                seconds = one_run(command, environment)
+                if repeat:
+                    taken[name].append(seconds)
+    return {
+        name: {
+            "wall": statistics.median(wall for wall, _ in runs),
+            "best wall": min(wall for wall, _ in runs),
+            "cpu": statistics.median(cpu for _, cpu in runs),
+        }
+        for name, runs in taken.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    report = measure(options.repeats)
+    base = report["import typer"]["cpu"]
+    print(f"{'seconds':>22} {'wall':>7} {'best':>7} {'CPU':>7} {'CPU / typer':>12} {'goal':>6}")
+    for name, found in report.items():
+        goal = f"{GOALS[name]:g}" if name in GOALS else ""
+        wall, best, cpu = found["wall"], found["best wall"], found["cpu"]
+        print(f"{name:>22} {wall:7.3f} {best:7.3f} {cpu:7.3f} {cpu / base:12.1f} {goal:>6}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""Samples per second and memory of one training step: this project against TRL's RLOOTrainer.
+
+    python benchmarks/step.py [--trl-python PYTHON] [--json FILE] [--threads 1] [--rounds 3] [--steps 12]
+
+Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses,
+at most as long as the embedded preset allows, float32 on the CPU, the same attention code, the same
+number of threads, exact match as reward, one optimizer step per batch (and, for comparison, this
+project's own default of two). TRL runs without gradient checkpointing, tensorboard or saving, which
+are its choices for large models; this project's step includes its metrics file and rollout files.
+
+Every side runs in a process of its own and sides take turns, round by round. A step's time is that
+between the ends of two steps, after warm-up; the figures are medians over all rounds. CPU seconds
+stand beside the wall's, for a machine that is not quiet. Memory: peak resident set of the process,
+and its rise over the level just before the first step.
+
+`--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
+`--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
+larger step (a random model of about ten million parameters, 64 responses of 256 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+PROMPTS, SAMPLES = 128, 8
+WARM_UP = 3
+SIDES = ("rlctl", "rlctl, 2 updates", "trl")
+
+
+class Clock(list):
+    """Takes the time whenever something is appended: this is how the loop's steps are timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[tuple[float, float]] = []
+        self.tick()
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.tick()
+
+    def tick(self) -> None:
+        self.times.append((time.perf_counter(), time.process_time()))
+
+    def steps(self) -> dict[str, list[float]]:
+        pairs = list(zip(self.times, self.times[1:], strict=False))[WARM_UP:]
+        return {"wall": [b[0] - a[0] for a, b in pairs], "cpu": [b[1] - a[1] for a, b in pairs]}
+
+
+def memory(key: str) -> float:
+    """MiB of `VmRSS` (now) or `VmHWM` (peak) of this process (Linux)."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) / 1024
+
+
+# --- this project ---------------------------------------------------------------------------------
+
+
+def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, Any]:
+    """Train; `correction` adds the seconds spent in it per step."""
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+    from rlctl.spec.load import load_spec
+    from rlctl.train.loop import train
+    from rlctl.train.setup import building
+    from rlctl.train.stop import listening
+
+    total = [f"trainer.total_training_steps={steps + WARM_UP}", "trainer.logger=[]"]
+    spec = load_spec(["rloo-seq-is"], [], [*overrides, *total]).spec
+    spent = time_correction() if correction else []
+    ranks = join_ranks()
+    with tempfile.TemporaryDirectory() as run_dir, listening() as stop:
+        with building(spec, Path(run_dir), ranks, stop, resume=False) as run:
+            before = memory("VmRSS")
+            run.history = clock = Clock()
+            train(run)
+        leave_ranks()
+    phases = {key for key in clock[-1] if key.startswith("timing_s/")}
+    timed = clock[WARM_UP:]
+    return {
+        **clock.steps(),
+        "phases": {key.removeprefix("timing_s/"): [row[key] for row in timed] for key in phases},
+        "peak_mib": memory("VmHWM"),
+        "rise_mib": memory("VmHWM") - before,
+        "mean_length": statistics.fmean(row["response_length/mean"] for row in timed),
+        "reward": clock[0]["critic/score/mean"],
+        "correction": sum(spent) / (steps + WARM_UP),
+    }
+
+
+def time_correction() -> list[float]:
+    """Wrap what the update calls for the correction; returns the list its seconds go to."""
+    from rlctl.engine.ranks import Ranks
+    from rlctl.train import update
+
+    spent: list[float] = []
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent.append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for name in ("correct", "correction_metrics", "batch_norm_factor", "normalized"):
+        setattr(update, name, timed(getattr(update, name)))
+    Ranks.to_host = timed(Ranks.to_host)  # type: ignore[method-assign]  # the loss's own sums are counted too
+    return spent
+
+
+# --- TRL ------------------------------------------------------------------------------------------
+
+
+def run_trl(job: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The same step by TRL; imports nothing of this project, whose dependencies may be missing here."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import RLOOConfig, RLOOTrainer
+
+    clock, lengths, means = Clock(), [], []
+
+    def exact(
+        completions: list[str], ground_truth: list[str], completion_ids: list[Any], **_: Any
+    ) -> list[float]:
+        scores = [float(a == b) for a, b in zip(completions, ground_truth, strict=True)]
+        lengths.append(statistics.fmean(map(len, completion_ids)))
+        means.append(statistics.fmean(scores))
+        return scores
+
+    class Timer(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.times.clear()
+            clock.tick()
+            self.before = memory("VmRSS")
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.tick()
+
+    timer = Timer()
+    with tempfile.TemporaryDirectory() as output:
+        config = RLOOConfig(
+            output_dir=output,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=job["max_response_length"],
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=job["lr"],
+            lr_scheduler_type="constant",
+            max_steps=steps + WARM_UP,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            model_init_kwargs={"attn_implementation": job["attention"], "dtype": "float32"},
+        )
+        trainer = RLOOTrainer(
+            model=job["model"],
+            reward_funcs=exact,
+            args=config,
+            train_dataset=Dataset.from_list(job["rows"]),
+            processing_class=AutoTokenizer.from_pretrained(job["model"]),
+            callbacks=[timer],
+        )
+        trainer.train()
+    return {
+        **clock.steps(),
+        "peak_mib": memory("VmHWM"),
+        "rise_mib": memory("VmHWM") - timer.before,
+        "mean_length": statistics.fmean(lengths[WARM_UP:]),
+        "reward": means[0],
+    }
+
+
+# --- side by side ---------------------------------------------------------------------------------
+
+
+def describe_job(where: Path) -> Path:
+    """What TRL needs to know, in a file."""
+    import pyarrow.parquet as pq
+
+    from rlctl.spec.load import load_spec
+    from rlctl.tiny.embedded import ensure_embedded
+
+    spec = load_spec(["rloo-seq-is"], [], []).spec
+    task = ensure_embedded(spec.trainer.seed)
+    rows = pq.read_table(task.train_file).to_pylist()
+    job = {
+        "model": str(task.model_dir),
+        "max_response_length": spec.data.max_response_length,
+        "lr": spec.actor.lr,
+        "attention": spec.model.attn_implementation,
+        "rows": [
+            {"prompt": row["prompt"][0]["content"], "ground_truth": row["reward_model"]["ground_truth"]}
+            for row in rows
+        ],
+    }
+    path = where / "job.json"
+    path.write_text(json.dumps(job))
+    return path
+
+
+def in_a_process(python: str, threads: int, *arguments: str) -> dict[str, Any]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with tempfile.NamedTemporaryFile(suffix=".json") as answer:
+        command = [python, __file__, "--answer", answer.name, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(Path(answer.name).read_text())
+        return found
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """All sides in turns; per side the steps of all rounds together."""
+    trl = options.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
+    sides = SIDES if trl else SIDES[:2]
+    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as where:
+        job = describe_job(Path(where))
+        for _ in range(options.rounds):
+            for side in sides:
+                python = trl if side == "trl" else sys.executable
+                arguments = ["--side", side, "--job", str(job), "--steps", str(options.steps)]
+                rounds[side].append(in_a_process(python, options.threads, *arguments))
+    return {side: merged(found) for side, found in rounds.items()}
+
+
+def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps of all rounds."""
+    found = {key: statistics.median(x for one in rounds for x in one[key]) for key in ("wall", "cpu")}
+    found |= {
+        key: statistics.median(one[key] for one in rounds)
+        for key in ("peak_mib", "rise_mib", "mean_length", "reward")
+    }
+    found["samples_per_s"] = PROMPTS * SAMPLES / found["wall"]
+    if "phases" in rounds[0]:
+        found["phases"] = {
+            phase: statistics.median(x for one in rounds for x in one["phases"][phase])
+            for phase in rounds[0]["phases"]
+            if phase != "save_checkpoint"
+        }
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    names = ("samples/s", "s/step", "CPU s", "peak MiB", "rise", "length", "reward")
+    print(f"{'side':>18}" + "".join(f"{name:>10}" for name in names))
+    for side, x in report.items():
+        if side != "ratio":
+            print(
+                f"{side:>18}{x['samples_per_s']:10.0f}{x['wall']:10.3f}{x['cpu']:10.3f}{x['peak_mib']:10.0f}"
+                f"{x['rise_mib']:10.0f}{x['mean_length']:10.2f}{x['reward']:10.2f}"
+            )
+    for side, ratios in report.get("ratio", {}).items():
+        print(f"{side} against trl: " + ", ".join(f"{key} × {value:.2f}" for key, value in ratios.items()))
+    for side, x in report.items():
+        if "phases" in x:
+            parts = sorted(x["phases"].items(), key=lambda part: -part[1])
+            print(f"{side}, ms: " + ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in parts))
+
+
+def ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Ours to TRL's: speed (more is better), memory (less is better)."""
+    trl = report["trl"]
+    return {
+        side: {
+            "speed": trl["wall"] / report[side]["wall"],
+            "speed by CPU seconds": trl["cpu"] / report[side]["cpu"],
+            "peak memory": report[side]["peak_mib"] / trl["peak_mib"],
+        }
+        for side in SIDES[:2]
+    }
+
+
+# --- the correction's share -----------------------------------------------------------------------
+
+
+def larger_model(where: Path) -> list[str]:
+    """Overrides for a step of 64 responses of 256 tokens by a random model of ten million parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlctl.spec.embedded import RECIPE
+    from rlctl.tiny.embedded import ensure_embedded
+    from rlctl.tiny.model import build_tokenizer
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(where)
+    build_tokenizer(RECIPE).save_pretrained(where)
+    task = ensure_embedded(1)
+    return [
+        f"model.path={where}",
+        f"data.train_files={task.train_file}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=256",
+        "rollout.n=8",
+        "actor.ppo_mini_batch_size=8",
+        "actor.ppo_micro_batch_size_per_gpu=64",
+        "engine.dtype=fp32",
+        "reward.name=exact",
+    ]
+
+
+def correction_share(options: argparse.Namespace) -> dict[str, Any]:
+    report = {}
+    with tempfile.TemporaryDirectory() as where:
+        for name, larger, steps in (("embedded", [], options.steps), ("larger", ["--larger", where], 2)):
+            arguments = ["--side", "rlctl", "--steps", str(steps), "--correction", *larger]
+            found = in_a_process(sys.executable, options.threads, *arguments)
+            step = statistics.median(found["wall"])
+            report[name] = {
+                "step_s": step,
+                "correction_s": found["correction"],
+                "share": found["correction"] / step,
+                "mean_length": found["mean_length"],
+            }
+            milliseconds = found["correction"] * 1e3
+            print(
+                f"{name:>9}: step {step:8.3f} s, correction and its metrics {milliseconds:6.2f} ms, "
+                f"share {found['correction'] / step:.2%} (mean length {found['mean_length']:.0f})"
+            )
+    return report
+
+
+def one_side(options: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own."""
+    if options.side == "trl":
+        return run_trl(json.loads(options.job.read_text()), options.steps)
+    if options.larger:
+        overrides = larger_model(options.larger)
+    else:
+        overrides = [f"actor.ppo_mini_batch_size={PROMPTS // (2 if '2' in options.side else 1)}"]
+        overrides.append(f"actor.ppo_micro_batch_size_per_gpu={PROMPTS * SAMPLES}")
+    return run_rlctl(overrides, options.steps, options.correction)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
+    parser.add_argument("--correction", action="store_true", help="the correction's share instead of TRL")
+    for hidden in ("--side", "--answer"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    for hidden in ("--job", "--larger"):
+        parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        Path(options.answer).write_text(json.dumps(one_side(options)))
+        return
+    if options.correction:
+        report = correction_share(options)
+    else:
+        report = compare(options)
+        if "trl" in report:
+            report["ratio"] = ratios(report)
+        show(report)
+        if "trl" not in report:
+            print("TRL is not here: pip install trl==1.16.0, or --trl-python of an environment that has it")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,8 @@ def can_share_prefix(model: Any) -> bool:
     architectures, look at the cache and try a short probe both ways.
     """
     body = getattr(model, model.base_model_prefix, None)
-    if body is None or body is model or getattr(model, "is_gradient_checkpointing", False):
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if body is None or body is model or checkpoints:
         return False
     was_training = model.training
     model.eval()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_decays() -> None:
     assert lr_at(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     for kind in ("linear", "cosine"):
         rates = [lr_at(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
-        assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+        assert all(a >= b for a, b in pairwise(rates))
         assert rates[16] > 0.0  # the last of the 20 updates still moves
         assert rates[17:] == pytest.approx([0.0] * 10)
     assert lr_at(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
@@ -41,7 +42,7 @@ def test_mini_batches_hold_the_same_prompts_on_any_number_of_ranks(batch: int, m
     assert alone == list(range(batch))
     for world_size in (1, 2, 4):
         mine = [rank_positions(batch, mini, rank=r, world_size=world_size) for r in range(world_size)]
-        assert sorted(sum(mine, [])) == alone
+        assert sorted(chain(*mine)) == alone
         share = mini // world_size
         for k in range(batch // mini):
             together = sorted(place for rank in mine for place in rank[k * share : (k + 1) * share])

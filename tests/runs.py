@@ -1,0 +1,122 @@
+"""`rlctl` as a user runs it, each command in a process of its own; and what a run left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from tests.processes import Job, free_port
+
+#: A run of the embedded model in which π_θ leaves π_rollout: two mini-batches per batch, no warm-up.
+SMALL = (
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_micro_batch_size_per_gpu=16",
+    "actor.lr_warmup_steps=0",
+    "rollout.n=4",
+    "trainer.rollouts_per_step=-1",
+    "trainer.test_freq=-1",
+)
+
+
+def start(
+    *arguments: str, log: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+) -> Job:
+    """`rlctl ARGUMENTS`."""
+    return Job(_rlctl, list(arguments), log=log, env=env, before=before)
+
+
+def start_train(
+    run_dir: Path,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Job:
+    """A small run of the embedded model into `run_dir`; its output goes to `run_dir`.log."""
+    log = run_dir.with_suffix(".log")
+    return start("train", f"trainer.run_dir={run_dir}", *SMALL, *arguments, log=log, env=env, before=before)
+
+
+def train(run_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> Path:
+    """The same to its end, which must be a good one."""
+    job = start_train(run_dir, *arguments, env=env)
+    assert job.wait() == 0, job.output[-4000:]
+    return run_dir
+
+
+def resume(run_dir: Path, *arguments: str, before: Callable[[], None] | None = None) -> Job:
+    return start(
+        "train", "--resume", str(run_dir), *arguments, log=run_dir.with_suffix(".resumed.log"), before=before
+    )
+
+
+def start_ranks(run_dir: Path, count: int, *arguments: str) -> list[Job]:
+    """The same run on several ranks, each started the way torchrun starts them."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    jobs = []
+    for rank in range(count):
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+        command = ["train", f"trainer.run_dir={run_dir}", *SMALL, f"trainer.n_gpus_per_node={count}"]
+        log = run_dir.with_suffix(f".rank{rank}.log")
+        jobs.append(Job(_rlctl, [*command, *arguments], log=log, env=env))
+    return jobs
+
+
+def train_on_ranks(run_dir: Path, count: int, *arguments: str) -> Path:
+    jobs = start_ranks(run_dir, count, *arguments)
+    codes = [job.wait() for job in jobs]
+    assert not any(codes), "\n".join(job.output[-4000:] for job in jobs)
+    return run_dir
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Every complete line of `metrics.jsonl`."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reproducible(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics without what depends on the clock and the machine's load."""
+    timed = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory", "timestamp")
+    return [
+        {key: value for key, value in line.items() if not key.startswith(timed)} for line in metrics(run_dir)
+    ]
+
+
+def assert_close(ours: Path, theirs: Path, rel: float = 1e-4, skip: tuple[str, ...] = ()) -> None:
+    """Equal metrics up to rounding; what is itself only rounding error is not compared relatively."""
+    a, b = reproducible(ours), reproducible(theirs)
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    for line, other in zip(a, b, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in line.items():
+            if not key.startswith(skip or ("\0",)):
+                assert math.isclose(value, other[key], rel_tol=rel, abs_tol=rel / 10), (
+                    line["step"],
+                    key,
+                    value,
+                    other[key],
+                )
+
+
+def rollouts(run_dir: Path) -> list[dict[str, object]]:
+    return [
+        row
+        for part in sorted((run_dir / "rollouts").glob("*.parquet"))
+        for row in pq.read_table(part).to_pylist()
+    ]
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def _rlctl(arguments: list[str]) -> int:
+    from rlctl.cli.app import run
+
+    return run(arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rlctl.diagnose import thresholds as th
@@ -9,6 +11,7 @@ from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Rule, Skipped
 from rlctl.diagnose.remedies import RC, gentler, on
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
+from rlctl.spec.resolve import correction_rules
 
 _MASKED = th.MASKED.key
 _STALENESS = "training/staleness_max"
@@ -17,7 +20,7 @@ _TIGHTER = f"{RC}rollout_rs=token_k1 {RC}rollout_rs_threshold=0.6_1.6"
 
 
 def probability_gap(run: RunLog) -> Finding | Skipped | None:
-    """The two engines give the same tokens different probabilities (rule 1)."""
+    """The two engines give the same tokens different probabilities."""
     if not run.gap_is_mismatch:
         return _mixed(run, th.PROBS_GAP.key)
     crossed = crossing(run.table.series(th.PROBS_GAP.key), th.PROBS_GAP)
@@ -34,7 +37,7 @@ def probability_gap(run: RunLog) -> Finding | Skipped | None:
 
 
 def policy_gap(run: RunLog) -> Finding | Skipped | None:
-    """The KL between the sampling and the trained policy is large (rule 2)."""
+    """The KL between the sampling and the trained policy is large."""
     crossed = crossing(run.table.series(th.KL.key), th.KL)
     if crossed is None and run.gap_is_mismatch:
         crossed = crossing(run.table.series(th.K3.key), th.K3)
@@ -59,7 +62,7 @@ def policy_gap(run: RunLog) -> Finding | Skipped | None:
 
 
 def weight_mean(run: RunLog) -> Finding | Skipped | None:
-    """Raw importance weights should average 1 (rule 7)."""
+    """Raw importance weights should average 1."""
     series = run.table.series(th.RAW_MEAN_HIGH.key)
     crossings = [crossing(series, levels) for levels in (th.RAW_MEAN_HIGH, th.RAW_MEAN_LOW)]
     found = [crossed for crossed in crossings if crossed is not None]
@@ -77,9 +80,9 @@ def weight_mean(run: RunLog) -> Finding | Skipped | None:
 
 
 def effective_samples(run: RunLog) -> Finding | Skipped | None:
-    """Few samples carry the applied weight (rule 8).
+    """Few samples carry the applied weight.
 
-    A rejected sample has weight zero and lowers the figure too: that is rule 13's matter, so the
+    A rejected sample has weight zero and lowers the figure too: that is the matter of `rejected`, so the
     share that survived is divided out (verl's figure is taken before rejection).
     """
     is_verl = run.spec is not None and run.spec.algorithm.rollout_correction.dialect == "verl"
@@ -90,23 +93,29 @@ def effective_samples(run: RunLog) -> Finding | Skipped | None:
     crossed = crossing(series, th.ESS)
     if crossed is None:
         return None
-    evidence: tuple[Evidence, ...] = (crossed.evidence,)
+    survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, among survivors")
+    evidence: tuple[Evidence, ...] = (survivors,)
     spread = crossing(run.table.series(th.WEIGHT_STD.key), th.WEIGHT_STD)
     if spread is not None:
         evidence += (spread.evidence,)
     severity = "warning" if crossed.severity == "info" and spread else crossed.severity
+    wider = on(
+        run,
+        f"{RC}rollout_is_threshold=5",
+        when=lambda spec: correction_rules(spec.algorithm.rollout_correction).weight.upper < 5.0,
+    )
     return Finding(
         severity,
         f"the surviving samples are worth only {crossed.worst:.0%} of their number {crossed.where}",
         evidence,
         "the policies are far apart: a few samples carry most of the weight",
         th.ESS.source,
-        (*_reject(run), f"{RC}rollout_is_threshold=5", *gentler(run)),
+        (*_reject(run), *wider, *gentler(run)),
     )
 
 
 def hidden_tail(run: RunLog) -> Finding | Skipped | None:
-    """Raw weights are degenerate while the bounded ones look well (rule 9)."""
+    """Raw weights are degenerate while the bounded ones look well."""
     raw = crossing(run.table.series(th.RAW_ESS.key), th.RAW_ESS)
     applied = crossing(run.table.series(th.ESS.key), th.ESS)
     if raw is None or (applied is not None and applied.severity == "critical"):
@@ -124,7 +133,7 @@ def hidden_tail(run: RunLog) -> Finding | Skipped | None:
 
 
 def chi2(run: RunLog) -> Finding | Skipped | None:
-    """χ² per token is large (rule 11)."""
+    """χ² per token is large."""
     crossed = crossing(run.table.series(th.CHI2_TOKEN.key), th.CHI2_TOKEN)
     if crossed is None:
         return None
@@ -139,7 +148,7 @@ def chi2(run: RunLog) -> Finding | Skipped | None:
 
 
 def long_products(run: RunLog) -> Finding | Skipped | None:
-    """A sequence's weight is a product that grows with its length (rule 12)."""
+    """A sequence's weight is a product that grows with its length."""
     spec = run.spec
     if spec is None or spec.algorithm.rollout_correction.rollout_is != "sequence":
         return Skipped("weights are not products over a sequence")
@@ -175,7 +184,7 @@ def _saturation(run: RunLog, batch: int) -> Crossing | None:
 
 
 def rejected(run: RunLog) -> Finding | Skipped | None:
-    """Rejection throws away much of what was sampled (rule 13)."""
+    """Rejection throws away much of what was sampled."""
     crossed = crossing(run.table.series(_MASKED), th.MASKED)
     if crossed is None:
         return None
@@ -196,7 +205,7 @@ def rejected(run: RunLog) -> Finding | Skipped | None:
 
 
 def silently_off(run: RunLog) -> Finding | Skipped | None:
-    """Correction is configured but does nothing (rule 16)."""
+    """Correction is configured but does nothing."""
     spec = run.spec
     correction = spec.algorithm.rollout_correction if spec else None
     if correction is None or not (correction.rollout_is or correction.rollout_rs):
@@ -232,7 +241,7 @@ def _untouched(run: RunLog) -> tuple[int, int] | None:
 
 
 def clipped_on_policy(run: RunLog) -> Finding | Skipped | None:
-    """PPO clips although the policy has not moved (rule 15)."""
+    """PPO clips although the policy has not moved."""
     if run.updates_per_batch != 1:
         return Skipped("several updates per batch: clipping is what PPO is for")
     crossed = crossing(run.table.series(th.CLIPPED_ON_POLICY.key), th.CLIPPED_ON_POLICY)
@@ -249,7 +258,7 @@ def clipped_on_policy(run: RunLog) -> Finding | Skipped | None:
 
 
 def bypass_repeats(run: RunLog) -> Finding | Skipped | None:
-    """Several passes in bypass mode (rule 33)."""
+    """Several passes in bypass mode."""
     spec = run.spec
     if spec is None or not spec.algorithm.rollout_correction.bypass_mode or spec.actor.ppo_epochs == 1:
         return None

@@ -45,7 +45,7 @@ def not_finite(run: RunLog) -> Finding | Skipped | None:
 
 
 def gradient_norm(run: RunLog) -> Finding | Skipped | None:
-    """The gradient norm jumps, or is large throughout (rule 20)."""
+    """The gradient norm jumps, or is large throughout."""
     series = run.table.series(_NORM)
     crossed = crossing(series, th.GRAD_NORM)
     if crossed is not None:
@@ -71,7 +71,7 @@ def gradient_norm(run: RunLog) -> Finding | Skipped | None:
 
 
 def no_gradient(run: RunLog) -> Finding | Skipped | None:
-    """The gradient is exactly zero on many steps (rule 21)."""
+    """The gradient is exactly zero on many steps."""
     series = run.table.series(_NORM)
     idle = series.values == 0.0
     share = float(idle.mean())
@@ -88,7 +88,7 @@ def no_gradient(run: RunLog) -> Finding | Skipped | None:
 
 
 def dead_groups(run: RunLog) -> Finding | Skipped | None:
-    """Groups whose rewards are all equal teach nothing (rule 22)."""
+    """Groups whose rewards are all equal teach nothing."""
     crossed = crossing(run.table.series(th.ZERO_SPREAD.key), th.ZERO_SPREAD)
     if crossed is None:
         return None
@@ -119,7 +119,7 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
 
 
 def zero_reward(run: RunLog) -> Finding | Skipped | None:
-    """Not one response is ever rewarded (rule 23)."""
+    """Not one response is ever rewarded."""
     steps, (score, best) = run.table.aligned(_SCORE, _BEST)
     start, length = longest_true((score == 0.0) & (best == 0.0))
     if length < th.ZERO_REWARD_STEPS:
@@ -129,18 +129,18 @@ def zero_reward(run: RunLog) -> Finding | Skipped | None:
     errors = run.table.series(_ERRORS).values
     if len(errors):
         evidence += (Evidence(_ERRORS, f"{errors.mean():.1%} on average", first, last),)
-    return Finding(
-        "critical",
-        f"every reward is exactly 0 for {_steps(length)}",
-        evidence,
-        "the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model",
-        th.FIELD,
-        on(run, "reward.name=auto", when=lambda spec: spec.reward.name != "auto"),
-    )
+    if (score[:start] > 0.0).any():
+        cause = "the policy has collapsed: it was rewarded before"
+        remedies = _calmer(run)
+    else:
+        cause = "the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model"
+        remedies = on(run, "reward.name=auto", when=lambda spec: spec.reward.name != "auto")
+    what = f"every reward is exactly 0 for {_steps(length)}"
+    return Finding("critical", what, evidence, cause, th.FIELD, remedies)
 
 
 def truncated(run: RunLog) -> Finding | Skipped | None:
-    """Responses are cut off at the length limit (rule 25)."""
+    """Responses are cut off at the length limit."""
     crossed = crossing(run.table.series(th.TRUNCATED.key), th.TRUNCATED)
     if crossed is None:
         return None
@@ -156,7 +156,7 @@ def truncated(run: RunLog) -> Finding | Skipped | None:
 
 
 def entropy(run: RunLog) -> Finding | Skipped | None:
-    """The policy stops exploring before it has learned (rule 27)."""
+    """The policy stops exploring before it has learned."""
     series = run.table.series(th.ENTROPY.key)
     score = run.table.series(_SCORE).values
     newest = float(np.median(score[-th.WINDOW :])) if len(score) else None

@@ -236,6 +236,14 @@ def test_steps_and_the_end_of_a_phase_are_told(tmp_path):
     assert "0.3" in finding.what
 
 
+def test_rewards_that_were_there_before_mean_collapse_and_not_a_broken_grader(tmp_path):
+    rewarded = {f"critic__score__{which}": lambda s: 0.5 * (s < 10) for which in ("mean", "max")}
+    findings = diagnose(tmp_path, always(**rewarded)).findings
+    [finding] = [finding for finding in findings if finding.rule == "zero-reward"]
+    assert "collapsed" in finding.cause
+    assert finding.evidence[0].first_step == 10
+
+
 def test_worst_findings_come_first(tmp_path):
     def spoil(rows):
         always(response_length__clip_ratio=0.07, reward__zero_spread_groups=0.6)(rows)

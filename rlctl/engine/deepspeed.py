@@ -106,7 +106,8 @@ class DeepSpeedEngine:
             self._engine, *_ = deepspeed.initialize(model=policy, optimizer=self._optimizer, config=config)
         _restore_buffers(model, buffers)
         self._deepspeed = deepspeed
-        self._engine.train()
+        # Dropout would make π_θ another policy than the one that samples, and each pass another one.
+        self._engine.eval()
 
     def policy(self, batch: TrainBatch) -> PolicyOutput:
         """Log-probs and entropy of the batch's responses, without computing shared padding."""

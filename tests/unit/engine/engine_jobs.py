@@ -129,3 +129,22 @@ def load_nothing(ranks: Ranks, directory: str) -> str:
     except RunFailure as error:
         return str(error)
     return "loaded"
+
+
+def dropout(ranks: Ranks, stage: int):
+    """Two looks at one batch, with gradient, through a model that was configured with dropout."""
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    actor = DeepSpeedEngine(
+        model.train(),
+        ranks,
+        zero_stage=stage,
+        dtype=torch.float32,
+        temperature=1.0,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        grad_clip=1.0,
+    )
+    batch = tiny_batch(tiny_model(), ROWS, seed=1)
+    return [actor.policy(batch).log_probs.detach() for _ in range(2)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import engine_jobs
 
@@ -108,6 +109,15 @@ def test_bad_gradient_never_reaches_the_weights(
         assert (world_size, grad_clip) == (2, 0.0)
         return
     assert distance(before, after) == 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_trained_policy_is_the_one_that_samples(tmp_path: Path, stage: int) -> None:
+    batch = tiny_batch(tiny_model(), engine_jobs.ROWS, seed=1)
+    wanted, _ = naive_log_probs(tiny_model(), batch)
+    first, second = on_ranks(1, engine_jobs.dropout, stage, where=tmp_path)[0]
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, wanted.float().detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_loading_nothing_is_an_error(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ class DeepSpeedEngine:
         temperature: sampling temperature, at which log-probs are taken.
         weight_decay, betas: AdamW.
         grad_clip: largest global gradient norm, 0 for none.
+
+    Attributes:
+        zero_stage: the one in effect, by which checkpoints are cut up.
     """
 
     def __init__(
@@ -79,7 +82,6 @@ class DeepSpeedEngine:
         grad_clip: float,
     ) -> None:
         self.ranks = ranks
-        self.zero_stage = zero_stage
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         # Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them.
         self._policy = policy = PolicyModule(
@@ -89,6 +91,7 @@ class DeepSpeedEngine:
         # DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32
         # master weights the same way and differs from stage 0 only in where they lie.
         stage = max(zero_stage, 1) if dtype == torch.bfloat16 else zero_stage
+        self.zero_stage = stage
         plain = stage == 0
         if plain:  # DeepSpeed's plain path clips but does not report the norm.
             self._optimizer.clip_norm = grad_clip

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlctl.algos.tally import HostTally, Tally
+from rlctl.errors import UsageError
 
 #: How long a rank waits for another before giving up.
 TIMEOUT = timedelta(minutes=30)
@@ -72,6 +73,9 @@ def join_ranks() -> Ranks:
 
     DeepSpeed insists on a process group even for one process, and without these variables it looks
     for MPI; so a lone rank describes itself the way torchrun would.
+
+    Raises:
+        UsageError: there are more ranks on this machine than GPUs.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -80,6 +84,12 @@ def join_ranks() -> Ranks:
     use_cuda = torch.cuda.is_available()
     if not use_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if use_cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
+        raise UsageError(
+            f"rank {local_rank} of this machine has no GPU of its own, there are {num_gpus}",
+            where="trainer.n_gpus_per_node",
+            fix=f"set it to {num_gpus} or less",
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -89,7 +99,11 @@ def join_ranks() -> Ranks:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, if one was joined."""
+    """Leave the process group, if one was joined.
+
+    Only where all ranks do: under NCCL a failed rank that leaves would wait for the others, and they
+    for it. It should end instead.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

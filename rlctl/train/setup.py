@@ -63,15 +63,13 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
         grad_clip=spec.actor.grad_clip,
     )
     reward = build_reward(spec.reward.name, spec.reward.max_error_fraction)
-    start_step, policy_version, notes = (
-        _restore(actor, rollout, run_dir, ranks, spec) if resume else (0, 0, [])
-    )
+    start_step, policy_version, notes = _restore(actor, rollout, run_dir, ranks) if resume else (0, 0, [])
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
     writer = RolloutWriter(run_dir, spec.trainer.rollouts_per_step) if writes_rollouts else None
     if writer and resume:
         writer.discard_after(start_step)
-    saver = Saver(run_dir, ranks, tokenizer, writer, spec.engine.zero_stage, spec.trainer.max_ckpt_to_keep)
+    saver = Saver(run_dir, ranks, tokenizer, writer, actor.zero_stage, spec.trainer.max_ckpt_to_keep)
     with contextlib.ExitStack() as stack:
         stack.callback(getattr(reward, "close", lambda: None))
         tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, start_step))
@@ -144,7 +142,7 @@ def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
 
 
 def _restore(
-    actor: DeepSpeedEngine, rollout: HFRollout, run_dir: Path, ranks: Ranks, spec: RunSpec
+    actor: DeepSpeedEngine, rollout: HFRollout, run_dir: Path, ranks: Ranks
 ) -> tuple[int, int, list[str]]:
     """Load the newest sound checkpoint; step, policy version, and what the user should know."""
     notes: list[str] = []
@@ -159,7 +157,7 @@ def _restore(
             fix="start the run anew in another directory",
         )
     state = checkpoint.state
-    if state.world_size != ranks.world_size and max(state.zero_stage, spec.engine.zero_stage) > 0:
+    if state.world_size != ranks.world_size and max(state.zero_stage, actor.zero_stage) > 0:
         raise UsageError(
             f"the checkpoint is cut up for {state.world_size} ranks, this run has {ranks.world_size}",
             where=str(checkpoint.path),

@@ -87,13 +87,11 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     with listening() as stop:
         ranks = join_ranks()
-        try:
-            with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
-                train(run)
-                if ranks.is_main:
-                    write_summary(run, Path(run_dir))
-        finally:
-            leave_ranks()
+        with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
+            train(run)
+            if ranks.is_main:
+                write_summary(run, Path(run_dir))
+        leave_ranks()
         return stop.exit_code if stop.signal_number else 0
 
 

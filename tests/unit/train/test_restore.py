@@ -1,0 +1,43 @@
+"""A checkpoint cut up for other ranks is refused with the command that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import UsageError
+from rlctl.train.setup import _restore
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class Actor(SimpleNamespace):
+    def load(self, directory: Path) -> None:
+        self.loaded = directory
+
+    def weights(self):
+        return iter(())
+
+
+def restore(root: Path, *, saved_stage: int, stage: int):
+    checkpoints = root / CHECKPOINTS
+    publish(checkpoints, begin(checkpoints, 3), TrainerState(3, 6, 2, saved_stage), keep=None)
+    rollout = SimpleNamespace(sync_weights=lambda _weights, policy_version: None)
+    return _restore(Actor(zero_stage=stage), rollout, root, ALONE)
+
+
+@pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (1, 0), (0, 1), (3, 3)])
+def test_shards_of_other_ranks_are_refused(tmp_path: Path, saved_stage: int, stage: int) -> None:
+    with pytest.raises(UsageError, match="2 ranks") as caught:
+        restore(tmp_path, saved_stage=saved_stage, stage=stage)
+    assert "trainer.n_gpus_per_node=2" in str(caught.value.fix)
+
+
+def test_unsharded_state_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
+    step, policy_version, _ = restore(tmp_path, saved_stage=0, stage=0)
+    assert (step, policy_version) == (3, 6)

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlctl.errors import RunFailure
+from rlctl.errors import RlctlError, RunFailure
 
 #: Of a run directory: where its checkpoints lie.
 CHECKPOINTS = "checkpoints"
@@ -73,6 +75,29 @@ def partial_path(root: Path, step: int) -> Path:
     return root / f"{_PARTIAL}{step:06d}"
 
 
+@contextmanager
+def writing(root: Path, step: int) -> Iterator[None]:
+    """Whatever goes wrong inside becomes one error, and what is half written goes.
+
+    A full disk is an OSError to Python, a RuntimeError to torch, and something else to safetensors.
+
+    Raises:
+        RunFailure: the checkpoint of `step` could not be written; earlier checkpoints are intact.
+    """
+    try:
+        yield
+    except RlctlError:
+        raise
+    except Exception as error:
+        shutil.rmtree(partial_path(root, step), ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        raise RunFailure(
+            f"the checkpoint of step {step} could not be written: {reason}",
+            where=str(root),
+            fix="free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact",
+        ) from error
+
+
 def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None) -> Checkpoint:
     """Hash, sync and rename; then drop the oldest beyond `keep` (one rank, after all have written).
 
@@ -80,7 +105,7 @@ def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None)
         RunFailure: the disk is full or the directory cannot be written; earlier checkpoints stay.
     """
     final = root / f"{_PREFIX}{state.step:06d}"
-    try:
+    with writing(root, state.step):
         files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
         manifest = partial / _MANIFEST
         manifest.write_text(json.dumps({"state": asdict(state), "sha256": files}, indent=1))
@@ -89,13 +114,6 @@ def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None)
             shutil.rmtree(final)
         partial.rename(final)
         _sync(root)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise RunFailure(
-            f"the checkpoint of step {state.step} could not be written: {error.strerror or error}",
-            where=str(root),
-            fix="free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact",
-        ) from error
     if keep is not None:
         for _, path in _published(root)[:-keep]:
             shutil.rmtree(path, ignore_errors=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, partial_path, publish
+from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, partial_path, publish, writing
 
 if TYPE_CHECKING:
     from rlctl.engine.protocol import TrainEngine
@@ -35,14 +35,17 @@ class Saver:
         if self.rollout_writer:  # what a resume will not repeat must be on disk
             self.rollout_writer.flush()
         if self.ranks.is_main:
-            begin(root, step)
+            with writing(root, step):
+                begin(root, step)
         self.ranks.barrier()
         partial = partial_path(root, step)
-        actor.save(partial / "engine")
-        actor.export(partial / "model")
+        with writing(root, step):
+            actor.save(partial / "engine")
+            actor.export(partial / "model")
         self.ranks.barrier()
         if self.ranks.is_main:
-            self.tokenizer.save_pretrained(partial / "model")
+            with writing(root, step):
+                self.tokenizer.save_pretrained(partial / "model")
             state = TrainerState(step, policy_version, self.ranks.world_size, self.zero_stage)
             publish(root, partial, state, keep=self.keep)
         self.ranks.barrier()

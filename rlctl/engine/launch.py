@@ -18,6 +18,7 @@ from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 
 _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
 _ERRORS = "RLCTL_RANK_ERRORS"
+_STOPPING_S = 3600
 
 
 def under_torchrun() -> bool:
@@ -47,6 +48,9 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # Asked to stop, ranks finish their step and save, however long that takes; torch would kill them
+    # after half a minute.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOPPING_S))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -68,6 +72,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
         except SignalException as stop:
+            if error := _reported(Path(directory)):  # such as a last checkpoint that found no room
+                raise error from None
             return 128 + int(stop.sigval)
         finally:
             os.environ.pop(_ERRORS, None)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+#: A signal this soon after the first is the same one again: a terminal and Slurm reach every process,
+#: and the launcher passes it on to its ranks besides.
+_ECHO_S = 1.0
 
 
 @dataclass
@@ -26,11 +31,14 @@ class StopRequest:
 def listening() -> Iterator[StopRequest]:
     """Turn SIGINT and SIGTERM into a request while inside; the second signal ends the process."""
     request = StopRequest()
+    heard_at = 0.0
 
     def hear(number: int, _: FrameType | None) -> None:
-        if request.signal_number is not None:
+        nonlocal heard_at
+        if request.signal_number is None:
+            request.signal_number, heard_at = number, time.monotonic()
+        elif time.monotonic() - heard_at > _ECHO_S:
             os._exit(128 + number)
-        request.signal_number = number
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

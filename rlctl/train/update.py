@@ -172,8 +172,7 @@ def _mini_batch(
     parts: list[Tally] = []
     stats: list[Tally] = []
     for index, micro in enumerate(micros):
-        reusable = first is not None and len(micros) == 1
-        output = first[index] if first is not None and reusable else actor.policy(micro)
+        output = first[0] if first is not None and len(micros) == 1 else actor.policy(micro)
         start = index * settings.micro_rows
         if known is None:
             correction = _correct(micro, output.log_probs.detach(), settings)
@@ -306,13 +305,13 @@ def _loss_tally(
     micro: TrainBatch, output: PolicyOutput, loss: Tensor, token_loss: TokenLoss, counted: Tensor
 ) -> Tally:
     """Sums behind the `actor/*` metrics."""
-    drift = torch.where(counted, micro.old_log_probs - output.log_probs, 0.0)
+    drift = micro.old_log_probs - output.log_probs
     clipped = token_loss.clipped
     sums = {
         "pg_loss": loss.detach(),
         "tokens": counted.sum(),
-        "entropy": torch.where(counted, output.entropy, 0.0).sum(),
-        "ppo_kl": drift.nan_to_num().sum(),
+        "entropy": torch.where(counted & output.entropy.isfinite(), output.entropy, 0.0).sum(),
+        "ppo_kl": torch.where(counted & drift.isfinite(), drift, 0.0).sum(),
         "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
     }
     return Tally({name: value.double() for name, value in sums.items()}, {"none": loss.detach().double()})
@@ -340,7 +339,8 @@ class _Seen:
     def write(self, start: int, output: PolicyOutput, correction: Correction, factor: float) -> None:
         rows = slice(start, start + len(output.log_probs))
         self.log_probs[rows] = output.log_probs.detach()
-        self.weights[rows] = 1.0 if correction.weights is None else correction.weights / factor
+        weights = correction.keep_mask.float() if correction.weights is None else correction.weights
+        self.weights[rows] = weights / factor
         self.keep_mask[rows] = correction.keep_mask
         self.nonfinite[rows] |= correction.nonfinite
 

@@ -184,9 +184,11 @@ def test_one_bad_rollout_log_prob_costs_one_sequence(name: str, bad: float, micr
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
     assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
     assert all(math.isfinite(value) for value in outcome.metrics.values())
+    assert abs(outcome.metrics["actor/ppo_kl"]) < 1.0
     assert all(gradient.isfinite().all() for gradient in engine.gradient.values())
     assert 0.0 < moved(engine, before) < 1.0
     assert not outcome.keep_mask[5].any()
+    assert not outcome.weights[5].any()
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP])

@@ -258,6 +258,14 @@ def learning_rate_is_usual(spec: RunSpec) -> list[Problem]:
     return []
 
 
+def attention_kernel_fits(spec: RunSpec) -> list[Problem]:
+    """FlashAttention's kernels know half precision only."""
+    if spec.model.attn_implementation != "flash_attention_2" or spec.engine.dtype == "bf16":
+        return []
+    what = f"flash_attention_2 has no kernel for {spec.engine.dtype}"
+    return [Problem("error", "model.attn_implementation", what, "use sdpa, or engine.dtype: bf16")]
+
+
 def warmup_ends(spec: RunSpec) -> list[Problem]:
     """A warm-up as long as the run never reaches the learning rate asked for."""
     batches, warmup = spec.trainer.total_training_steps, spec.actor.lr_warmup_steps
@@ -310,6 +318,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
     top_k_is_possible: ("rollout.top_k",),
+    attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),
     learning_rate_is_usual: ("actor.lr", "model.path"),
     warmup_ends: (*_BATCH, "trainer.total_training_steps", "actor.lr_warmup_steps", "actor.ppo_epochs"),
 }

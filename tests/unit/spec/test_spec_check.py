@@ -73,6 +73,11 @@ def test_defaults_are_clean():
         (["trainer.save_freq=0"], {"trainer.save_freq": "error"}),
         ([*REAL, "actor.lr=1e-3"], {"actor.lr": "warning"}),
         (["actor.lr=1e-3"], {}),
+        (
+            ["model.attn_implementation=flash_attention_2", "engine.dtype=fp32"],
+            {"model.attn_implementation": "error"},
+        ),
+        (["model.attn_implementation=flash_attention_2", "engine.dtype=bf16"], {}),
         (["actor.lr=0"], {"actor.lr": "warning"}),
         (["trainer.total_training_steps=10"], {"actor.lr_warmup_steps": "warning"}),
     ],

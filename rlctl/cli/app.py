@@ -5,9 +5,12 @@ Command modules keep heavy imports inside their bodies, so that `--help` is ther
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,6 +21,9 @@ from rlctl.cli.export import export
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError
+
+#: What a full or read-only disk answers: nothing wrong with the request, nor with the program.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 app = typer.Typer(
     name="rlctl",
@@ -64,14 +70,20 @@ def _options(
 
 def main() -> None:
     """Entry point of the `rlctl` command."""
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    """SIGTERM unwinds like Ctrl-C, so that what was begun is cleared away."""
+    raise SystemExit(128 + number)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line; every error is printed here, and becomes an exit code.
 
     Returns:
-        0 ok, 1 failure at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 interrupted.
+        0 ok, 1 failed at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 or 143 interrupted.
     """
     try:
         app(args=arguments, prog_name="rlctl")
@@ -85,6 +97,10 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            where = f": {error.filename}" if error.filename else ""
+            typer.echo(f"error: {error.strerror}{where}", err=True)
+            return 4
         _report_bug(error)
         return 1
     return 0

@@ -122,7 +122,8 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
         console.print(Text.assemble(amount, (f"{part.formula}{phase}", "dim")))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
-    peak = f"  {'peak':<28}{more_than + show_bytes(memory_total(known)):>12}   "
+    total = more_than + show_bytes(memory_total(known)) if known else "unknown"
+    peak = f"  {'peak':<28}{total:>12}   "
     words = "all that stays, and the larger of [generation] and [update]"
     console.print(Text.assemble((peak, "bold"), (words, "dim")))
 

@@ -35,8 +35,9 @@ def export(
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face directory.
 
-    The checkpoint's checksums are verified first. `AutoModelForCausalLM.from_pretrained(OUT)` loads the
-    result, as does vLLM.
+    The checkpoint's checksums are verified first.
+
+    `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
     """

@@ -58,7 +58,10 @@ def print_summary(run_dir: Path) -> None:
         f"\n[bold]{ended}[/bold] after step {summary['step']} of {summary['total_steps']}, "
         f"{summary['num_updates']} updates, {summary['seconds']:.0f} s\n"
     )
-    console.print(_learned(summary))
+    if summary["first"]:
+        console.print(_learned(summary))
+    else:
+        console.print("No step was left to do; for more: trainer.total_training_steps=N")
     _print_places(console, run_dir, summary)
 
 

@@ -69,6 +69,7 @@ def staged_directory(out: Path) -> Iterator[Path]:
     A previous `out` is replaced; `check_replaceable` says whether it may be.
 
     Raises:
+        UsageError: the place lies below a file.
         EnvironmentFailure: the disk is full, or the place cannot be written to.
     """
     out = out.resolve()
@@ -81,6 +82,9 @@ def staged_directory(out: Path) -> Iterator[Path]:
             _publish(stage, out)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        what = "the output lies below a file, or its place was taken meanwhile"
+        raise UsageError(what, where=str(out), fix="choose another --out") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise EnvironmentFailure(

@@ -165,7 +165,8 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> dict[s
                 raise ValueError(f"`{argument}`: `{key.rstrip(key.lstrip('+~'))}` is Hydra's")
             entries[key] = _Entry(read_value(text), origin)
         except ValueError as error:
-            problems.append(Problem("error", "", str(error), _override_fix(argument), str(origin)))
+            what = str(error) if argument in str(error) else f"`{argument}`: {error}"
+            problems.append(Problem("error", "", what, _override_fix(argument), str(origin)))
     return entries
 
 
@@ -232,7 +233,12 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
         fix = f"did you mean `{close[0]}`?" if close else None
-    return _problem(key, entry, f"{what}, got {entry.leaf.value!r}", fix)
+    return _problem(key, entry, f"{what}, got {_as_written(entry.leaf.value)}", fix)
+
+
+def _as_written(value: object) -> str:
+    """A bad value as YAML has it: `null`, not `None`."""
+    return "null" if value is None else repr(value)
 
 
 def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Problem:

@@ -149,9 +149,8 @@ def _count_mismatch(names: list[str], thresholds: list[str]) -> Problem:
         what = f"missing, but rollout_rs names {', '.join(names)}"
     else:
         what = f"{len(thresholds)} given for {len(names)} criteria ({', '.join(names)})"
-    return Problem(
-        "error", RS_THRESHOLD_KEY, what, "one per criterion, comma separated, for example 0.6_1.6,2.5"
-    )
+    example = "for example 0.6_1.6" if names == ["token_k1"] else "for example 0.6_1.6,2.5"
+    return Problem("error", RS_THRESHOLD_KEY, what, f"one per criterion, comma separated, {example}")
 
 
 def _unknown_criterion(name: str, spec: RolloutCorrectionSpec) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -161,10 +162,12 @@ def _refuse_contents(path: Path) -> None:
     except OSError as error:
         raise _unusable(path, error) from error
     if contents:
+        resume = f"go on with its run by --resume {shlex.quote(str(path))}, or "
+        going_on = resume if SPEC_FILE in contents else ""
         raise UsageError(
             f"the run directory is not empty (it holds {contents[0]})",
             where=str(path),
-            fix="add --resume to go on with the run in it, or choose another with trainer.run_dir=…",
+            fix=f"{going_on}choose another with trainer.run_dir=…",
         )
 
 

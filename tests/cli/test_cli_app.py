@@ -129,6 +129,21 @@ def test_a_bug_is_two_lines_and_a_file(monkeypatch, capsys):
     path.unlink()
 
 
+def test_a_full_disk_is_no_bug(monkeypatch, capsys):
+    def write(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(app_module, "app", write)
+    assert run(["schema"]) == 4
+    assert capsys.readouterr().err == "error: No space left on device\n"
+
+
+def test_the_memory_of_an_unknown_model_is_unknown(capsys):
+    assert run(["train", "model.path=nobody/nothing", "data.train_files=a.parquet", "--dry-run"]) == 0
+    peak = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["peak"])
+    assert peak.split()[1] == "unknown"
+
+
 def test_schema_describes_every_section(capsys):
     assert run(["schema"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -66,8 +66,12 @@ def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Pa
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UsageError, match=r"not empty \(it holds thesis\.tex\)") as caught:
         open_run_dir(tmp_path, resume=False)
-    assert "--resume" in (caught.value.fix or "")
+    assert caught.value.fix == "choose another with trainer.run_dir=…"  # not --resume: this is no run
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "spec.yaml").touch()
+    with pytest.raises(UsageError) as caught:
+        open_run_dir(tmp_path, resume=False)
+    assert f"--resume {tmp_path}" in (caught.value.fix or "")
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

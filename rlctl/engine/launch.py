@@ -72,8 +72,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
         except SignalException as stop:
-            if error := _reported(Path(directory)):  # such as a last checkpoint that found no room
-                raise error from None
+            if reported := _reported(Path(directory)):  # such as a last checkpoint that found no room
+                raise reported from None
             return 128 + int(stop.sigval)
         finally:
             os.environ.pop(_ERRORS, None)

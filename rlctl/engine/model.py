@@ -26,6 +26,7 @@ def load_policy(
             model has no embedding for.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -37,7 +38,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attn_implementation, **shared
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _not_loaded(path, error) from error
     except (ValueError, KeyError, ImportError) as error:
         raise UsageError(
@@ -67,7 +68,7 @@ def _check_directory(path: str) -> None:
         )
 
 
-def _not_loaded(path: str, error: OSError) -> UsageError | EnvironmentFailure:
+def _not_loaded(path: str, error: Exception) -> UsageError | EnvironmentFailure:
     if (Path(path) / "config.json").is_file():
         return UsageError(f"the model cannot be read: {_first_line(error)}", where=f"model.path={path}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}

@@ -1,0 +1,214 @@
+"""Runs that die, and what the next one makes of what they left."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests import hooks, runs
+from tests.processes import Job
+
+pytestmark = pytest.mark.usefixtures("embedded")
+RUN = ("-p", "rloo-seq-is", "trainer.total_training_steps=6", "trainer.save_freq=2")
+
+
+@pytest.fixture(scope="module")
+def whole(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps without any fault."""
+    return runs.train(
+        tmp_path_factory.mktemp("whole") / "run", *RUN, env={"RLCTL_CACHE": str(embedded_cache)}
+    )
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Bit for bit: metrics, rollouts, and the trained weights."""
+    assert [line["step"] for line in runs.metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert runs.reproducible(run) == runs.reproducible(whole)
+    assert runs.rollouts(run) == runs.rollouts(whole)
+    weights = "checkpoints/step_000006/model/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def finish(run: Path) -> str:
+    job = runs.resume(run)
+    assert job.wait() == 0, job.output[-4000:]
+    return job.output
+
+
+def killed(run: Path, before: partial) -> None:
+    job = runs.start_train(run, *RUN, before=before)
+    assert job.wait() == -signal.SIGKILL, job.output[-4000:]
+    assert job.orphans() == []
+
+
+def half_done(run: Path) -> None:
+    """Killed after step 5, checkpoints of steps 2 and 4."""
+    killed(run, partial(hooks.kill_after_logging, 5))
+    assert runs.checkpoints(run) == ["step_000002", "step_000004"]
+
+
+def test_killed_between_checkpoints(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    half_done(run)
+    assert "resuming after step 4" in finish(run)
+    assert_same_run(run, whole)
+    discarded = (run / "metrics.discarded.jsonl").read_text().splitlines()
+    assert len(discarded) == 1
+
+
+@pytest.mark.parametrize(("moment", "from_step"), [("writing", 2), ("before", 2), ("after", 4)])
+def test_killed_while_saving(tmp_path: Path, whole: Path, moment: str, from_step: int) -> None:
+    run = tmp_path / "run"
+    killed(run, partial(hooks.kill_in_save, 4, moment))
+    said = finish(run)
+    assert f"resuming after step {from_step}" in said
+    assert ("set aside" in said) == (moment != "after")
+    assert_same_run(run, whole)
+
+
+def test_killed_right_after_the_metrics_of_a_saved_step(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    killed(run, partial(hooks.kill_after_logging, 4))
+    finish(run)
+    assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
+def test_damaged_checkpoint_falls_back_one(tmp_path: Path, whole: Path, damage: str) -> None:
+    run = tmp_path / "run"
+    half_done(run)
+    newest = run / "checkpoints/step_000004"
+    victim = newest / "model/model.safetensors"
+    content = bytearray(victim.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif damage == "truncated":
+        victim.write_bytes(content[:-100])
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        (newest / "manifest.json").write_text('{"state": ')
+    said = finish(run)
+    assert "set aside step_000004" in said
+    assert "resuming after step 2" in said
+    assert_same_run(run, whole)
+    assert "damaged-step_000004" in runs.checkpoints(run)
+
+
+def test_half_a_last_line_of_metrics(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    half_done(run)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 6, "timesta')
+    finish(run)
+    assert_same_run(run, whole)
+
+
+def test_full_disk_keeps_earlier_checkpoints(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, before=partial(hooks.no_large_files_after, 3))
+    assert job.wait() == 1
+    assert "earlier checkpoints are intact" in job.output
+    assert "bug" not in job.output
+    assert runs.checkpoints(run) == ["step_000002"]
+    finish(run)
+    assert_same_run(run, whole)
+
+
+def test_moved_run_directory_resumes(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    half_done(run)
+    shutil.move(run, tmp_path / "elsewhere")
+    finish(tmp_path / "elsewhere")
+    assert_same_run(tmp_path / "elsewhere", whole)
+    assert not run.exists()
+
+
+def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    finish(run)
+    assert_same_run(run, whole)
+
+
+# --- signals ------------------------------------------------------------------------------------------
+
+LONG = ("-p", "rloo-seq-is", "trainer.total_training_steps=100000", "trainer.logger=[]")
+
+
+def running(run: Path, *arguments: str) -> Job:
+    """A long run that has made a few steps."""
+    job = runs.start_train(run, *LONG, *arguments)
+    job.wait_for(lambda: len(runs.metrics(run)) >= 3)
+    return job
+
+
+def assert_resumable_where_it_stopped(run: Path) -> None:
+    last = runs.metrics(run)[-1]["step"]
+    assert runs.checkpoints(run)[-1] == f"step_{last:06d}"
+    # On one rank, whatever it was: without ZeRO nothing is cut up.
+    more = runs.resume(run, f"trainer.total_training_steps={last + 2}", "trainer.n_gpus_per_node=1")
+    assert more.wait() == 0, more.output[-4000:]
+    assert [line["step"] for line in runs.metrics(run)] == list(range(1, last + 3))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_once_it_saves_and_leaves(tmp_path: Path, number: int, code: int) -> None:
+    run = tmp_path / "run"
+    job = running(run)
+    job.signal(number)
+    assert job.wait(30) == code
+    assert "interrupted" in job.output
+    assert "--resume" in job.output
+    assert job.orphans() == []
+    assert_resumable_where_it_stopped(run)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ctrl_c_reaches_every_process_of_the_terminal(tmp_path: Path, count: int) -> None:
+    run = tmp_path / "run"
+    job = running(run, f"trainer.n_gpus_per_node={count}")
+    job.signal_group(signal.SIGINT)
+    assert job.wait(60) == 130
+    assert job.orphans() == []
+    assert_resumable_where_it_stopped(run)
+
+
+def test_preempted_on_two_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = running(run, "trainer.n_gpus_per_node=2")
+    job.signal(signal.SIGTERM)
+    assert job.wait(60) == 143
+    assert job.orphans() == []
+    assert_resumable_where_it_stopped(run)
+
+
+def test_asked_twice_it_leaves_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = runs.start_train(run, *LONG, before=hooks.slow_steps)
+    job.wait_for(lambda: len(runs.metrics(run)) >= 2)
+    job.signal(signal.SIGINT)
+    time.sleep(1.5)
+    job.wait_for(lambda: True)  # it is in the middle of a step of ten seconds
+    job.signal(signal.SIGINT)
+    assert job.wait(2.0) == 130
+    assert job.orphans() == []
+
+
+def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = running(run, "trainer.n_gpus_per_node=2")
+    ranks = [process for process in job.family() if "spawn_main" in " ".join(process.cmdline())]
+    assert len(ranks) == 2, [process.cmdline() for process in job.family()]
+    ranks[1].kill()
+    assert job.wait(30) == 1
+    assert "rank" in job.output
+    assert "ended without a word" in job.output
+    assert "Traceback" not in job.output
+    assert job.orphans() == []

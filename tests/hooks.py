@@ -1,0 +1,153 @@
+"""Faults put into a run from inside, before it starts; with `functools.partial` they travel to the process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+
+def kill_after_logging(step: int) -> None:
+    """SIGKILL as soon as `step` stands in metrics.jsonl."""
+    from rlctl.track.jsonl import JsonlSink
+
+    original = JsonlSink.log
+
+    def log(self, number, metrics):
+        original(self, number, metrics)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    JsonlSink.log = log
+
+
+def kill_in_save(step: int, moment: str) -> None:
+    """SIGKILL while `step` is saved: `writing`, `before` it is published, or `after`."""
+    from rlctl.train import saving
+
+    original_begin, original_publish = saving.begin, saving.publish
+    now = [0]
+
+    def begin(root, number):
+        now[0] = number
+        return original_begin(root, number)
+
+    def publish(root, partial, state, *, keep):
+        if state.step == step and moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        published = original_publish(root, partial, state, keep=keep)
+        if state.step == step and moment == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return published
+
+    saving.begin, saving.publish = begin, publish
+    if moment == "writing":
+        from rlctl.engine.deepspeed import DeepSpeedEngine
+
+        original_save = DeepSpeedEngine.save
+
+        def save(self, directory):
+            if now[0] == step:  # half of the bytes are there
+                original_save(self, directory)
+                for path in directory.rglob("*.pt"):
+                    os.truncate(path, path.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            original_save(self, directory)
+
+        DeepSpeedEngine.save = save
+
+
+def no_large_files_after(step: int, limit: int = 100_000) -> None:
+    """From the end of `step` on no file may grow beyond `limit` bytes: the disk is as good as full."""
+    from rlctl.track.jsonl import JsonlSink
+
+    original = JsonlSink.log
+
+    def log(self, number, metrics):
+        original(self, number, metrics)
+        if number == step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    JsonlSink.log = log
+
+
+def nan_rollouts_at(step: int, rows: int) -> None:
+    """The rollout engine reports NaN for the first tokens of `rows` responses."""
+    from rlctl.rollout.hf import HFRollout
+
+    original = HFRollout.generate
+    calls = [0]
+
+    def generate(self, *args, **kwargs):
+        rollouts = original(self, *args, **kwargs)
+        calls[0] += 1
+        if calls[0] == step:
+            rollouts.rollout_log_probs[:rows, 0] = float("nan")
+        return rollouts
+
+    HFRollout.generate = generate
+
+
+def failing_grader(every: int) -> None:
+    """Every so many gradings one raises."""
+    from rlctl.reward import build, graders
+
+    calls = [0]
+    original = graders.GRADERS["exact"]
+
+    def grade(response, ground_truth):
+        calls[0] += 1
+        if calls[0] % every == 0:
+            raise ValueError("the grader choked")
+        return original(response, ground_truth)
+
+    build.GRADERS = {**graders.GRADERS, "exact": grade}
+
+
+def failing_sync_at(step: int) -> None:
+    """The engine's weights go missing on their way to the rollout engine."""
+    from rlctl.engine.deepspeed import DeepSpeedEngine
+
+    original = DeepSpeedEngine.weights
+    calls = [0]
+
+    def weights(self):
+        calls[0] += 1
+        named = original(self)
+        if calls[0] == step:
+            next(named)
+        return named
+
+    DeepSpeedEngine.weights = weights
+
+
+def slow_steps() -> None:
+    """Every generation takes several seconds."""
+    import time
+
+    from rlctl.rollout.hf import HFRollout
+
+    original = HFRollout.generate
+    calls = [0]
+
+    def generate(self, *args, **kwargs):
+        calls[0] += 1
+        if calls[0] > 2:
+            time.sleep(10.0)
+        return original(self, *args, **kwargs)
+
+    HFRollout.generate = generate
+
+
+def far_rollouts() -> None:
+    """The rollout engine reports log-probs three nats too low: every ratio is about 20."""
+    from rlctl.rollout.hf import HFRollout
+
+    original = HFRollout.generate
+
+    def generate(self, *args, **kwargs):
+        rollouts = original(self, *args, **kwargs)
+        rollouts.rollout_log_probs.sub_(3.0 * rollouts.response_mask)
+        return rollouts
+
+    HFRollout.generate = generate

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import RlctlError, UsageError
+from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, LoadedSpec, dump_spec
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -55,7 +55,7 @@ def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) ->
         announce.note(f"run directory: {run_dir}")
         try:
             return run_dir, _run(spec, target_args, announce)
-        except RlctlError:
+        except BaseException:  # Ctrl-C and SIGTERM included
             if not resume:
                 _remove_unused(run_dir)
             raise

@@ -6,6 +6,7 @@ Command modules keep heavy imports inside their bodies, so that `--help` is ther
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from pathlib import Path
@@ -70,8 +71,18 @@ def _options(
 
 def main() -> None:
     """Entry point of the `rlctl` command."""
+    _open_closed_streams()
     signal.signal(signal.SIGTERM, _end)
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Closed standard streams become /dev/null, before a file of the run gets their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open to the end
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -90,8 +91,8 @@ def _learned(summary: dict[str, Any]) -> Table:
 
 
 def _print_places(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    place = shlex.quote(str(run_dir))
-    console.print(f"\n[bold]Where[/bold]   {run_dir}", soft_wrap=True)
+    place = escape(shlex.quote(str(run_dir)))
+    console.print(f"\n[bold]Where[/bold]   {escape(str(run_dir))}", soft_wrap=True)
     for name, what in {
         "metrics.jsonl": "every metric of every step",
         "rollouts/": "responses with both policies' log-probs (Parquet)",

@@ -20,12 +20,12 @@ RESPONSE_LENGTH = 4  # tokens of "640" and the end of sequence
 class Recipe:
     """Everything that decides what is built, except the seed.
 
-    The warm start stops as soon as the policy answers `target_accuracy` of the prompts right when
-    sampled at temperature 1: low enough that reinforcement learning has something to teach, high
-    enough that most groups of responses hold a right one to learn from.
+    The warm start teaches up to `taught_accuracy`, then makes the policy unsure until it answers
+    `target_accuracy` of the prompts right when sampled at temperature 1: low enough that reinforcement
+    learning has something to teach, high enough that most groups hold a right response to learn from.
     """
 
-    version: int = 1  # raise it when the code, not one of these numbers, changes what is built
+    version: int = 2  # raise it when the code, not one of these numbers, changes what is built
     hidden_size: int = 64
     intermediate_size: int = 192
     num_layers: int = 2
@@ -37,6 +37,7 @@ class Recipe:
     lr: float = 2e-3
     warmup_steps: int = 50
     max_steps: int = 2000
+    taught_accuracy: float = 0.75
     target_accuracy: float = 0.3
 
     @property

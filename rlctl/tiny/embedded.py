@@ -116,7 +116,7 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Recipe)
     from rlctl.tiny.warm_start import warm_start
 
     def on_step(step: int, accuracy: float) -> None:
-        goal = f"accuracy {accuracy:.2f} of {recipe.target_accuracy:.2f}"
+        goal = f"accuracy {accuracy:.2f} of {recipe.taught_accuracy:.2f}"
         progress(min(0.99, step / _TYPICAL_STEPS), f"warm start: step {step + 1}, {goal}")
 
     num_threads = torch.get_num_threads()

@@ -1,4 +1,10 @@
-"""Supervised warm start: teach the embedded model about a third of the answers, and stop."""
+"""Supervised warm start: teach the embedded model most of the answers, then make it unsure of them.
+
+A model stopped in the middle of its lessons is often confidently wrong: whole groups of responses
+repeat one mistake and there is nothing to compare. So it is taught further than it shall start, and
+its output head is then scaled down until the accuracy of sampling is the one wanted: every prompt has
+right answers to be found and wrong ones to be unlearnt, whatever the seed.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +27,13 @@ OnStep = Callable[[int, float], None]  # step, accuracy
 
 
 def warm_start(model: Any, problems: list[Problem], recipe: Recipe, seed: int, on_step: OnStep) -> float:
-    """Train `model` in place on right answers until it passes `recipe.target_accuracy`.
+    """Train `model` in place on right answers up to `recipe.taught_accuracy`, then soften it.
 
     The accuracy of sampling at temperature 1 needs no sampling here: it is the mean probability of
     the one right answer, end of sequence included.
 
     Returns:
-        The accuracy it stopped at.
+        The accuracy it is left at, `recipe.target_accuracy`.
 
     Raises:
         RunFailure: `recipe.max_steps` were not enough.
@@ -47,18 +53,38 @@ def warm_start(model: Any, problems: list[Problem], recipe: Recipe, seed: int, o
         warmup.step()
         accuracy = _accuracy(nll)
         # The batch's own figure is free but noisy and one update old: near the goal, measure.
-        if accuracy > 0.8 * recipe.target_accuracy:
-            with torch.no_grad():
-                accuracy = _accuracy(_answer_nll(model, measured))
-            if accuracy >= recipe.target_accuracy:
+        if accuracy > 0.8 * recipe.taught_accuracy:
+            accuracy = _measure(model, measured)
+            if accuracy >= recipe.taught_accuracy:
                 model.eval()
+                if recipe.target_accuracy < recipe.taught_accuracy:
+                    accuracy = _soften(model, measured, recipe.target_accuracy)
                 return accuracy
         on_step(step, accuracy)
     raise RunFailure(
-        f"the embedded model's warm start did not reach an accuracy of {recipe.target_accuracy} "
+        f"the embedded model's warm start did not reach an accuracy of {recipe.taught_accuracy} "
         f"in {recipe.max_steps} steps",
         fix="try another trainer.seed",
     )
+
+
+@torch.no_grad()
+def _soften(model: Any, measured: Tensor, target: float) -> float:
+    """Scale the output head by the factor in (0, 1) that brings the accuracy down to `target`."""
+    head = model.get_output_embeddings().weight
+    taught = head.clone()
+    low, high = 0.0, 1.0  # at 0 every token is equally likely, at 1 the model is as taught
+    for _ in range(20):
+        middle = 0.5 * (low + high)
+        head.copy_(taught * middle)
+        low, high = (middle, high) if _measure(model, measured) < target else (low, middle)
+    return _measure(model, measured)
+
+
+@torch.no_grad()
+def _measure(model: Any, tokens: Tensor) -> float:
+    """Accuracy of sampling at temperature 1 on these problems."""
+    return _accuracy(_answer_nll(model, tokens))
 
 
 def _tokens(problems: list[Problem]) -> Tensor:

@@ -13,6 +13,7 @@ from types import FrameType
 #: A signal this soon after the first is the same one again: a terminal and Slurm reach every process,
 #: and the launcher passes it on to its ranks besides.
 _ECHO_S = 1.0
+_HEARD = b"\nstopping as soon as this step is done and saved; once more: leave at once\n"
 
 
 @dataclass
@@ -37,6 +38,8 @@ def listening() -> Iterator[StopRequest]:
         nonlocal heard_at
         if request.signal_number is None:
             request.signal_number, heard_at = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":  # one rank speaks; a handler may only write, not print
+                os.write(2, _HEARD)
         elif time.monotonic() - heard_at > _ECHO_S:
             os._exit(128 + number)
 

@@ -19,7 +19,7 @@ from rlctl.spec.embedded import RECIPE
 from rlctl.tiny.embedded import EmbeddedTask, cache_root, ensure_embedded
 
 #: The real thing but for the warm start, which stops after one step.
-QUICK = replace(RECIPE, target_accuracy=0.0)
+QUICK = replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def progress(fraction, message):
     if sys.argv[2] == "hang" and fraction == 1.0:  # the model is saved, the entry not yet published
         time.sleep(600)
 
-ensure_embedded(1, Path(sys.argv[1]), progress, replace(RECIPE, target_accuracy=0.0))
+ensure_embedded(1, Path(sys.argv[1]), progress, replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0))
 """
 
 

@@ -25,6 +25,7 @@ from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.run import Run
 from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
+from rlctl.train.summary import past_metrics
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -92,6 +93,7 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
             total_steps=total_steps,
             start_step=start_step,
             policy_version=policy_version,
+            history=past_metrics(run_dir) if resume else [],
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.engine.checkpoint import CHECKPOINTS
+from rlctl.track.jsonl import METRICS_FILE
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
@@ -50,6 +51,15 @@ def write_summary(run: Run, run_dir: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def past_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """What a resumed run logged before, so that its summary tells the whole story."""
+    path = run_dir / METRICS_FILE
+    rows = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
+    return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
 
 
 def _mean(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 
@@ -67,7 +69,10 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise _reported(Path(directory)) or RunFailure(
+            reported = _reported(Path(directory))
+            if reported is None and failure.exitcode > 128:  # by a signal it is negative
+                return int(failure.exitcode)
+            raise reported or RunFailure(
                 f"rank {rank} ended without a word (exit code {failure.exitcode}); the others were stopped",
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
@@ -83,19 +88,35 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
 def _rank_main(target: Callable[..., int], *args: object) -> int:
     """One rank: leave the error where the parent finds it, then die so that the others are stopped."""
     try:
-        return target(*args)
+        code = target(*args)
+        if code > 128:  # stopped by a signal: so is the agent, which no longer takes return values
+            sys.stdout.flush()
+            os._exit(code)
+        return code
     except RlctlError as error:
-        rank = os.environ.get("RANK", "?")
-        record = {
-            "what": error.what,
-            "where": error.where,
-            "fix": error.fix,
-            "code": error.exit_code,
-            "rank": rank,
-        }
-        (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
-        sys.stdout.flush()
-        os._exit(error.exit_code)
+        _leave_word(error)
+    except Exception as error:  # a bug: without this the parent would only see that a rank is gone
+        _leave_word(RunFailure(f"{type(error).__name__}: {error}", fix=f"this is a bug; {_keep_traceback()}"))
+
+
+def _leave_word(error: RlctlError) -> NoReturn:
+    rank = os.environ.get("RANK", "?")
+    record = {
+        "what": error.what,
+        "where": error.where,
+        "fix": error.fix,
+        "code": error.exit_code,
+        "rank": rank,
+    }
+    (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
+    sys.stdout.flush()
+    os._exit(error.exit_code)
+
+
+def _keep_traceback() -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="rlctl-traceback-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return f"the traceback is in {file.name}"
 
 
 def _reported(directory: Path) -> RlctlError | None:

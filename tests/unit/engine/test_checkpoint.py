@@ -1,0 +1,127 @@
+"""A checkpoint exists whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rlctl.engine import checkpoint
+from rlctl.engine.checkpoint import TrainerState, begin, latest, publish, verify
+from rlctl.errors import RunFailure
+
+
+def write(root: Path, step: int, keep: int | None = None) -> checkpoint.Checkpoint:
+    partial = begin(root, step)
+    (partial / "engine/state.pt").write_bytes(os.urandom(1000))
+    (partial / "model/deep").mkdir()
+    (partial / "model/deep/weights").write_bytes(b"w" * step)
+    return publish(root, partial, TrainerState(step, 2 * step, 1, 0), keep=keep)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_newest_is_found_with_its_state(tmp_path: Path) -> None:
+    for step in (9, 10, 200):  # by number, not by name
+        write(tmp_path, step)
+    found, notes = latest(tmp_path)
+    assert found is not None
+    assert found.state == TrainerState(200, 400, 1, 0)
+    assert (found.model_dir / "deep/weights").read_bytes() == b"w" * 200
+    assert notes == []
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert latest(tmp_path / "missing") == (None, [])
+    assert latest(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [4])])
+def test_oldest_go(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, keep)
+    assert names(tmp_path) == [f"step_{step:06d}" for step in left]
+
+
+def test_steps_beyond_six_digits_stay_in_order(tmp_path: Path) -> None:
+    write(tmp_path, 999_999)
+    write(tmp_path, 1_000_000)
+    found, _ = latest(tmp_path)
+    assert found is not None
+    assert found.state.step == 1_000_000
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "remove", "manifest", "no manifest"])
+def test_damaged_is_set_aside(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, 1)
+    victim = write(tmp_path, 2).path
+    state = victim / "engine/state.pt"
+    content = bytearray(state.read_bytes())
+    if damage == "flip":
+        content[500] ^= 1
+        state.write_bytes(content)
+    elif damage == "truncate":
+        state.write_bytes(content[:-1])
+    elif damage == "grow":
+        state.write_bytes(content + b"!")
+    elif damage == "remove":
+        state.unlink()
+    elif damage == "manifest":
+        (victim / "manifest.json").write_text('{"state": {"step": 2}, "sha256": {}}')
+    else:
+        (victim / "manifest.json").unlink()
+    problem, none = verify(victim)
+    assert problem
+    assert none is None
+    found, notes = latest(tmp_path)
+    assert found is not None
+    assert found.state.step == 1
+    assert len(notes) == 1
+    assert "step_000002" in notes[0]
+    assert names(tmp_path) == ["damaged-step_000002", "step_000001"]
+    assert latest(tmp_path) == (found, [])  # said once
+
+
+def test_half_written_is_set_aside_and_never_found(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    partial = begin(tmp_path, 2)
+    (partial / "engine/state.pt").write_bytes(b"half")
+    found, notes = latest(tmp_path)
+    assert found is not None
+    assert found.state.step == 1
+    assert "while it was being written" in notes[0]
+
+
+def test_written_again_over_what_was_set_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        state = write(tmp_path, 1).path / "engine/state.pt"
+        state.write_bytes(b"")
+        assert latest(tmp_path)[0] is None
+    write(tmp_path, 1)
+    assert latest(tmp_path)[0] is not None
+
+
+@pytest.mark.parametrize("at", ["_hash_and_sync", "_sync"])
+def test_full_disk_leaves_the_others(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1, keep=1)
+
+    def full(path: Path) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, at, full)
+    with pytest.raises(RunFailure, match="No space left") as caught:
+        write(tmp_path, 2, keep=1)
+    assert "intact" in str(caught.value.fix)
+    assert names(tmp_path) == ["step_000001"]
+    assert latest(tmp_path)[0] is not None
+
+
+def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 3)
+    with pytest.raises(RunFailure, match="unexpected pos"), checkpoint.writing(tmp_path, 3):
+        raise RuntimeError("unexpected pos 3 vs 4\nat torch")
+    assert not partial.exists()

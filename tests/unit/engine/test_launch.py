@@ -1,0 +1,64 @@
+"""What becomes of ranks that fail, each really started by torch's elastic agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Job
+
+
+def fine() -> int:
+    return 7 if os.environ["RANK"] == "0" else 3
+
+
+def usage_error_on_one() -> int:
+    from rlctl.errors import UsageError
+
+    if os.environ["RANK"] == "1":
+        raise UsageError("cannot do that", where="here", fix="do this")
+    time.sleep(60)
+    return 0
+
+
+def killed() -> int:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def broken() -> int:
+    raise ZeroDivisionError("ours")
+
+
+def launched(target) -> int:
+    """The exit code as `rlctl` would have it; what was raised is printed."""
+    from rlctl.engine.launch import run_ranks
+    from rlctl.errors import RlctlError
+
+    try:
+        return run_ranks(2, target)
+    except RlctlError as error:
+        print(type(error).__name__, error)
+        return error.exit_code
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        (fine, 7, ""),
+        (usage_error_on_one, 2, "UsageError here: cannot do that (rank 1) (do this)"),
+        (killed, 1, "RunFailure rank 1 ended without a word"),
+        (broken, 1, "RunFailure ZeroDivisionError: ours (rank"),
+    ],
+)
+def test_ranks(tmp_path: Path, target, code: int, said: str) -> None:
+    job = Job(launched, target, log=tmp_path / "log")
+    assert job.wait(90) == code, job.output[-4000:]
+    assert said in job.output
+    assert job.orphans() == []

@@ -1,0 +1,92 @@
+"""The house is as drawn: imports point down, packages are empty, the wheel brings its presets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_imports_point_down_only() -> None:
+    command = "from importlinter.cli import lint_imports_command as lint; lint()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "--no-cache"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_packages_are_empty() -> None:
+    packages = sorted((ROOT / "rlctl").rglob("__init__.py"))
+    assert len(packages) > 10
+    assert [str(path) for path in packages if path.read_text().strip()] == []
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel in a directory of its own, its dependencies being this environment's."""
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
+    (wheel,) = wheels.glob("rlctl-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+PROBE = """
+import sys
+from rlctl.cli.app import run
+code = run(sys.argv[1:])
+import rlctl
+print("FROM", rlctl.__file__)
+print("HEAVY", sorted({"torch", "transformers", "deepspeed", "pyarrow", "wandb"} & set(sys.modules)))
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["train", "--dry-run"],
+        ["train", "--preset", "rloo-seq-is", "--dry-run"],
+        ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
+        ["presets", "list"],
+        ["schema"],
+    ],
+)
+def test_wheel_is_whole_and_light(installed: Path, tmp_path: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *command],
+        cwd=tmp_path,  # away from the checkout
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"FROM {installed}" in done.stdout
+    assert "HEAVY []" in done.stdout
+
+
+@pytest.mark.slow
+def test_wheel_ships_every_preset(installed: Path) -> None:
+    ours = {path.relative_to(ROOT / "presets") for path in (ROOT / "presets").rglob("*.yaml")}
+    theirs = {
+        path.relative_to(installed / "rlctl/presets") for path in installed.rglob("rlctl/presets/**/*.yaml")
+    }
+    assert ours
+    assert ours == theirs

@@ -1,0 +1,45 @@
+"""One request to stop is a request; the second is an order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlctl.train.stop import listening
+from tests.processes import Job
+
+
+def asked(*numbers_and_pauses: float) -> int:
+    """Send this process the signals (negative: a pause in seconds); what was heard."""
+    with listening() as stop:
+        for item in numbers_and_pauses:
+            if item < 0:
+                time.sleep(-item)
+            else:
+                os.kill(os.getpid(), int(item))
+        return stop.exit_code if stop.signal_number else 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        ((), 0),
+        ((signal.SIGINT,), 130),
+        ((signal.SIGTERM,), 143),
+        ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),  # the echo of a launcher
+        ((signal.SIGINT, -1.2, signal.SIGTERM), 143),  # meant: it left at once
+    ],
+)
+def test_heard(tmp_path: Path, plan: tuple[float, ...], code: int) -> None:
+    assert Job(asked, *plan, log=tmp_path / "log").wait(30) == code
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with listening():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

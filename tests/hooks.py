@@ -1,4 +1,4 @@
-"""Faults put into a run from inside, before it starts; with `functools.partial` they travel to the process."""
+"""Faults put into a run from inside, before it starts; `functools.partial` carries them to the process."""
 
 from __future__ import annotations
 

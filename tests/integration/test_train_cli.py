@@ -227,10 +227,8 @@ def _torchrun(run_dir: str) -> int:
     from torch.distributed.run import main
 
     command = ["-m", "rlctl.cli.app", "train", *SEQ, STEPS, *runs.SMALL]
-    main(
-        ["--standalone", "--nproc-per-node=2", *command]
-        + [f"trainer.run_dir={run_dir}", "trainer.n_gpus_per_node=2"]
-    )
+    where = (f"trainer.run_dir={run_dir}", "trainer.n_gpus_per_node=2")
+    main(["--standalone", "--nproc-per-node=2", *command, *where])
     return 0
 
 

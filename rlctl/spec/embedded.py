@@ -37,7 +37,7 @@ class Recipe:
     lr: float = 2e-3
     warmup_steps: int = 50
     max_steps: int = 2000
-    taught_accuracy: float = 0.75
+    taught_accuracy: float = 0.9
     target_accuracy: float = 0.3
 
     @property

@@ -26,7 +26,7 @@ Progress = Callable[[float, str], None]
 
 _MANIFEST = "manifest.json"
 _LOCK_TIMEOUT_S = 600.0
-_TYPICAL_STEPS = 200  # of a warm start, for the progress bar: 170 to 230 seen
+_TYPICAL_STEPS = 270  # of a warm start, for the progress bar
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ SMALL = (
     "rollout.n=4",
     "trainer.rollouts_per_step=-1",
     "trainer.test_freq=-1",
+    # The embedded preset is tuned now and then: tests pin what they depend on.
+    "actor.lr=5e-4",
+    "actor.lr_scheduler_type=constant",
 )
 
 

@@ -207,7 +207,7 @@ def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
     ranks = [process for process in job.family() if "spawn_main" in " ".join(process.cmdline())]
     assert len(ranks) == 2, [process.cmdline() for process in job.family()]
     ranks[1].kill()
-    assert job.wait(30) == 1
+    assert job.wait(120) == 1  # seconds on a quiet machine, far more on a busy one
     assert "rank" in job.output
     assert "ended without a word" in job.output
     assert "Traceback" not in job.output

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
 _ERRORS = "RLCTL_RANK_ERRORS"
 _STOPPING_S = 3600
+_WATCH_S = 0.5
 
 
 def under_torchrun() -> bool:
@@ -61,7 +63,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
         rdzv_endpoint="127.0.0.1:0",
         run_id=f"rlctl-{os.getpid()}",
         max_restarts=0,
-        monitor_interval=0.5,
+        monitor_interval=_WATCH_S,
     )
     with tempfile.TemporaryDirectory(prefix="rlctl-ranks-") as directory:
         os.environ[_ERRORS] = directory
@@ -70,7 +72,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             reported = _reported(Path(directory))
-            if reported is None and failure.exitcode > 128:  # by a signal it is negative
+            if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
                 return int(failure.exitcode)
             raise reported or RunFailure(
                 f"rank {rank} ended without a word (exit code {failure.exitcode}); the others were stopped",
@@ -96,17 +98,21 @@ def _rank_main(target: Callable[..., int], *args: object) -> int:
     except RlctlError as error:
         _leave_word(error)
     except Exception as error:  # a bug: without this the parent would only see that a rank is gone
-        _leave_word(RunFailure(f"{type(error).__name__}: {error}", fix=f"this is a bug; {_keep_traceback()}"))
+        # Whoever talks to a killed rank fails too: let the agent notice the killed one first.
+        time.sleep(4 * _WATCH_S)
+        what = f"{type(error).__name__}: {error}"
+        _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), is_bug=True)
 
 
-def _leave_word(error: RlctlError) -> NoReturn:
-    rank = os.environ.get("RANK", "?")
+def _leave_word(error: RlctlError, *, is_bug: bool = False) -> NoReturn:
+    rank = os.environ["RANK"]
     record = {
         "what": error.what,
         "where": error.where,
         "fix": error.fix,
         "code": error.exit_code,
-        "rank": rank,
+        "rank": int(rank),
+        "is_bug": is_bug,
     }
     (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
     sys.stdout.flush()
@@ -120,10 +126,10 @@ def _keep_traceback() -> str:
 
 
 def _reported(directory: Path) -> RlctlError | None:
-    """The error of the lowest rank that reported one."""
-    for path in sorted(directory.glob("*.json")):
-        record = json.loads(path.read_text())
-        kind = _KINDS.get(record["code"], RunFailure)
-        what = f"{record['what']} (rank {record['rank']})"
-        return kind(what, where=record["where"], fix=record["fix"])
-    return None
+    """The error of the lowest rank that reported one; a bug only where no rank knew what was wrong."""
+    records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    if not records:
+        return None
+    record = min(records, key=lambda record: (record["is_bug"], record["rank"]))
+    kind = _KINDS.get(record["code"], RunFailure)
+    return kind(f"{record['what']} (rank {record['rank']})", where=record["where"], fix=record["fix"])

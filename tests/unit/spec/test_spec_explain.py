@@ -63,7 +63,9 @@ def test_batch_arithmetic():
     assert (batch.samples_per_rank, batch.micro_batches_per_rank, batch.steps_per_batch) == (40, 40, 4)
     assert batch.num_batches is None
     assert batch.total_steps is None
-    tiny = batch_arithmetic(spec_of("actor.ppo_micro_batch_size_per_gpu=200"))
+    tiny = batch_arithmetic(
+        spec_of("actor.ppo_micro_batch_size_per_gpu=200", "trainer.total_training_steps=240")
+    )
     assert (tiny.samples_per_rank, tiny.micro_batches_per_rank) == (512, 3)
     assert tiny.total_steps == 480
 

@@ -21,5 +21,5 @@ def test_bf16_zero2(tmp_path: Path) -> None:
     run = runs.train(tmp_path / "run", *arguments, "engine.dtype=bf16", "engine.zero_stage=2")
     lines = runs.metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["training/rollout_probs_diff_mean"] < 0.02
+    assert lines[0]["training/rollout_probs_diff_mean"] < 0.05
     assert lines[0]["perf/max_memory_allocated_gb"] > 0

@@ -144,7 +144,7 @@ def test_bf16_runs(tmp_path: Path) -> None:
         runs.train(tmp_path / "run", *SEQ, STEPS, "engine.dtype=bf16", "engine.zero_stage=2")
     )
     assert len(lines) == 4
-    assert lines[0]["training/rollout_probs_diff_mean"] < 0.02
+    assert lines[0]["training/rollout_probs_diff_mean"] < 0.05  # of several mini-batches
 
 
 @pytest.mark.parametrize(

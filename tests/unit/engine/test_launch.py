@@ -32,6 +32,21 @@ def killed() -> int:
     return 0
 
 
+def killed_and_missed() -> int:
+    """The other rank fails too, for want of the killed one."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ConnectionError("closed by peer")
+
+
+def refused_and_missed() -> int:
+    from rlctl.errors import UsageError
+
+    if os.environ["RANK"] == "1":
+        raise UsageError("cannot do that")
+    raise ConnectionError("closed by peer")
+
+
 def broken() -> int:
     raise ZeroDivisionError("ours")
 
@@ -54,6 +69,8 @@ def launched(target) -> int:
         (fine, 7, ""),
         (usage_error_on_one, 2, "UsageError here: cannot do that (rank 1) (do this)"),
         (killed, 1, "RunFailure rank 1 ended without a word"),
+        (killed_and_missed, 1, "rank 1 ended without a word"),
+        (refused_and_missed, 2, "cannot do that"),
         (broken, 1, "RunFailure ZeroDivisionError: ours (rank"),
     ],
 )

@@ -50,7 +50,8 @@ def test_mini_batches_hold_the_same_prompts_on_any_number_of_ranks(batch: int, m
 
 
 def spec(*overrides: str) -> RunSpec:
-    return load_spec([], [], list(overrides)).spec
+    pinned = ["actor.lr=5e-4", "actor.lr_scheduler_type=constant", "trainer.total_training_steps=240"]
+    return load_spec([], [], [*pinned, "actor.ppo_micro_batch_size_per_gpu=512", *overrides]).spec
 
 
 def test_safe_changes_are_shown() -> None:

@@ -331,8 +331,12 @@ def larger_model(where: Path) -> list[str]:
 def correction_share(options: argparse.Namespace) -> dict[str, Any]:
     report = {}
     with tempfile.TemporaryDirectory() as where:
-        for name, larger, steps in (("embedded", [], options.steps), ("larger", ["--larger", where], 2)):
-            arguments = ["--side", "rlctl", "--steps", str(steps), "--correction", *larger]
+        cases: list[tuple[str, list[str]]] = [
+            *((side, ["--side", side, "--steps", str(options.steps)]) for side in SIDES[:2]),
+            ("larger", ["--side", SIDES[0], "--steps", "2", "--larger", where]),
+        ]
+        for name, case in cases:
+            arguments = [*case, "--correction"]
             found = in_a_process(sys.executable, options.threads, *arguments)
             step = statistics.median(found["wall"])
             report[name] = {
@@ -343,7 +347,7 @@ def correction_share(options: argparse.Namespace) -> dict[str, Any]:
             }
             milliseconds = found["correction"] * 1e3
             print(
-                f"{name:>9}: step {step:8.3f} s, correction and its metrics {milliseconds:6.2f} ms, "
+                f"{name:>18}: step {step:8.3f} s, correction and its metrics {milliseconds:6.2f} ms, "
                 f"share {found['correction'] / step:.2%} (mean length {found['mean_length']:.0f})"
             )
     return report

@@ -21,6 +21,8 @@ Statistic = Literal["ratio", "k1", "k2", "k3"]
 Reduction = Literal["none", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
+LossType = Literal["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"]
+KLLossType = Literal["k1", "k2", "k3", "unbiased"]
 MetricConvention = Literal["applied", "verl"]
 
 
@@ -105,6 +107,34 @@ class RejectRule:
             width = math.sqrt(2.0 * upper) if upper < math.inf else math.inf
             return _exp(-width), _exp(width)
         return _k3_band(upper)
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """The policy loss and its numbers; each loss reads those it knows.
+
+    Attributes:
+        name: which loss, see `rlctl.algos.losses.POLICY_LOSSES`.
+        clip_low, clip_high: `ppo_clip`, `gspo`, `cispo`: the ratio's interval is
+            [1 − clip_low, 1 + clip_high]; `dppo`: largest divergence downwards and upwards.
+        clip_c: `ppo_clip`: dual clip, the surrogate of a negative advantage is at least clip_c · A;
+            `dppo`: upper bound of the ratio. None: neither.
+        tau_pos, tau_neg: `sapo`: temperature of the gate for positive and negative advantages.
+        divergence: `dppo`: total variation or KL of the binary distribution (sampled token, all others).
+    """
+
+    name: LossType
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    divergence: Literal["tv", "kl"] = "tv"
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss contains π_θ/π_old, which in bypass mode is itself the correction."""
+        return self.name != "reinforce"
 
 
 @dataclass(frozen=True, slots=True)

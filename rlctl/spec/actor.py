@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlctl.algos.rules import KLLossType
+from rlctl.spec.algorithm import KLNames
 from rlctl.spec.base import NullWord, Section
 
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -28,6 +30,23 @@ class ActorSpec(Section):
     """Lower half of the clip; null: `clip_ratio`."""
     clip_ratio_high: Annotated[float | None, NullWord] = Field(default=None, gt=0)
     """Upper half of the clip ("clip-higher"); null: `clip_ratio`."""
+    clip_ratio_c: Annotated[float | None, NullWord] = Field(default=None, gt=1)
+    """Dual clip: bounds π_θ/π_old where the advantage is negative (3.0 is usual); null: none.
+    For `dppo` the bound of every ratio."""
+    tau_pos: float = Field(default=1.0, gt=0)
+    """`sapo`: how sharply the gate closes for positive advantages."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """`sapo`: … and for negative ones."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """`dppo`: the divergence that `clip_ratio` bounds, total variation or KL (of the sampled token)."""
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    """Entropy bonus: the loss gets −entropy_coeff × mean entropy."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef × KL to the reference policy to the loss."""
+    kl_loss_coef: float = Field(default=0.001, ge=0)
+    """Its coefficient."""
+    kl_loss_type: Annotated[KLLossType, KLNames] = "k3"
+    """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_old (DeepSeek-V3.2)."""
     loss_agg_mode: AggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch on all ranks."""
     lr: float = Field(default=1e-6, ge=0)

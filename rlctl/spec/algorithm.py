@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from rlctl.algos.rules import LossType
 from rlctl.spec.base import NullWord, Section
 
 
@@ -14,6 +15,27 @@ def _number_as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _kl_name(value: object) -> object:
+    """verl's other names of the KL estimators."""
+    return {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value) if isinstance(value, str) else value
+
+
+KLNames = BeforeValidator(_kl_name)
+AdvEstimator = Literal[
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "optimal_token_baseline",
+]
+#: Estimators that compare the responses of one prompt with one another.
+GROUP_ESTIMATORS: frozenset[AdvEstimator] = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "optimal_token_baseline"}
+)
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
 
@@ -36,23 +58,42 @@ class RolloutCorrectionSpec(Section):
     """One threshold per criterion, comma separated, in the same order."""
     bypass_mode: bool = True
     """Take the rollout's own log-probs for π_old (no extra pass); false: decoupled."""
-    loss_type: Literal["reinforce", "ppo_clip"] = "reinforce"
-    """Policy loss. With `bypass_mode` and `ppo_clip` the PPO ratio is itself the correction."""
+    loss_type: LossType = "reinforce"
+    """Policy loss. In `bypass_mode` every loss but `reinforce` corrects by its own ratio π_θ/π_rollout."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
     """Whether rejected samples count in the loss's denominator (weight zero) or not (mean over survivors)."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
     """Stop when more than this fraction of a batch's sequences has NaN or infinite log-probs."""
 
 
+class KLCtrlSpec(Section):
+    """Coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` steers the coefficient so that the KL stays near `target_kl`."""
+    kl_coef: float = Field(default=0.001, ge=0)
+    """Coefficient; where an adaptive one starts."""
+    target_kl: float = Field(default=0.1, gt=0)
+    """Nats per token that `adaptive` aims at."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Responses over which `adaptive` may change the coefficient by at most a fifth."""
+
+
 class AlgorithmSpec(Section):
     """From rewards to advantages, and what is done about off-policyness."""
 
-    adv_estimator: Literal["gae", "grpo", "rloo"] = "rloo"
-    """`rloo` and `grpo` compare the responses of one prompt; `gae` needs a critic."""
+    adv_estimator: AdvEstimator = "rloo"
+    """`gae` trains a critic; `remax` compares with a greedy response; `reinforce_plus_plus` with the batch;
+    the others compare the responses of one prompt."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token (`gae`)."""
+    """Discount per token (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """GAE's λ."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_coef × KL to the reference policy from every token's reward."""
+    kl_penalty: Annotated[Literal["k1", "k2", "k3"], KLNames] = "k1"
+    """Estimator of that KL: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
+    kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rlctl.spec.base import NullWord, Section
+from pydantic import Field
+
+from rlctl.spec.base import NullWord, Section, StrList
 
 #: `model.path` (and `data.train_files`) of the built-in tiny model and its addition task.
 EMBEDDED = "embedded"
@@ -21,3 +23,9 @@ class ModelSpec(Section):
     """Run Python code shipped with the model. Off unless you trust its author."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel of trainer and Hugging Face rollouts."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """The adapters' output is scaled by lora_alpha / lora_rank."""
+    target_modules: StrList = Field(default=["all-linear"])
+    """Names of the layers that get adapters; `all-linear`: every linear layer but the output head."""

@@ -2,17 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rlctl.spec.base import Section
+from rlctl.spec.base import NullWord, Section
+
+GRADER_NAMES = ("auto", "maths", "exact", "code", "model")
+
+
+def _is_grader(name: str) -> str:
+    file, colon, function = name.rpartition(":")
+    if name in GRADER_NAMES or (colon and file.endswith(".py") and function.isidentifier()):
+        return name
+    raise ValueError(f"write one of {', '.join(GRADER_NAMES)}, or path/to/file.py:function")
+
+
+GraderName = Annotated[str, AfterValidator(_is_grader)]
+
+
+class RewardTerm(Section):
+    """One of several rewards that are added up."""
+
+    name: GraderName
+    """As `reward.name`."""
+    weight: float = 1.0
+    """What its scores are multiplied by."""
+
+
+class RewardModelSpec(Section):
+    """The reward model behind `name: model`."""
+
+    path: Annotated[str | None, NullWord] = None
+    """Hugging Face sequence classifier with one output."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences per forward pass."""
+    max_length: int = Field(default=4096, ge=1)
+    """Tokens of prompt and response it reads; longer ones lose the start of the prompt."""
+    device: Annotated[str | None, NullWord] = None
+    """`cpu`, `cuda:1` …; null: the rank's own."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Its arithmetic."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the model. Off unless you trust its author."""
+
+
+class CodeSpec(Section):
+    """The sandbox behind `name: code`."""
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds one response may run, all of its tests together."""
+    memory_mb: int = Field(default=512, ge=64)
+    """Memory its process may take."""
+
+
+class OverlongSpec(Section):
+    """Soft penalty for responses near the length limit (DAPO, section 3.4)."""
+
+    buffer_length: int = Field(default=0, ge=0)
+    """Tokens before `data.max_response_length` over which the penalty grows; 0: none."""
+    penalty_factor: float = Field(default=1.0, ge=0)
+    """Penalty at the limit."""
 
 
 class RewardSpec(Section):
     """Grading of responses."""
 
-    name: Literal["auto", "maths", "exact"] = "auto"
-    """`maths`: math-verify; `exact`: text equals ground truth; `auto`: by each row's `data_source`."""
+    name: GraderName = "auto"
+    """`maths`: math-verify; `exact`: text equals ground truth; `code`: runs the response against tests;
+    `model`: a reward model; `file.py:function`: your own; `auto`: by each row's `data_source`."""
+    terms: Annotated[list[RewardTerm] | None, NullWord] = None
+    """Several rewards with weights, added up; null: `name` alone."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
     """Stop when grading fails on more of a batch than this (failures are left out, never scored 0)."""
+    model: RewardModelSpec = RewardModelSpec()
+    code: CodeSpec = CodeSpec()
+    overlong: OverlongSpec = OverlongSpec()

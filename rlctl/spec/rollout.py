@@ -26,3 +26,7 @@ class RolloutSpec(Section):
     """Drop tokens below this share of the likeliest one's probability."""
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Sequences generated at once on one rank; null: all of the batch."""
+    dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
+    """Precision of the sampling copy; null: `engine.dtype`. `int8`: weights rounded to 8 bits per row."""
+    staleness: int = Field(default=0, ge=0)
+    """Train every batch on responses sampled this many batches ago, to study off-policyness."""

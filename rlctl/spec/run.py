@@ -5,9 +5,11 @@ from __future__ import annotations
 from rlctl.spec.actor import ActorSpec
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import Section
+from rlctl.spec.critic import CriticSpec
 from rlctl.spec.data import DataSpec
 from rlctl.spec.engine import EngineSpec
 from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.spec.ref import RefSpec
 from rlctl.spec.reward import RewardSpec
 from rlctl.spec.rollout import RolloutSpec
 from rlctl.spec.trainer import TrainerSpec
@@ -22,6 +24,8 @@ class RunSpec(Section):
     reward: RewardSpec = RewardSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     actor: ActorSpec = ActorSpec()
+    critic: CriticSpec = CriticSpec()
+    ref: RefSpec = RefSpec()
     engine: EngineSpec = EngineSpec()
     trainer: TrainerSpec = TrainerSpec()
 
@@ -34,6 +38,21 @@ class RunSpec(Section):
     def ppo_mini_batch_size(self) -> int:
         """Prompts per optimizer step, with null resolved."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def critic_mini_batch_size(self) -> int:
+        """Prompts per optimizer step of the critic, with null resolved."""
+        return self.critic.ppo_mini_batch_size or self.ppo_mini_batch_size
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether a critic is built and trained."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some KL penalty compares with a reference policy."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
     def world_size(self) -> int:

@@ -34,6 +34,8 @@ class TrainerSpec(Section):
     """Checkpoint every this many steps, and at the end; -1: only at the end."""
     test_freq: int = Field(default=-1, ge=-1)
     """Validate every this many steps, and at start and end; -1: never."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """Batches at the start that train the critic alone."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
     """Checkpoints kept, newest first; null: all."""
     rollouts_per_step: int = Field(default=32, ge=-1)

@@ -51,12 +51,17 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """Rollouts plus what graders and policies say of them."""
+    """Rollouts plus what graders and the other models say of them."""
 
     rollouts: Rollouts
     scores: Tensor  # (B,) float32 grader output; 0.0 where not `score_valid`
     score_valid: Tensor  # (B,) bool: False where the grader failed; such a sample is left out
+    token_level_rewards: Tensor  # (B, T) float32: the score at the last token, minus any KL penalty
     old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode the rollout's own
+    sum_pi_squared: Tensor | None = None  # (B, T) Σ_v π(v)²; for the optimal token baseline
+    ref_log_probs: Tensor | None = None  # (B, T) float32, π_ref; None: no KL penalty
+    values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
+    baseline_scores: Tensor | None = None  # (B,) of the prompt's greedy response; for ReMax
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +77,19 @@ class TrainBatch:
     rollout_log_probs: Tensor  # (B, T) float32
     old_log_probs: Tensor  # (B, T) float32
     advantages: Tensor  # (B, T) float32, 0.0 off-mask
+    ref_log_probs: Tensor | None = None  # (B, T) float32; None: no KL in the loss
+    values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
+    returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
+
+    @property
+    def counted(self) -> Tensor:
+        """(B, T) bool: response tokens of samples that were graded."""
+        return self.response_mask & self.sample_mask[:, None]
 
     def rows(self, start: int, stop: int) -> TrainBatch:
         """Rows [start, stop) as views, nothing copied."""
-        return TrainBatch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TrainBatch(**{name: None if x is None else x[start:stop] for name, x in tensors.items()})
 
     def split(self, size: int) -> list[TrainBatch]:
         """Consecutive pieces of `size` rows (the last may be smaller)."""

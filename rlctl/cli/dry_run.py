@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.text import Text
 
 from rlctl.cli.messages import print_problems
-from rlctl.spec.check import check_trainable
 from rlctl.spec.explain import bands, batch_arithmetic, notes
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import LoadedSpec
@@ -24,12 +23,10 @@ def print_dry_run(loaded: LoadedSpec) -> None:
     _print_correction(loaded.spec, console)
     _print_batch(loaded.spec, console)
     _print_memory(loaded.spec, console)
-    refusals = [loaded.located(problem) for problem in check_trainable(loaded.spec)]
-    if loaded.warnings or refusals:
+    if loaded.warnings:
         _print_title("Before you start", console)
-        print_problems([*loaded.warnings, *refusals], console)
-    ending = "Without --dry-run the errors above would stop it." if refusals else "Nothing was started."
-    console.print(f"\nDry run. {ending}")
+        print_problems(loaded.warnings, console)
+    console.print("\nDry run. Nothing was started.")
 
 
 def value_of(spec: RunSpec, key: str) -> Any:

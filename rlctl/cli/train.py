@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
@@ -79,11 +79,7 @@ def train(
 def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     """The real thing; everything heavy is imported here."""
     from rlctl.cli.messages import print_problems
-    from rlctl.spec.check import check_trainable
 
-    refusals = [loaded.located(problem) for problem in check_trainable(loaded.spec)]
-    if refusals:
-        raise SpecError(refusals)
     print_problems(loaded.warnings)
 
     from rlctl.cli.train_output import announcing, print_summary

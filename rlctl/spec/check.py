@@ -6,9 +6,8 @@ make. Nothing is computed twice: rollout correction is checked by translating it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlctl.errors import Problem
+from rlctl.spec.check_algorithm import ALGORITHM_CHECKS, Check
 from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.resolve import (
     IS_THRESHOLD_KEY,
@@ -23,8 +22,6 @@ _CORRECTION = "algorithm.rollout_correction."
 #: Learning rates above this are unusual for a pretrained language model.
 UNUSUAL_LR = 1e-4
 
-Check = Callable[[RunSpec], list[Problem]]
-
 
 def check_spec(spec: RunSpec, *, skip: frozenset[str] = frozenset()) -> list[Problem]:
     """Every contradiction in `spec`, errors and warnings.
@@ -37,14 +34,6 @@ def check_spec(spec: RunSpec, *, skip: frozenset[str] = frozenset()) -> list[Pro
     return [
         problem for check, keys in CHECKS.items() if not skip.intersection(keys) for problem in check(spec)
     ]
-
-
-def check_trainable(spec: RunSpec) -> list[Problem]:
-    """What loads and dry-runs, but this version cannot train."""
-    if spec.algorithm.adv_estimator == "gae":
-        what = "gae needs a critic, which this version does not train"
-        return [Problem("error", "algorithm.adv_estimator", what, "use rloo or grpo")]
-    return []
 
 
 def correction_is_clear(spec: RunSpec) -> list[Problem]:
@@ -75,76 +64,17 @@ def weight_band_holds_one(spec: RunSpec) -> list[Problem]:
     return [Problem("warning", IS_THRESHOLD_KEY, what, "choose bounds with 1 between them")]
 
 
-def bypass_drifts(spec: RunSpec) -> list[Problem]:
-    """In bypass mode nothing but IS or RS stands between old samples and a policy that moved on."""
-    correction, actor = spec.algorithm.rollout_correction, spec.actor
-    if not correction.bypass_mode:
-        return []
-    if actor.ppo_epochs > 1:
-        what = (
-            f"{actor.ppo_epochs} passes in bypass mode: π_old stays the sampling policy while π_θ moves on, "
-            "so every pass is further off-policy than the one before"
-        )
-        fix = "set algorithm.rollout_correction.bypass_mode: false, or ppo_epochs: 1"
-        return [Problem("warning", "actor.ppo_epochs", what, fix)]
-    steps = spec.data.train_batch_size // spec.ppo_mini_batch_size
-    uncorrected = correction.rollout_is is None and not correction.rollout_rs
-    if steps > 1 and uncorrected and correction.loss_type == "reinforce":
-        what = f"{steps} steps per batch, and from the second on nothing corrects for the policy's change"
-        fix = "set rollout_is: sequence, or ppo_mini_batch_size: null for one step per batch"
-        return [Problem("warning", "actor.ppo_mini_batch_size", what, fix)]
-    return []
-
-
-def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:
-    """Decoupled weights are fixed once per batch; REINFORCE has no ratio to notice later passes."""
-    correction = spec.algorithm.rollout_correction
-    if correction.bypass_mode or correction.loss_type != "reinforce" or spec.actor.ppo_epochs == 1:
-        return []
-    what = (
-        f"{spec.actor.ppo_epochs} passes of decoupled reinforce: the weights are those of before the first "
-        "update, so later passes follow an uncorrected gradient"
-    )
-    fix = "set loss_type: ppo_clip, or ppo_epochs: 1"
-    return [Problem("warning", "actor.ppo_epochs", what, fix)]
-
-
-def weights_measured_only(spec: RunSpec) -> list[Problem]:
-    """In bypass mode PPO's ratio already is π_θ/π_rollout; the weight on top would count it twice."""
-    correction = spec.algorithm.rollout_correction
-    if not (correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is):
-        return []
-    what = (
-        "the PPO ratio is the correction here, so IS weights (and their normalisation) are measured, "
-        "not applied; rejection does apply"
-    )
-    fix = "set rollout_is: null to say so, or bypass_mode: false or loss_type: reinforce to apply them"
-    return [Problem("warning", f"{_CORRECTION}rollout_is", what, fix)]
-
-
-def groups_have_siblings(spec: RunSpec) -> list[Problem]:
-    """RLOO and GRPO compare the responses of one prompt; a single one has nothing to be compared with."""
-    estimator = spec.algorithm.adv_estimator
-    if estimator == "gae" or spec.rollout.n > 1:
-        return []
-    what = f"{estimator} with one response per prompt: every advantage would be zero or undefined"
-    return [Problem("error", "rollout.n", what, "set rollout.n to 2 or more; 5 to 16 is usual")]
-
-
-def discount_is_used(spec: RunSpec) -> list[Problem]:
-    """`gamma` and `lam` belong to GAE; outcome-based estimators have no time axis."""
-    algorithm = spec.algorithm
-    unused = [key for key in ("gamma", "lam") if getattr(algorithm, key) != 1.0]
-    if algorithm.adv_estimator == "gae":
-        return []
-    what = f"has no effect with {algorithm.adv_estimator}, which scores whole responses"
-    return [Problem("warning", f"algorithm.{key}", what, "leave it out") for key in unused]
-
-
 def batch_divides(spec: RunSpec) -> list[Problem]:
     """A batch is cut into equal mini-batches and each of them over all ranks; nothing may be left over."""
-    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
+    problems = _divides(spec, spec.ppo_mini_batch_size, key)
+    if spec.trains_critic and spec.critic.ppo_mini_batch_size:
+        problems += _divides(spec, spec.critic_mini_batch_size, "critic.ppo_mini_batch_size")
+    return problems
+
+
+def _divides(spec: RunSpec, mini: int, key: str) -> list[Problem]:
+    batch, world = spec.data.train_batch_size, spec.world_size
     problems = []
     if mini > batch:
         what = f"{mini} prompts per mini-batch, but a batch has only {batch} (data.train_batch_size)"
@@ -279,6 +209,47 @@ def warmup_ends(spec: RunSpec) -> list[Problem]:
     return [Problem("warning", "actor.lr_warmup_steps", what, "5 to 10 % of the steps is usual")]
 
 
+def adapters_have_layers(spec: RunSpec) -> list[Problem]:
+    """LoRA without a layer to adapt would train nothing; layers without a rank are a slip."""
+    model = spec.model
+    if model.lora_rank and not model.target_modules:
+        what = "LoRA without layers to adapt trains nothing"
+        return [Problem("error", "model.target_modules", what, "name layers, or write all-linear")]
+    if not model.lora_rank and model.target_modules != ["all-linear"]:
+        what = "has no effect: model.lora_rank is 0, all weights are trained"
+        return [Problem("warning", "model.target_modules", what, "set model.lora_rank, 16 for example")]
+    return []
+
+
+def rewards_are_complete(spec: RunSpec) -> list[Problem]:
+    """A reward model needs a path; an empty list of terms rewards nothing."""
+    reward = spec.reward
+    problems = []
+    if reward.terms == []:
+        what = "no reward at all: the list is empty"
+        problems.append(Problem("error", "reward.terms", what, "list terms, or write null to use reward.name"))
+    names = {term.name for term in reward.terms or []} or {reward.name}
+    if reward.terms and reward.name != "auto":
+        what = f"has no effect: reward.terms lists {', '.join(sorted(names))}"
+        problems.append(Problem("warning", "reward.name", what, "leave it out"))
+    if "model" in names and reward.model.path is None:
+        fix = "reward.model.path=… (a sequence classifier with one output)"
+        problems.append(Problem("error", "reward.model.path", "the reward model has no path", fix))
+    if "model" not in names and reward.model.path is not None:
+        what = "never read: no reward is called model"
+        problems.append(Problem("warning", "reward.model.path", what, "set reward.name: model, or add a term"))
+    return problems
+
+
+def overlong_fits(spec: RunSpec) -> list[Problem]:
+    """The penalty's ramp must begin within the response."""
+    buffer, longest = spec.reward.overlong.buffer_length, spec.data.max_response_length
+    if buffer <= longest:
+        return []
+    what = f"{buffer} tokens, but responses end at {longest} (data.max_response_length)"
+    return [Problem("error", "reward.overlong.buffer_length", what, f"use {longest} or less")]
+
+
 def _up(number: int, multiple: int) -> int:
     """The next multiple of `multiple` at or above `number`."""
     return -(-number // multiple) * multiple
@@ -291,7 +262,6 @@ _IS = (
     f"{_CORRECTION}rollout_is_bound",
     f"{_CORRECTION}dialect",
 )
-_MODE = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}loss_type")
 _BATCH = ("data.train_batch_size", "actor.ppo_mini_batch_size")
 _WORLD = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
@@ -306,19 +276,18 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     ),
     validation_is_possible: ("model.path", "data.val_files", "trainer.test_freq"),
     frequencies_are_meant: ("trainer.save_freq", "trainer.test_freq"),
-    groups_have_siblings: ("algorithm.adv_estimator", "rollout.n"),
-    discount_is_used: ("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"),
-    batch_divides: (*_BATCH, *_WORLD),
+    batch_divides: (*_BATCH, *_WORLD, "critic.ppo_mini_batch_size", "algorithm.adv_estimator"),
     correction_is_clear: (*_IS, *_RS),
     threshold_has_a_criterion: _RS,
     weight_band_holds_one: (*_IS, *_RS),
-    weights_measured_only: (*_MODE, f"{_CORRECTION}rollout_is"),
-    bypass_drifts: (*_MODE, *_BATCH, *_RS, f"{_CORRECTION}rollout_is", "actor.ppo_epochs"),
-    decoupled_reinforce_repeats: (*_MODE, "actor.ppo_epochs"),
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
     top_k_is_possible: ("rollout.top_k",),
     attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),
     learning_rate_is_usual: ("actor.lr", "model.path"),
     warmup_ends: (*_BATCH, "trainer.total_training_steps", "actor.lr_warmup_steps", "actor.ppo_epochs"),
+    adapters_have_layers: ("model.lora_rank", "model.target_modules"),
+    rewards_are_complete: ("reward.name", "reward.terms", "reward.model.path"),
+    overlong_fits: ("reward.overlong.buffer_length", "data.max_response_length"),
+    **ALGORITHM_CHECKS,
 }

@@ -71,10 +71,6 @@ class LoadedSpec:
     origins: dict[str, Origin]
     warnings: list[Problem]
 
-    def located(self, problem: Problem) -> Problem:
-        """`problem` with the place where its key was set, unless that is a default."""
-        return _located(problem, self.origins)
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:

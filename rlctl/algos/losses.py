@@ -1,17 +1,25 @@
 """Policy losses: per-token values (B, T), to be aggregated by `rlctl.algos.aggregate`.
 
-Weights, advantages and old log-probs never carry gradient. Rejected and padded positions are
-replaced before any arithmetic, so that NaN there reaches neither value nor gradient.
+Every loss is `loss(rule, log_probs, old_log_probs, advantages, loss_mask, weights)`:
+
+- `log_probs`: π_θ with gradient; `old_log_probs`: π_old, a constant; both (B, T), nats;
+- `advantages` (B, T), constants; `loss_mask` (B, T) bool, the tokens that count;
+- `weights`: importance weights (B, T), constants that multiply the loss; None means 1.
+
+r = π_θ/π_old is formed from a log-ratio clamped to ±20; sg(·) passes its value and no gradient.
+Positions outside `loss_mask` are replaced before any arithmetic that mixes or differentiates them, so
+that NaN there reaches neither value nor gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP
+from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, LossType
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,44 +28,194 @@ class TokenLoss:
 
     Attributes:
         values: (B, T) per-token loss, 0.0 outside the loss mask.
-        clipped: (B, T) bool, where a clip cut the gradient (None: the loss has no clip).
+        clipped: (B, T) bool, where the clip was in force (None: the loss has no clip).
+        clipped_lower: (B, T) bool, where the second bound was: `ppo_clip`'s dual clip, `dppo`'s
+            truncated ratio (None: there is none).
     """
 
     values: Tensor
     clipped: Tensor | None = None
+    clipped_lower: Tensor | None = None
 
 
-def reinforce(log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, weights: Tensor | None) -> TokenLoss:
-    """REINFORCE with importance weights: −w · A · log π_θ.
-
-    Source: Williams 1992; with w = π_θ/π_rollout the gradient is that of the expected reward under
-    π_θ (the reference guide's bypass mode). Shapes (B, T); `weights` None means 1.
-    """
-    log_probs = torch.where(loss_mask, log_probs, 0.0)
-    values = -advantages * log_probs
-    return TokenLoss(_weighted(values, weights, loss_mask))
+PolicyLoss = Callable[[LossRule, Tensor, Tensor, Tensor, Tensor, Tensor | None], TokenLoss]
 
 
-def ppo_clip(
+def reinforce(
+    rule: LossRule,
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     weights: Tensor | None,
-    *,
-    clip_low: float,
-    clip_high: float,
 ) -> TokenLoss:
-    """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A), r = π_θ/π_old.
+    """REINFORCE with importance weights: −w · A · log π_θ. Reads neither rule nor π_old.
 
-    Source: Schulman et al. 2017, eq. 7. The log-ratio is clamped to ±20 before `exp`.
+    Source: Williams 1992; with w = π_θ/π_rollout the gradient is that of the expected reward under
+    π_θ (the reference guide's bypass mode).
     """
-    log_ratio = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
-    ppo_ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    free = -advantages * ppo_ratio
-    held = -advantages * ppo_ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    values = torch.maximum(free, held)
-    return TokenLoss(_weighted(values, weights, loss_mask), clipped=loss_mask & (held > free))
+    values = -advantages * torch.where(loss_mask, log_probs, 0.0)
+    return TokenLoss(_weighted(values, weights, loss_mask))
+
+
+def ppo_clip(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
+
+    With `clip_c`, where A < 0 it is −w · max(that min, clip_c·A): a ratio that ran away upwards no
+    longer dominates the batch.
+
+    Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
+    (dual clip); unequal halves: Yu et al. 2025, "DAPO", eq. 10.
+    """
+    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    values, clipped = _clipped_surrogate(rule, ratio, advantages)
+    lower = None
+    if rule.clip_c is not None:
+        bound = -rule.clip_c * advantages
+        lower = (advantages < 0) & (values > bound)
+        values = torch.where(lower, bound, values)
+        lower = lower & loss_mask
+    return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask, lower)
+
+
+def gspo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """PPO's surrogate with one ratio per sequence: s = exp(mean_t log r_t), clipped as a whole.
+
+    Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
+    that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
+    GSPO-token's where they are not. The mean is over the row's tokens in `loss_mask`: prompts, tool
+    output and rejected tokens change neither s nor its length. Needs whole rows.
+
+    Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eqs. 5, 7 and 13.
+    """
+    with torch.no_grad():
+        gap = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
+        mean_gap = gap.sum(-1, keepdim=True) / loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    own = torch.where(loss_mask, log_probs - log_probs.detach(), 0.0)
+    ratio = (mean_gap + own).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    values, clipped = _clipped_surrogate(rule, ratio, advantages)
+    return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask)
+
+
+def cispo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """REINFORCE weighted by the clipped ratio: −w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ.
+
+    The clip bounds a token's weight; no token loses its gradient.
+
+    Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` binds).
+    """
+    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    held = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    values = -held * advantages * torch.where(loss_mask, log_probs, 0.0)
+    return TokenLoss(_weighted(values, weights, loss_mask), (held != ratio) & loss_mask)
+
+
+def sapo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """A smooth gate instead of a clip: −w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg.
+
+    At r = 1 the gate's slope is 1, the gradient that of REINFORCE; it fades on both sides.
+
+    Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
+    """
+    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    tau = torch.where(advantages > 0, rule.tau_pos, rule.tau_neg).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
+    return TokenLoss(_weighted(-gate * advantages, weights, loss_mask))
+
+
+def dppo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """REINFORCE in a trust region of divergence: −w · sg(M · min(r, clip_c)) · A · log π_θ.
+
+    M is 0 for a token that the update would push further out: A > 0 and π_θ above π_old by more than
+    `clip_high`, or A < 0 and below by more than `clip_low`; else 1. How far apart they are is measured
+    between the two-outcome distributions {sampled token, any other}: total variation |π_θ − π_old|, or
+    KL(π_old ‖ π_θ). Unlike r, these let rare tokens move and hold frequent ones.
+
+    Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO-Binary).
+    """
+    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    kept, old = (torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach()))
+    distance = _binary_divergence(rule, kept.detach(), old)
+    rising = (advantages > 0) & (kept > old) & (distance > rule.clip_high)
+    falling = (advantages < 0) & (kept < old) & (distance > rule.clip_low)
+    clipped = (rising | falling) & loss_mask
+    lower = None
+    if rule.clip_c is not None:
+        lower = (ratio > rule.clip_c) & loss_mask & ~clipped
+        ratio = ratio.clamp(max=rule.clip_c)
+    values = -torch.where(clipped, 0.0, ratio) * advantages * kept
+    return TokenLoss(_weighted(values, weights, loss_mask), clipped, lower)
+
+
+#: By `algorithm.rollout_correction.loss_type`.
+POLICY_LOSSES: dict[LossType, PolicyLoss] = {
+    "reinforce": reinforce,
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
+}
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    """log r, clamped; 0.0 outside the mask."""
+    gap = torch.where(loss_mask, log_probs - old_log_probs.detach(), 0.0)
+    return gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def _clipped_surrogate(rule: LossRule, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """The pessimistic of the free and the clipped surrogate, and where it is the clipped one."""
+    free = -advantages * ratio
+    held = -advantages * ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    return torch.maximum(free, held), held > free
+
+
+def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Between the distributions {sampled token, any other} of both policies, (B, T)."""
+    prob, old = log_probs.exp(), old_log_probs.exp()
+    if rule.divergence == "tv":
+        return (prob - old).abs()
+    rest, old_rest = (-x.expm1() for x in (log_probs, old_log_probs))
+    tiny = 1e-8  # a token of probability 1 leaves nothing to the others
+    return (
+        old * (old_log_probs - log_probs) + old_rest * (old_rest.clamp(min=tiny) / rest.clamp(min=tiny)).log()
+    )
 
 
 def _weighted(values: Tensor, weights: Tensor | None, loss_mask: Tensor) -> Tensor:

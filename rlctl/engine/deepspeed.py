@@ -112,21 +112,25 @@ class DeepSpeedEngine:
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
         self._engine.eval()
 
-    def policy(self, batch: TrainBatch) -> PolicyOutput:
+    def policy(
+        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+    ) -> PolicyOutput:
         """Log-probs and entropy of the batch's responses, without computing shared padding."""
         prompt, horizon = _used_columns(batch)
         width = batch.responses.shape[1]
         start, end = batch.input_ids.shape[1] - width - prompt, batch.input_ids.shape[1] - width + horizon
-        log_probs, entropy = self._engine(
+        found = self._engine(
             input_ids=batch.input_ids[:, start:end],
             attention_mask=batch.attention_mask[:, start:end],
             position_ids=batch.position_ids[:, start:end],
             responses=batch.responses[:, :horizon],
             response_mask=batch.response_mask[:, :horizon],
             num_chunks=self._num_chunks(batch),
+            entropy_grad=entropy_grad,
+            sum_pi_squared=sum_pi_squared,
         )
         pad = (0, width - horizon)
-        return PolicyOutput(torch.nn.functional.pad(log_probs, pad), torch.nn.functional.pad(entropy, pad))
+        return PolicyOutput(*(torch.nn.functional.pad(values, pad) for values in found))
 
     def _num_chunks(self, batch: TrainBatch) -> int:
         num_tokens = int(batch.response_mask.sum())

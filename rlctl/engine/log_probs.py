@@ -8,6 +8,8 @@ gradient, recomputed) before the next. Padding never reaches the head.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,17 +54,23 @@ class PolicyModule(nn.Module):
         responses: Tensor,
         response_mask: Tensor,
         num_chunks: int = 1,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of the responses.
+        *,
+        entropy_grad: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs and entropy of the responses, on request Σ_v π(v)².
 
         Args:
             input_ids, attention_mask, position_ids: (B, L), the response being the last T columns.
             responses: (B, T) int64.
             response_mask: (B, T) bool.
             num_chunks: pieces the output head is run in, see `chunks_needed`.
+            entropy_grad: let gradient through the entropy too.
+            sum_pi_squared: also give the collision probability of the next-token distribution.
 
         Returns:
-            Two (B, T) float32: log-probs (with gradient) and entropy (without), 0.0 on padding.
+            Two or three (B, T) float32, 0.0 on padding: log-probs (with gradient), entropy (with
+            gradient only if asked) and, if asked for, Σ_v π(v)² (never).
         """
         horizon = responses.shape[1]
         inputs = self._inputs(input_ids[:, :-1], attention_mask[:, :-1], position_ids[:, :-1], horizon)
@@ -72,9 +80,16 @@ class PolicyModule(nn.Module):
         else:
             states = self.model(**inputs, logits_to_keep=horizon).logits
             head = _identity
-        chosen, entropy = self._walk(states[response_mask], responses[response_mask], head, num_chunks)
+        look = partial(
+            _look_at_tokens,
+            head=head,
+            temperature=self.temperature,
+            entropy_grad=entropy_grad,
+            sum_pi_squared=sum_pi_squared,
+        )
+        found = _walk(look, states[response_mask], responses[response_mask], num_chunks)
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        return empty.masked_scatter(response_mask, chosen), empty.masked_scatter(response_mask, entropy)
+        return tuple(empty.masked_scatter(response_mask, values) for values in found)
 
     def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor, horizon: int) -> dict[str, Any]:
         """What the body reads: (B, L - 1), for the last token predicts nothing.
@@ -100,25 +115,39 @@ class PolicyModule(nn.Module):
         vocabulary: int = self.model.config.get_text_config().vocab_size
         return max(1, -(-num_tokens * vocabulary // MAX_LOGITS))
 
-    def _walk(self, states: Tensor, tokens: Tensor, head: Any, num_chunks: int) -> tuple[Tensor, Tensor]:
-        """Chunk by chunk over (N, H) states and (N,) tokens; two (N,)."""
-        if num_chunks == 1:
-            return _token_log_probs(states, tokens, head, self.temperature)
-        parts = [
-            checkpoint(_token_log_probs, s, t, head, self.temperature, use_reentrant=False)
-            for s, t in zip(states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), strict=True)
-        ]
-        chosen, entropy = zip(*parts, strict=True)
-        return torch.cat(chosen), torch.cat(entropy)
+
+def _walk(
+    look: Callable[[Tensor, Tensor], tuple[Tensor, ...]], states: Tensor, tokens: Tensor, num_chunks: int
+) -> tuple[Tensor, ...]:
+    """`look` chunk by chunk over (N, H) states and (N,) tokens; its (N,) answers."""
+    if num_chunks == 1:
+        return look(states, tokens)
+    parts = [
+        checkpoint(look, s, t, use_reentrant=False)
+        for s, t in zip(states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), strict=True)
+    ]
+    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
-def _token_log_probs(states: Tensor, tokens: Tensor, head: Any, temperature: float) -> tuple[Tensor, Tensor]:
+def _look_at_tokens(
+    states: Tensor,
+    tokens: Tensor,
+    *,
+    head: Any,
+    temperature: float,
+    entropy_grad: bool,
+    sum_pi_squared: bool,
+) -> tuple[Tensor, ...]:
     logits = head(states).float() / temperature
     log_total = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    with torch.no_grad():
-        expected = torch.linalg.vecdot(torch.exp(logits - log_total[:, None]), logits)
-    return chosen, log_total.detach() - expected
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        probs = torch.exp(logits - log_total[:, None])
+        entropy = log_total - torch.linalg.vecdot(probs, logits)
+    if not sum_pi_squared:
+        return chosen, entropy
+    probs = probs.detach()
+    return chosen, entropy, torch.linalg.vecdot(probs, probs)
 
 
 def _identity(states: Tensor) -> Tensor:

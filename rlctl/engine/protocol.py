@@ -20,11 +20,15 @@ class PolicyOutput:
     Attributes:
         log_probs: (B, T) float32 at the sampling temperature, 0.0 on padding; carries gradient
             unless grad is disabled.
-        entropy: (B, T) float32 of the next-token distribution, nats, detached, 0.0 on padding.
+        entropy: (B, T) float32 of the next-token distribution, nats, 0.0 on padding; carries
+            gradient only where asked for.
+        sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
+            on padding; None unless asked for.
     """
 
     log_probs: Tensor
     entropy: Tensor
+    sum_pi_squared: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,16 @@ class StepResult:
 class TrainEngine(Protocol):
     """A policy under training: forward, backward, step, save."""
 
-    def policy(self, batch: TrainBatch) -> PolicyOutput:
-        """Log-probs and entropy of the batch's response tokens."""
+    def policy(
+        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+    ) -> PolicyOutput:
+        """Log-probs and entropy of the batch's response tokens.
+
+        Args:
+            batch: any number of rows.
+            entropy_grad: let gradient through the entropy, for a bonus on it.
+            sum_pi_squared: also compute Σ_v π(v)².
+        """
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -15,7 +15,7 @@ from tests.models import naive_log_probs, tiny_batch, tiny_model
 MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("gemma2", True)]
 
 
-def forward(policy: PolicyModule, batch, num_chunks: int = 1):
+def forward(policy: PolicyModule, batch, num_chunks: int = 1, **asked: bool):
     return policy(
         batch.input_ids,
         batch.attention_mask,
@@ -23,6 +23,7 @@ def forward(policy: PolicyModule, batch, num_chunks: int = 1):
         batch.responses,
         batch.response_mask,
         num_chunks,
+        **asked,
     )
 
 
@@ -53,6 +54,47 @@ def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, nu
     assert got.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_entropy_with_gradient_and_collision_probability(
+    kind: str, num_chunks: int, temperature: float
+) -> None:
+    model = tiny_model(kind, tied=kind == "gemma2")
+    batch = tiny_batch(model)
+    _, expected = naive_log_probs(model, batch, temperature)
+    expected.mul(batch.advantages).sum().backward()
+    wanted = gradients(model)
+    model.zero_grad()
+
+    asked = {"entropy_grad": True, "sum_pi_squared": True}
+    policy = PolicyModule(model, temperature)
+    _, entropy, squared = forward(policy, batch, num_chunks, **asked)
+    entropy.mul(batch.advantages).sum().backward()
+    got = gradients(model)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+    assert not squared.requires_grad
+    expected = naive_sum_pi_squared(model, batch, temperature)
+    torch.testing.assert_close(squared.double(), expected, rtol=1e-5, atol=2e-6)
+    with torch.no_grad():
+        assert not any(values.requires_grad for values in forward(policy, batch, num_chunks, **asked))
+
+
+def naive_sum_pi_squared(model, batch, temperature: float) -> torch.Tensor:
+    """(B, T) by definition, one row and one token at a time."""
+    found = torch.zeros(batch.responses.shape, dtype=torch.float64)
+    for row, mask in enumerate(batch.response_mask):
+        ids = batch.input_ids[row][batch.attention_mask[row]]
+        with torch.no_grad():
+            probs = (model(ids[None]).logits[0].double() / temperature).softmax(-1)
+        length = int(mask.sum())
+        for token in range(length):
+            found[row, token] = sum(float(p) ** 2 for p in probs[len(ids) - length - 1 + token])
+    return found
 
 
 def test_falling_back_is_said(caplog: pytest.LogCaptureFixture) -> None:

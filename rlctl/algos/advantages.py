@@ -1,12 +1,14 @@
-"""Advantages from scores: responses to one prompt are compared with one another.
+"""Advantages from scores, one per response: responses to one prompt are compared with one another.
 
-Every estimator takes `scores` (B,), `group_ids` (B,) and `valid` (B,) bool (False: the grader
-failed, the sample takes no part) and returns one advantage per response, (B,) float32.
+Every estimator takes `scores` (B,) and `valid` (B,) bool (False: the grader failed, the sample takes
+no part and gets 0) and returns one advantage per response, (B,) float32. Group estimators also take
+`group_ids` (B,); a response left without a valid sibling has nothing to be compared with and gets 0.
+
+`dr_grpo`, and `reinforce_plus_plus_baseline` before whitening, are `grpo(divide_by_std=False)`.
+Estimators per token are in `rlctl.algos.token_advantages`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,8 +27,7 @@ def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tenso
 def rloo(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """REINFORCE leave-one-out: A_i = r_i − mean of the siblings' rewards.
 
-    Source: Ahmadian et al. 2024, "Back to Basics", eq. 6. A response left without a valid sibling
-    has no baseline and gets 0.
+    Source: Ahmadian et al. 2024, "Back to Basics", eq. 6.
     """
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
@@ -38,7 +39,8 @@ def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: boo
     """Group-relative advantage: A_i = (r_i − mean) / (std + 1e-6), std with n − 1.
 
     Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2. Without `divide_by_std` it is the
-    centred reward. A group without spread gets exactly 0.
+    centred reward r_i − mean (Liu et al. 2025, "Understanding R1-Zero-Like Training": Dr. GRPO; Hu et
+    al. 2025, "REINFORCE++": its baseline variant). A group without spread gets exactly 0.
     """
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
@@ -51,8 +53,34 @@ def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: boo
     return torch.where(valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
 
 
-#: Estimators that need nothing but scores and groups.
-GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "rloo": rloo}
+def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """Optimal reward baseline: A_i = r_i − Σ_j l_j r_j / Σ_j l_j over the group, l in response tokens.
+
+    The mean weighted by length minimises the gradient's variance if tokens' gradients have equal norms
+    and are uncorrelated.
+
+    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline". A group of empty responses gets 0.
+
+    Args:
+        lengths: (B,) response tokens.
+    """
+    rewards, weights = scores.double(), lengths.double()
+    weighted, counts = _group_sums(rewards * weights, group_ids, valid)
+    total, _ = _group_sums(weights, group_ids, valid)
+    advantage = rewards - weighted / total.clamp(min=1.0)
+    return torch.where(valid & (counts > 1) & (total > 0), advantage, 0.0).float()
+
+
+def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:
+    """ReMax: A_i = r_i − the score of the greedy response to the same prompt.
+
+    Source: Li et al. 2023, "ReMax", section 4.
+
+    Args:
+        baseline_scores: (B,) that score, once per response.
+        valid: (B,) bool, both were graded.
+    """
+    return torch.where(valid, scores.double() - baseline_scores.double(), 0.0).float()
 
 
 def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

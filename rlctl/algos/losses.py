@@ -146,7 +146,7 @@ def sapo(
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
     """
     ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    tau = torch.where(advantages > 0, rule.tau_pos, rule.tau_neg).to(ratio.dtype)
+    tau = torch.full_like(ratio, rule.tau_neg).masked_fill(advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
     return TokenLoss(_weighted(-gate * advantages, weights, loss_mask))
 

@@ -1,7 +1,9 @@
-"""Advantages the slow way: one response at a time, plain Python."""
+"""Advantages the slow way: one response, or one token, at a time, plain Python."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 
 
@@ -37,3 +39,64 @@ def zero_spread(scores, groups, valid) -> tuple[int, int]:
         g: {s for s, of, ok in zip(scores, groups, valid, strict=True) if of == g and ok} for g in names
     }
     return sum(len(values) < 2 for values in members.values()), len(names)
+
+
+def opo(scores, lengths, groups, valid) -> list[float]:
+    found = []
+    for i, score in enumerate(scores):
+        # Each token of the group brings its response's score along: the baseline is their mean.
+        tokens = [scores[j] for j in siblings(i, groups, valid) for _ in range(lengths[j])]
+        comparable = valid[i] and len(siblings(i, groups, valid)) > 1 and tokens
+        found.append(score - statistics.fmean(tokens) if comparable else 0.0)
+    return found
+
+
+def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    """One sequence: every advantage is its own sum over the later TD errors."""
+    places = [t for t, yes in enumerate(mask) if yes]
+    r, v = [rewards[t] for t in places], [values[t] for t in places] + [0.0]
+    errors = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(places))]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for i, t in enumerate(places):
+        advantages[t] = sum((gamma * lam) ** (j - i) * errors[j] for j in range(i, len(places)))
+        returns[t] = advantages[t] + v[i]
+    return advantages, returns
+
+
+def reward_to_go(rewards, mask, gamma: float) -> list[float]:
+    places = [t for t, yes in enumerate(mask) if yes]
+    found = [0.0] * len(mask)
+    for i, t in enumerate(places):
+        found[t] = sum(gamma**k * rewards[later] for k, later in enumerate(places[i:]))
+    return found
+
+
+def optimal_token_baseline(rewards, mask, groups, valid, log_probs, sum_pi_squared) -> list[list[float]]:
+    """All sequences; W and G are summed up anew for every token."""
+    horizon = len(mask[0])
+
+    def energy(row: int, t: int) -> float:
+        places = [j for j in range(t + 1) if mask[row][j]]
+        return sum(1 - 2 * math.exp(log_probs[row][j]) + sum_pi_squared[row][j] for j in places)
+
+    def gain(row: int, t: int) -> float:
+        return sum(rewards[row][j] for j in range(t, horizon) if mask[row][j])
+
+    found = [[0.0] * horizon for _ in mask]
+    for row, t in itertools.product(range(len(mask)), range(horizon)):
+        family = siblings(row, groups, valid)
+        if not (mask[row][t] and valid[row]) or len(family) < 2:
+            continue
+        alive = [other for other in family if mask[other][t]]
+        baseline = 0.0
+        if len(alive) > 1:
+            total = sum(energy(other, t) for other in alive)
+            baseline = sum(gain(other, t) * energy(other, t) for other in alive) / total
+        found[row][t] = gain(row, t) - baseline
+    return found
+
+
+def whitened(values: list[float]) -> list[float]:
+    """All tokens of the batch."""
+    spread = statistics.variance(values) if len(values) > 1 else 0.0
+    return [(value - statistics.fmean(values)) / math.sqrt(spread + 1e-8) for value in values]

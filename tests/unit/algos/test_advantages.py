@@ -1,4 +1,4 @@
-"""RLOO and GRPO against the slow reference, and on cases worked out by hand."""
+"""Estimators per response against the slow reference, and on cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlctl.algos.advantages import GROUP_ESTIMATORS, grpo, rloo, zero_spread_fraction
+from rlctl.algos.advantages import grpo, opo, remax, rloo, zero_spread_fraction
 from tests.reference import advantages as reference
 
 
-def make_scores(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dr_grpo(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
+    return grpo(scores, groups, valid, divide_by_std=False)
+
+
+ESTIMATORS = [grpo, dr_grpo, rloo]
+
+
+def make_scores(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Groups of unequal size in random order, ids with gaps, some graders failed (score NaN)."""
     draw = random.Random(seed)
     groups = [group for group in (7, 3, 900, 12, 0) for _ in range(draw.randint(1, 6))]
@@ -32,10 +40,13 @@ def make_scores(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_estimators_equal_the_reference(seed: int) -> None:
     scores, groups, valid = make_scores(seed)
     plain = (scores.tolist(), groups.tolist(), valid.tolist())
+    lengths = torch.randint(0, 9, scores.shape, generator=torch.Generator().manual_seed(seed))
+    by_length = reference.opo(plain[0], lengths.tolist(), *plain[1:])
     pairs = [
+        (opo(scores, lengths, groups, valid), by_length),
         (rloo(scores, groups, valid), reference.rloo(*plain)),
         (grpo(scores, groups, valid), reference.grpo(*plain)),
-        (grpo(scores, groups, valid, divide_by_std=False), reference.grpo(*plain, divide_by_std=False)),
+        (dr_grpo(scores, groups, valid), reference.grpo(*plain, divide_by_std=False)),
     ]
     for found, expected in pairs:
         assert found.dtype == torch.float32
@@ -53,7 +64,7 @@ def test_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("estimate", GROUP_ESTIMATORS.values())
+@pytest.mark.parametrize("estimate", ESTIMATORS)
 def test_no_signal_where_nothing_can_be_compared(estimate) -> None:
     valid = torch.tensor([True, True, True, True, False, True])
     scores = torch.tensor([0.1, 0.1, 0.1, 5.0, 9.0, 3.0])
@@ -61,7 +72,7 @@ def test_no_signal_where_nothing_can_be_compared(estimate) -> None:
     assert estimate(scores, groups, valid).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("estimate", GROUP_ESTIMATORS.values())
+@pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_are_ids_not_places_and_advantages_sum_to_zero(estimate, seed: int) -> None:
     scores, groups, valid = make_scores(seed)
@@ -71,3 +82,23 @@ def test_groups_are_ids_not_places_and_advantages_sum_to_zero(estimate, seed: in
     for group in groups.unique():
         assert found[groups == group].sum().item() == pytest.approx(0.0, abs=1e-4)
     torch.testing.assert_close(estimate(scores + 3.0, groups, valid), found, rtol=1e-3, atol=2e-3)
+
+
+def test_opo_weighs_by_length() -> None:
+    scores, groups, valid = (
+        torch.tensor([1.0, 0.0, 9.0, 0.1, 0.1]),
+        torch.tensor([0, 0, 0, 1, 1]),
+        torch.ones(5) > 0,
+    )
+    valid[2] = False
+    found = opo(scores, torch.tensor([3, 1, 50, 7, 2]), groups, valid)
+    assert found.tolist() == [0.25, -0.75, 0.0, 0.0, 0.0]
+    nothing = opo(scores[:2], torch.tensor([0, 0]), groups[:2], valid[:2])
+    assert nothing.tolist() == [0.0, 0.0]
+    alone = opo(scores[1:3], torch.tensor([4, 4]), groups[1:3], valid[1:3])
+    assert alone.tolist() == [0.0, 0.0]
+
+
+def test_remax_compares_with_the_greedy_response() -> None:
+    scores, greedy = torch.tensor([1.0, 0.0, float("nan")]), torch.tensor([1.0, 0.5, 0.0])
+    assert remax(scores, greedy, torch.tensor([True, True, False])).tolist() == [0.0, -0.5, 0.0]

@@ -1,0 +1,142 @@
+"""Advantages per token, and what is said of them over the whole batch: whitening, explained variance.
+
+All tensors are (B, T); results are float32 and 0.0 outside the mask, whatever the inputs hold there.
+A mask may have holes: tool output is skipped over, as if the tokens on both sides were neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.tally import HostTally, Tally, TallyBuilder
+
+
+@torch.no_grad()
+def gae(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t.
+
+    After a response's last token both V and A are 0.
+
+    Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16.
+
+    Args:
+        token_level_rewards: after KL penalty and shaping; what lies outside the mask is not counted.
+        values: V(s_t), the critic's prediction before token t.
+        gamma: discount per response token.
+        lam: λ; 1 trusts the rewards only, 0 the next value only.
+
+    Returns:
+        advantages, not whitened; and returns A_t + V_t, what the critic should have predicted.
+    """
+    rewards, known = (torch.where(response_mask, x.double(), 0.0) for x in (token_level_rewards, values))
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        here = response_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - known[:, t]
+        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(here, known[:, t], next_value)
+        advantages[:, t] = torch.where(here, next_advantage, 0.0)
+    return advantages.float(), (advantages + known).float()
+
+
+def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}.
+
+    Source: Hu et al. 2025, "REINFORCE++" (whitened over the batch, it is that estimator's advantage).
+    """
+    nothing = torch.zeros_like(token_level_rewards)
+    return gae(token_level_rewards, nothing, response_mask, gamma, lam=1.0)[0]
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    log_probs: Tensor,
+    sum_pi_squared: Tensor,
+) -> Tensor:
+    """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over siblings.
+
+    W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_j(v)²) is the squared norm of the gradient of log π with respect to
+    the logits, summed over the response so far: the responses whose gradients are large have most to
+    gain from a baseline close to their return. A sibling has a say at t if it is valid and t is one of its
+    tokens. Where nobody else has one the baseline is 0, as in the authors' code: the longest response's
+    tail keeps its plain return. A response without a valid sibling gets 0, as in every group estimator.
+
+    Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).
+
+    Args:
+        group_ids, valid: (B,), as in `rlctl.algos.advantages`.
+        log_probs: log-probs of the sampled tokens under the policy that is about to be updated.
+        sum_pi_squared: that policy's Σ_v π(v)² over the vocabulary, at each token.
+    """
+    present = response_mask & valid[:, None]
+    returns = reward_to_go(token_level_rewards, present, 1.0).double()
+    norm = 1.0 - 2.0 * log_probs.double().exp() + sum_pi_squared.double()
+    energy = torch.where(present, norm.clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0, but for rounding
+
+    _, index = torch.unique(group_ids, return_inverse=True)
+    energy = torch.where(present, energy, 0.0)
+    weighted, total, alive = (
+        torch.zeros_like(returns).index_add_(0, index, x)[index]
+        for x in (energy * returns, energy, present.double())
+    )
+    members = torch.zeros_like(returns[:, 0]).index_add_(0, index, valid.double())[index]
+    compared = (alive > 1) & (total > 0)
+    baseline = torch.where(compared, weighted / total.where(compared, 1.0), 0.0)
+    return torch.where(present & (members > 1)[:, None], returns - baseline, 0.0).float()
+
+
+# --- over the whole batch -------------------------------------------------------------------------
+
+
+def whitening_tally(values: Tensor, mask: Tensor) -> Tally:
+    """This part's sums of the family `whitened`; merged over ranks, `HostTally.moments` has its moments."""
+    return _tally(mask, whitened=values)
+
+
+def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
+    """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask.
+
+    Args:
+        mean, std: of the whole batch, on all ranks: `mean` and `sample_std` (n − 1) of the moments that
+            `whitening_tally` leads to.
+    """
+    whitened = (values.double() - mean) / math.sqrt(std * std + 1e-8)
+    return torch.where(mask, whitened, 0.0).float()
+
+
+def explained_variance_tally(returns: Tensor, values: Tensor, mask: Tensor) -> Tally:
+    """This part's sums behind `explained_variance`."""
+    return _tally(mask, returns=returns, residuals=returns.double() - values.double())
+
+
+def explained_variance(tally: HostTally) -> float:
+    """1 − Var(returns − values)/Var(returns): 1 is a perfect critic, 0 one that says a constant.
+
+    0.0 where the returns do not vary: there is nothing to explain.
+    """
+    returns, residuals = tally.moments("returns"), tally.moments("residuals")
+    if returns.std**2 <= 1e-12 * returns.mean_square:  # no more than rounding
+        return 0.0
+    return 1.0 - (residuals.std / returns.std) ** 2
+
+
+@torch.no_grad()
+def _tally(mask: Tensor, **families: Tensor) -> Tally:
+    """Sums of masked tokens, by family."""
+    builder = TallyBuilder()
+    count, anyone = mask.sum(-1).double(), mask.any(-1)
+    for name, values in families.items():
+        kept = torch.where(mask, values.double(), 0.0)
+        high, low = kept.masked_fill(~mask, -math.inf).amax(-1), kept.masked_fill(~mask, math.inf).amin(-1)
+        builder.family(name, count, kept.sum(-1), kept.square().sum(-1), high, low, anyone)
+    return Tally(builder.sums, builder.maxima)

@@ -1,0 +1,106 @@
+"""KL estimates against the slow reference; what their gradients estimate, by enumeration; the controller."""
+
+from __future__ import annotations
+
+import math
+import typing
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.algos.kl import KLController, KLEstimate, kl_estimate, kl_loss
+from rlctl.algos.rules import KLLossType
+from tests.properties.batches import make_batch
+from tests.reference import kl as reference
+
+ESTIMATES = typing.get_args(KLEstimate)
+LOSSES = typing.get_args(KLLossType)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_equals_the_reference(kind) -> None:
+    for seed in range(10):
+        batch = make_batch(seed)
+        ref = batch.rollout_log_probs + 0.3
+        found = kl_loss(kind, batch.log_probs, ref, batch.rollout_log_probs, batch.mask)
+        for row, t in batch.mask.nonzero().tolist():
+            numbers = (x[row, t].item() for x in (batch.log_probs, ref, batch.rollout_log_probs))
+            assert found[row, t].item() == pytest.approx(
+                reference.estimate(kind, *numbers), rel=1e-4, abs=1e-6
+            )
+        assert not found[~batch.mask].any()  # where the inputs are NaN
+        if kind in ESTIMATES:
+            torch.testing.assert_close(kl_estimate(kind, batch.log_probs, ref)[batch.mask], found[batch.mask])
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_gradient_equals_finite_differences(kind) -> None:
+    batch = make_batch(5)
+    ref = batch.rollout_log_probs + 0.3
+    log_probs, old = (x.clone().requires_grad_() for x in (batch.log_probs.double(), batch.rollout_log_probs))
+    ref.requires_grad_()
+    total = kl_loss(kind, log_probs, ref, old, batch.mask).sum()
+    gradient, *constants = torch.autograd.grad(total, [log_probs, ref, old], allow_unused=True)
+    assert constants == [None, None]
+    assert not gradient[~batch.mask].any()
+    for row, t in batch.mask.nonzero().tolist():
+        at, others = log_probs[row, t].item(), (ref[row, t].item(), old[row, t].item())
+        ends = [reference.estimate(kind, at + sign * 1e-6, *others) for sign in (1, -1)]
+        assert gradient[row, t].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7)
+
+
+def test_what_the_values_and_the_gradients_estimate() -> None:
+    """Enumerate every token of a small vocabulary, weighted by how often it is sampled."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ref, old = (torch.randn(5, generator=generator).double().log_softmax(-1) for _ in range(3))
+    logits.requires_grad_()
+    everything = torch.ones(1, 5, dtype=torch.bool)
+
+    def expected_gradient(kind: KLLossType, sampler: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        loss = kl_loss(kind, log_probs[None], ref[None], sampler.detach()[None], everything)
+        return torch.autograd.grad((sampler.detach().exp() * loss[0]).sum(), logits)[0]
+
+    log_probs = logits.log_softmax(-1)
+    reverse = (log_probs.exp() * (log_probs - ref)).sum()
+    forward = (ref.exp() * (ref - log_probs)).sum()
+    to_reverse, to_forward = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (reverse, forward)
+    )
+
+    assert reverse.item() == pytest.approx(reference.divergence(log_probs.exp().tolist(), ref.exp().tolist()))
+    for kind in ("k1", "k3"):
+        mean = (log_probs.exp() * kl_estimate(kind, log_probs, ref)).sum()
+        assert mean.item() == pytest.approx(reverse.item())
+
+    here = log_probs.detach()
+    torch.testing.assert_close(expected_gradient("k1", here), torch.zeros(5).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(expected_gradient("k2", here), to_reverse)
+    torch.testing.assert_close(expected_gradient("k3", here), to_forward)
+    torch.testing.assert_close(expected_gradient("unbiased", here), to_reverse)
+    torch.testing.assert_close(expected_gradient("unbiased", old), to_reverse)
+    assert (expected_gradient("k2", old) - to_reverse).abs().max() > 1e-2  # the others are off off-policy
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_policy_far_from_the_reference_leaves_numbers(kind) -> None:
+    log_probs = torch.tensor([[-90.0, -1e-9]]).requires_grad_()
+    far = torch.tensor([[-1e-9, -90.0]])
+    values = kl_loss(kind, log_probs, far, far, torch.ones(1, 2, dtype=torch.bool))
+    assert values.isfinite().all()
+    assert torch.autograd.grad(values.sum(), log_probs)[0].isfinite().all()
+
+
+def test_an_adaptive_coefficient_moves_towards_the_target() -> None:
+    start = KLController(kl_coef=0.2, target_kl=6.0, horizon=10_000)
+    assert start.updated(6.0, 256).kl_coef == 0.2
+    assert start.updated(6.6, 256).kl_coef == pytest.approx(0.2 * (1 + 0.1 * 256 / 10_000))
+    assert start.updated(600.0, 256).kl_coef == pytest.approx(0.2 * (1 + 0.2 * 256 / 10_000))
+    assert start.updated(0.0, 256).kl_coef == pytest.approx(0.2 * (1 - 0.2 * 256 / 10_000))
+    assert start.updated(math.nan, 256) == start
+    assert start.updated(math.inf, 256).kl_coef > 0.2
+    small = KLController(kl_coef=0.2, target_kl=6.0, horizon=10)
+    assert small.updated(0.0, 256).kl_coef == pytest.approx(0.16)  # never negative
+    fixed = KLController(kl_coef=0.2, target_kl=None, horizon=10_000)
+    assert fixed.updated(600.0, 256) == fixed

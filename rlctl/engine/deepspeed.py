@@ -1,4 +1,4 @@
-"""The training engine on DeepSpeed (this module alone imports it).
+"""The training engines on DeepSpeed (this module alone imports it).
 
 Normalisation is ours. DeepSpeed divides losses by its accumulation steps and averages gradients
 over ranks; losses that reach `backward` here are shares that must be *summed*. So accumulation is
@@ -13,57 +13,49 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlctl.batch import TrainBatch
-from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.adamw import GuardedAdamW
+from rlctl.engine.inputs import used_columns, widened
+from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.lora import plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure
 
 _STATE = "engine"
-_NEVER = 1 << 62
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that can be told to let a step pass, and never applies a non-finite gradient.
+class Settings(TypedDict):
+    """How a module is trained.
 
-    DeepSpeed has no way to throw accumulated gradients away; letting its step run with an inner
-    optimizer that does nothing clears every buffer of every ZeRO stage the supported way.
-    """
-
-    skip = False
-    withheld = False
-    clip_norm: float | None = None
-    grad_norm: float = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One AdamW step, unless `skip` is set or a gradient is not finite."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if self.clip_norm is not None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NEVER).item()
-        self.withheld = self.skip or not all(bool(grad.isfinite().all()) for grad in grads)
-        if not self.withheld:
-            super().step()
-        return None
-
-
-class DeepSpeedEngine:
-    """A causal language model under DeepSpeed; see `TrainEngine`.
-
-    Args:
-        model: Hugging Face causal language model, in any dtype.
-        ranks: the processes of the run.
+    Attributes:
         zero_stage: 0–3.
         dtype: arithmetic of forward and backward; optimizer states are float32.
-        temperature: sampling temperature, at which log-probs are taken.
         weight_decay, betas: AdamW.
         grad_clip: largest global gradient norm, 0 for none.
+    """
+
+    zero_stage: int
+    dtype: torch.dtype
+    weight_decay: float
+    betas: tuple[float, float]
+    grad_clip: float
+
+
+class _Engine:
+    """Any module under DeepSpeed: what policy and critic have in common; see `protocol.Trained`.
+
+    Args:
+        model: Hugging Face causal language model, in any dtype; only what requires gradient is trained.
+        wrap: makes the module to train of the model, once that is in place.
+        ranks: the processes of the run.
+        settings: see `Settings`.
 
     Attributes:
         zero_stage: the one in effect, by which checkpoints are cut up.
@@ -72,71 +64,32 @@ class DeepSpeedEngine:
     def __init__(
         self,
         model: Any,
+        wrap: Callable[[Any], nn.Module],
         ranks: Ranks,
-        *,
-        zero_stage: int,
-        dtype: torch.dtype,
-        temperature: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        grad_clip: float,
+        **settings: Unpack[Settings],
     ) -> None:
         self.ranks = ranks
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        # Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them.
-        self._policy = policy = PolicyModule(
-            model.to(device=ranks.device, dtype=dtype), temperature, share_prompts=zero_stage < 3
-        )
-        self._optimizer = GuardedAdamW(policy.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay)
+        dtype, grad_clip = settings["dtype"], settings["grad_clip"]
         # DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32
         # master weights the same way and differs from stage 0 only in where they lie.
-        stage = max(zero_stage, 1) if dtype == torch.bfloat16 else zero_stage
+        stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
         self.zero_stage = stage
         plain = stage == 0
-        if plain:  # DeepSpeed's plain path clips but does not report the norm.
-            self._optimizer.clip_norm = grad_clip
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0 if plain else grad_clip,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "steps_per_print": None,
-        }
-        with _quiet():
-            deepspeed = _import_deepspeed()
-            self._engine, *_ = deepspeed.initialize(model=policy, optimizer=self._optimizer, config=config)
-        _restore_buffers(model, buffers)
-        self._deepspeed = deepspeed
+        config = _config(stage, dtype) | {"gradient_clipping": 0.0 if plain else grad_clip}
+        with keeping_buffers(model), _quiet():
+            module = wrap(model.to(device=ranks.device, dtype=dtype))
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self._optimizer = GuardedAdamW(
+                trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"]
+            )
+            if plain:  # DeepSpeed's plain path clips but does not report the norm.
+                self._optimizer.clip_norm = grad_clip
+            self._deepspeed = _import_deepspeed()
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module, optimizer=self._optimizer, config=config
+            )
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
         self._engine.eval()
-
-    def policy(
-        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
-    ) -> PolicyOutput:
-        """Log-probs and entropy of the batch's responses, without computing shared padding."""
-        prompt, horizon = _used_columns(batch)
-        width = batch.responses.shape[1]
-        start, end = batch.input_ids.shape[1] - width - prompt, batch.input_ids.shape[1] - width + horizon
-        found = self._engine(
-            input_ids=batch.input_ids[:, start:end],
-            attention_mask=batch.attention_mask[:, start:end],
-            position_ids=batch.position_ids[:, start:end],
-            responses=batch.responses[:, :horizon],
-            response_mask=batch.response_mask[:, :horizon],
-            num_chunks=self._num_chunks(batch),
-            entropy_grad=entropy_grad,
-            sum_pi_squared=sum_pi_squared,
-        )
-        pad = (0, width - horizon)
-        return PolicyOutput(*(torch.nn.functional.pad(values, pad) for values in found))
-
-    def _num_chunks(self, batch: TrainBatch) -> int:
-        num_tokens = int(batch.response_mask.sum())
-        if self.zero_stage == 3:  # each call of the head is a collective: ranks must agree on their number
-            num_tokens = int(self.ranks.max(num_tokens))
-        return self._policy.chunks_needed(num_tokens)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of one share of the mini-batch loss."""
@@ -167,22 +120,6 @@ class DeepSpeedEngine:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
         return StepResult(grad_norm=norm, applied=not withheld)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full; under ZeRO-3 gathered one at a time (a collective: all ranks iterate)."""
-        for name, parameter in self._engine.module.model.named_parameters():
-            if self.zero_stage == 3:
-                with self._deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.data
-            else:
-                yield name, parameter.data
-
-    def export(self, directory: Path) -> None:
-        """Write config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
-        # Gathering is a collective even for the ranks that keep nothing.
-        full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
-        if self.ranks.is_main:
-            self._policy.model.save_pretrained(directory, state_dict=full)
-
     def save(self, directory: Path) -> None:
         """Write weights, optimizer states and counters (all ranks)."""
         with _quiet():
@@ -202,27 +139,116 @@ class DeepSpeedEngine:
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
+    def _in_full(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Plain weights by name; under ZeRO-3 gathered one at a time (a collective: all ranks iterate)."""
+        for weight in plain_weights(module):
+            if self.zero_stage == 3:
+                with self._deepspeed.zero.GatheredParameters(weight.parts):
+                    yield weight.name, weight.value()
+            else:
+                yield weight.name, weight.value()
 
-def _restore_buffers(model: Any, buffers: dict[str, Tensor]) -> None:
-    """Give buffers their own precision back.
+
+class DeepSpeedEngine(_Engine):
+    """A causal language model under DeepSpeed; see `TrainEngine`.
+
+    Args:
+        model: Hugging Face causal language model, in any dtype; only what requires gradient is trained.
+        ranks: the processes of the run.
+        temperature: sampling temperature, at which log-probs are taken.
+        settings: see `Settings`.
+
+    Attributes:
+        zero_stage: the one in effect, by which checkpoints are cut up.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
+        # Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them.
+        shares = settings["zero_stage"] < 3
+        super().__init__(
+            model, lambda placed: PolicyModule(placed, temperature, share_prompts=shares), ranks, **settings
+        )
+        self._policy: PolicyModule = self._engine.module
+
+    def policy(
+        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+    ) -> PolicyOutput:
+        """See `TrainEngine.policy`."""
+        in_step_with = self.ranks if self.zero_stage == 3 else None
+        asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared}
+        return policy_output(self._policy, self._engine, batch, in_step_with, **asked)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
+        return self._in_full(self._policy.model)
+
+    def export(self, directory: Path) -> None:
+        """Write config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
+        # Gathering is a collective even for the ranks that keep nothing.
+        full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
+        if self.ranks.is_main:
+            self._policy.model.save_pretrained(directory, state_dict=full)
+
+
+class DeepSpeedCritic(_Engine):
+    """A value model under DeepSpeed; see `CriticEngine`.
+
+    Args:
+        model: Hugging Face causal language model, whose body is trained under a new value head.
+        ranks: the processes of the run.
+        settings: see `Settings`.
+
+    Attributes:
+        zero_stage: the one in effect, by which checkpoints are cut up.
+
+    Raises:
+        UsageError: the model has no body apart from its output head.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
+        shares = settings["zero_stage"] < 3
+        super().__init__(model, lambda placed: ValueModule(placed, share_prompts=shares), ranks, **settings)
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """See `CriticEngine.values`."""
+        return widened(self._engine(**used_columns(batch)), batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
+        return self._in_full(self._engine.module)
+
+
+def sharded(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """`module`, which is never trained, with its weights cut up among the ranks as under ZeRO-3."""
+    with _quiet():
+        engine, *_ = _import_deepspeed().initialize(model=module, config=_config(3, dtype))
+    engine.eval()
+    call: Callable[..., Any] = engine
+    return call
+
+
+@contextlib.contextmanager
+def keeping_buffers(model: Any) -> Iterator[None]:
+    """Buffers come out in their own precision, whatever happens to the model inside.
 
     Casting a module rounds its rotary frequencies to bf16 as well, which is another model than the
     one a rollout engine loads: a mismatch at every position, growing with the length.
     """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
 
 
-def _used_columns(batch: TrainBatch) -> tuple[int, int]:
-    """Widest prompt and widest response of the batch: columns beyond are padding on every row."""
-    width = batch.responses.shape[1]
-    prompt_mask = batch.attention_mask[:, :-width]
-    return max(int(prompt_mask.any(0).sum()), 1), max(_last_used(batch.response_mask), 1)
-
-
-def _last_used(mask: Tensor) -> int:
-    used = mask.any(0).nonzero()
-    return int(used[-1]) + 1 if len(used) else 0
+def _config(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": None,
+    }
 
 
 def _import_deepspeed() -> Any:

@@ -10,13 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.prefix import can_share_prefix, shared_prefix
+from rlctl.engine.inputs import body_inputs, body_of, used_columns, widened
+from rlctl.engine.protocol import PolicyOutput
+from rlctl.prefix import can_share_prefix
+
+if TYPE_CHECKING:
+    from rlctl.batch import TrainBatch
+    from rlctl.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +79,17 @@ class PolicyModule(nn.Module):
             gradient only if asked) and, if asked for, Σ_v π(v)² (never).
         """
         horizon = responses.shape[1]
-        inputs = self._inputs(input_ids[:, :-1], attention_mask[:, :-1], position_ids[:, :-1], horizon)
+        body = body_of(self.model)
+        inputs = body_inputs(
+            body,
+            input_ids,
+            attention_mask,
+            position_ids,
+            horizon=horizon,
+            share_prompts=self.shares_prompts,
+        )
         if self.split_head:
-            states = self._body()(**inputs).last_hidden_state[:, -horizon:]
+            states = body(**inputs).last_hidden_state[:, -horizon:]
             head = self.model.get_output_embeddings()
         else:
             states = self.model(**inputs, logits_to_keep=horizon).logits
@@ -91,29 +105,36 @@ class PolicyModule(nn.Module):
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         return tuple(empty.masked_scatter(response_mask, values) for values in found)
 
-    def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor, horizon: int) -> dict[str, Any]:
-        """What the body reads: (B, L - 1), for the last token predicts nothing.
-
-        The state before a token predicts it. So of a shared prompt all but the last token is wanted
-        for its keys and values only.
-        """
-        inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
-        if not self.shares_prompts:
-            return inputs | {"use_cache": False}
-        start = ids.shape[1] - horizon
-        cache = shared_prefix(self._body(), ids[:, :start], mask[:, :start], positions[:, :start])
-        if cache is None:
-            return inputs | {"use_cache": False}
-        rest = {"input_ids": ids[:, start:], "position_ids": positions[:, start:]}
-        return inputs | rest | {"past_key_values": cache, "use_cache": True}
-
-    def _body(self) -> Any:
-        return getattr(self.model, self.model.base_model_prefix)
-
     def chunks_needed(self, num_tokens: int) -> int:
         """Pieces the head must be run in to hold at most `MAX_LOGITS` float32 logits at once."""
         vocabulary: int = self.model.config.get_text_config().vocab_size
         return max(1, -(-num_tokens * vocabulary // MAX_LOGITS))
+
+
+def policy_output(
+    policy: PolicyModule,
+    run: Callable[..., tuple[Tensor, ...]],
+    batch: TrainBatch,
+    in_step_with: Ranks | None,
+    **asked: bool,
+) -> PolicyOutput:
+    """What a policy says of a batch, computed over the columns that some row uses.
+
+    Args:
+        policy: the module asked.
+        run: calls it: itself, or the engine around it.
+        batch: any number of rows.
+        in_step_with: ranks that must run the head as often as this one, each call of it being a
+            collective (ZeRO-3); None: ranks are free.
+        asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
+    """
+    num_tokens = int(batch.response_mask.sum())
+    if in_step_with:
+        num_tokens = int(in_step_with.max(num_tokens))
+    columns = used_columns(batch)
+    responses = batch.responses[:, : columns["response_mask"].shape[1]]
+    found = run(**columns, responses=responses, num_chunks=policy.chunks_needed(num_tokens), **asked)
+    return PolicyOutput(*(widened(values, batch) for values in found))
 
 
 def _walk(
@@ -161,8 +182,8 @@ def _head_is_all(model: Any) -> bool:
     Some architectures scale or soft-cap logits after the head. Rather than know them all, try: a
     short probe through both ways.
     """
-    body, head = getattr(model, model.base_model_prefix, None), model.get_output_embeddings()
-    if body is None or body is model or head is None:
+    body, head = body_of(model), model.get_output_embeddings()
+    if body is None or head is None:
         return False
     was_training = model.training
     model.eval()

@@ -44,20 +44,8 @@ class StepResult:
     applied: bool
 
 
-class TrainEngine(Protocol):
-    """A policy under training: forward, backward, step, save."""
-
-    def policy(
-        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
-    ) -> PolicyOutput:
-        """Log-probs and entropy of the batch's response tokens.
-
-        Args:
-            batch: any number of rows.
-            entropy_grad: let gradient through the entropy, for a bonus on it.
-            sum_pi_squared: also compute Σ_v π(v)².
-        """
-        ...
+class Trained(Protocol):
+    """What actor and critic have in common: backward, step, save."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradient; `last` closes the mini-batch.
@@ -75,10 +63,6 @@ class TrainEngine(Protocol):
         """Every parameter in full, by the model's own name, on every rank."""
         ...
 
-    def export(self, directory: Path) -> None:
-        """Write config and weights as a plain Hugging Face directory; called on all ranks."""
-        ...
-
     def save(self, directory: Path) -> None:
         """Write everything `load` needs; called on all ranks."""
         ...
@@ -89,4 +73,40 @@ class TrainEngine(Protocol):
         Raises:
             RunFailure: the engine's state cannot be read.
         """
+        ...
+
+
+class TrainEngine(Trained, Protocol):
+    """A policy under training."""
+
+    def policy(
+        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+    ) -> PolicyOutput:
+        """Log-probs and entropy of the batch's response tokens.
+
+        Args:
+            batch: any number of rows.
+            entropy_grad: let gradient through the entropy, for a bonus on it.
+            sum_pi_squared: also compute Σ_v π(v)².
+        """
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write config and weights as a plain Hugging Face directory; called on all ranks."""
+        ...
+
+
+class CriticEngine(Trained, Protocol):
+    """A value model under training."""
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """(B, T) float32 with gradient: the value before token t is sampled, 0.0 on padding."""
+        ...
+
+
+class ReferencePolicy(Protocol):
+    """A policy that does not change."""
+
+    def log_probs(self, batch: TrainBatch) -> Tensor:
+        """(B, T) float32 of the batch's response tokens at the sampling temperature, 0.0 on padding."""
         ...

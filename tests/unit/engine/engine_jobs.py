@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from rlctl.algos.losses import reinforce
 from rlctl.engine import log_probs as log_probs_module
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
@@ -42,7 +41,7 @@ def take_step(actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = Fal
     micros = mine.split(micro)
     for index, part in enumerate(micros):
         output = actor.policy(part)
-        loss = reinforce(output.log_probs, part.advantages, part.response_mask, None).values.sum() / tokens
+        loss = -(output.log_probs * part.advantages).sum() / tokens  # both are 0.0 on padding
         actor.backward(loss, last=index == len(micros) - 1)
     return actor.step(lr=lr, skip=skip)
 

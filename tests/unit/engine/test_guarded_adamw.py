@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlctl.engine.deepspeed import GuardedAdamW
+from rlctl.engine.adamw import GuardedAdamW
 
 
 def stepped(clip_norm: float | None = None) -> tuple[torch.nn.Linear, GuardedAdamW]:

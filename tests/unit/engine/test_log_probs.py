@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlctl.engine import log_probs as module
-from rlctl.engine.deepspeed import _used_columns
+from rlctl.engine.inputs import used_columns
 from rlctl.engine.log_probs import PolicyModule
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 
@@ -129,9 +129,12 @@ def test_columns_used() -> None:
     model = tiny_model()
     batch = tiny_batch(model, 3, lengths=[2, 4, 1], horizon=6)
     widest = int(batch.attention_mask[:, :5].sum(1).max())
-    assert _used_columns(batch) == (widest, 4)
+    columns = used_columns(batch)
+    assert columns["response_mask"].shape == (3, 4)
+    assert columns["input_ids"].shape == (3, widest + 4)
+    assert torch.equal(columns["input_ids"][:, -4:], batch.responses[:, :4])
     empty = tiny_batch(model, 2, lengths=[0, 0])
-    assert _used_columns(empty)[1] == 1
+    assert used_columns(empty)["response_mask"].shape == (2, 1)
 
 
 def test_a_batch_without_response_tokens_still_backpropagates() -> None:

@@ -1,0 +1,34 @@
+"""AdamW that a training engine can tell to let a step pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_NEVER = 1 << 62
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that can be told to let a step pass, and never applies a non-finite gradient.
+
+    DeepSpeed has no way to throw accumulated gradients away; letting its step run with an inner
+    optimizer that does nothing clears every buffer of every ZeRO stage the supported way.
+    """
+
+    skip = False
+    withheld = False
+    clip_norm: float | None = None
+    grad_norm: float = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One AdamW step, unless `skip` is set or a gradient is not finite."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.clip_norm is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NEVER).item()
+        self.withheld = self.skip or not all(bool(grad.isfinite().all()) for grad in grads)
+        if not self.withheld:
+            super().step()
+        return None

@@ -1,0 +1,49 @@
+"""The reference policy: a model that answers with log-probs and never learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlctl.engine.deepspeed import keeping_buffers, sharded
+from rlctl.engine.log_probs import PolicyModule, policy_output
+
+if TYPE_CHECKING:
+    from rlctl.batch import TrainBatch
+    from rlctl.engine.ranks import Ranks
+
+
+class FrozenPolicy:
+    """A `ReferencePolicy` with weights of its own.
+
+    Under ZeRO-3 its weights are cut up among the ranks like the actor's; otherwise every rank holds
+    all of them.
+
+    Args:
+        model: Hugging Face causal language model, which is kept and changed.
+        ranks: the processes of the run.
+        zero_stage: 0–3, the actor's.
+        dtype: arithmetic of the forward pass.
+        temperature: sampling temperature, at which log-probs are taken.
+    """
+
+    def __init__(
+        self, model: Any, ranks: Ranks, *, zero_stage: int, dtype: torch.dtype, temperature: float
+    ) -> None:
+        is_sharded = zero_stage == 3
+        self._in_step_with = ranks if is_sharded else None
+        model.requires_grad_(False).eval()
+        with keeping_buffers(model):
+            placed = model.to(device=ranks.device, dtype=dtype)
+            self._policy = PolicyModule(placed, temperature, share_prompts=not is_sharded).eval()
+            self._run: Callable[..., tuple[Tensor, ...]] = self._policy
+            if is_sharded:
+                self._run = sharded(self._policy, dtype)
+
+    @torch.no_grad()
+    def log_probs(self, batch: TrainBatch) -> Tensor:
+        """See `ReferencePolicy.log_probs`; the caller cuts the batch into micro-batches."""
+        return policy_output(self._policy, self._run, batch, self._in_step_with).log_probs

@@ -1,0 +1,140 @@
+"""Low-rank adapters: a few weights beside a frozen model (Hu et al. 2021, arXiv:2106.09685).
+
+A layer W becomes W + (α/r)·B·A with A (r, in) random and B (out, r) zero, so that training starts at
+the model as it was. Only A and B are trained. They have the engine's dtype like every other weight:
+DeepSpeed computes in one dtype, and keeps float32 masters of what it trains in bf16 runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.batch import TrainBatch
+    from rlctl.engine.protocol import TrainEngine
+
+#: In `model.target_modules`: every linear layer but the output head.
+ALL_LINEAR = "all-linear"
+
+_ADAPTER = "default"
+
+
+def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
+    """Give linear layers of `model` an adapter each, in place, and freeze everything else.
+
+    The model keeps its class and its names' beginnings. A is drawn from torch's global generator.
+
+    Args:
+        model: Hugging Face causal language model.
+        rank: r.
+        alpha: α.
+        target_modules: last parts of the names of layers, such as `q_proj`, or `all-linear`.
+
+    Raises:
+        UsageError: a name that is no linear layer's.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, target_modules))
+    inject_adapter_in_model(config, model, _ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def _targets(model: Any, wanted: list[str]) -> list[str]:
+    """Full names of the layers asked for."""
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
+    known = {name.rpartition(".")[2] for name in linear}
+    if not linear:
+        raise UsageError(
+            f"{type(model).__name__} has no linear layers to adapt",
+            where="model.lora_rank",
+            fix="set it to 0 to train all weights",
+        )
+    if unknown := [name for name in wanted if name not in known | {ALL_LINEAR}]:
+        raise UsageError(
+            f"{type(model).__name__} has no linear layer named {', '.join(unknown)}",
+            where="model.target_modules",
+            fix=f"choose from {', '.join([*sorted(known), ALL_LINEAR])}",
+        )
+    return [name for name in linear if ALL_LINEAR in wanted or name.rpartition(".")[2] in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A weight as it stands in the model without adapters, what they have learnt added in.
+
+    Attributes:
+        name: as in the model before `add_lora`.
+        parts: the parameters `value` reads, which must be there in full (under ZeRO-3 gathered): W,
+            and if it is adapted A and B.
+        scale: α/r.
+    """
+
+    name: str
+    parts: list[nn.Parameter]
+    scale: float = 1.0
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """W, or W + (α/r)·B·A computed in float32 and rounded once to W's dtype."""
+        weight, *adapter = self.parts
+        if not adapter:
+            return weight.data
+        down, up = adapter
+        return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scale).to(weight.dtype)
+
+
+def plain_weights(model: nn.Module) -> Iterator[PlainWeight]:
+    """Every parameter of `model` before it was given adapters, in its order."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, is_base, rest = name.partition(".base_layer.")
+        if is_base and rest == "weight":
+            layer = modules[owner]
+            adapter = [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
+            yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[_ADAPTER])
+        elif ".lora_" not in name:
+            yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
+
+
+class BasePolicy:
+    """The `ReferencePolicy` that an adapted model still contains: itself without its adapters.
+
+    Args:
+        engine: trains `model`.
+        model: what `add_lora` was given.
+    """
+
+    def __init__(self, engine: TrainEngine, model: Any) -> None:
+        self._engine = engine
+        self._model = model
+
+    @torch.no_grad()
+    def log_probs(self, batch: TrainBatch) -> Tensor:
+        """See `ReferencePolicy.log_probs`."""
+        with _without_adapters(self._model):
+            return self._engine.policy(batch).log_probs
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in adapted:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.enable_adapters(True)

@@ -1,0 +1,81 @@
+"""The critic: a causal language model's body that says what each state is worth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlctl.engine.inputs import body_inputs, body_of
+from rlctl.errors import UsageError
+from rlctl.prefix import can_share_prefix
+
+
+class ValueHead(nn.Linear):
+    """One number per state, in float32 whatever the body's dtype: bf16 has three digits for a return.
+
+    It starts at zero, so that every value is 0.0 until it has been learnt: the first advantages are
+    the rewards' own, not a random projection of the body's states.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        super().__init__(hidden_size, 1, bias=False, device=device, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(N, H) → (N,) float32."""
+        return functional.linear(states.float(), self.weight.float()).squeeze(-1)
+
+
+class ValueModule(nn.Module):
+    """V(prompt, tokens so far) at every response position.
+
+    Args:
+        model: a Hugging Face causal language model; its body is taken, its output head is not.
+        share_prompts: run a prompt that adjacent rows share once, if the model is able to.
+
+    Raises:
+        UsageError: the model has no body apart from its output head.
+    """
+
+    def __init__(self, model: Any, *, share_prompts: bool = True) -> None:
+        super().__init__()
+        body = body_of(model)
+        if body is None:
+            raise UsageError(
+                f"{type(model).__name__} has no body apart from its output head to put a value head on",
+                where="critic.path",
+                fix="name a model of another architecture",
+            )
+        self.shares_prompts = share_prompts and can_share_prefix(model)
+        self.body = body
+        self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_mask: Tensor
+    ) -> Tensor:
+        """Values of the states before each response token.
+
+        Args:
+            input_ids, attention_mask, position_ids: (B, L), the response being the last T columns.
+            response_mask: (B, T) bool.
+
+        Returns:
+            (B, T) float32 with gradient; index t is the value before token t is sampled, of the state
+            that predicts it. 0.0 on padding.
+        """
+        horizon = response_mask.shape[1]
+        inputs = body_inputs(
+            self.body,
+            input_ids,
+            attention_mask,
+            position_ids,
+            horizon=horizon,
+            share_prompts=self.shares_prompts,
+        )
+        states = self.body(**inputs).last_hidden_state[:, -horizon:]
+        values = self.head(states[response_mask])
+        empty = torch.zeros(response_mask.shape, dtype=torch.float32, device=response_mask.device)
+        return empty.masked_scatter(response_mask, values)

@@ -1,0 +1,104 @@
+"""An actor, a critic and a reference policy side by side in one process, as a PPO run has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlctl.engine.deepspeed import DeepSpeedCritic
+from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.ranks import Ranks
+from tests.models import replaced, tiny_batch, tiny_model
+from tests.unit.engine.engine_jobs import DTYPES, ROWS, engine, take_step, weights_of
+
+LR = 1e-2
+SEED = 3
+
+
+def value_model(seed: int = SEED):
+    return tiny_model("qwen2", seed=seed)
+
+
+def critic(ranks: Ranks, stage: int, dtype: str, seed: int = SEED) -> DeepSpeedCritic:
+    return DeepSpeedCritic(
+        value_model(seed),
+        ranks,
+        zero_stage=stage,
+        dtype=DTYPES[dtype],
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        grad_clip=1.0,
+    )
+
+
+def batch_and_targets(seed: int):
+    """Siblings of two prompts, so that prompts are shared, and what their values should become."""
+    batch = tiny_batch(value_model(), ROWS, seed=seed)
+    half = ROWS // 2
+    prompt = batch.input_ids.shape[1] - batch.responses.shape[1]
+    ids, mask = batch.input_ids.clone(), batch.attention_mask.clone()
+    for start in (0, half):
+        ids[start : start + half, :prompt] = ids[start, :prompt]
+        mask[start : start + half, :prompt] = mask[start, :prompt]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return replaced(batch, input_ids=ids, attention_mask=mask, position_ids=positions), batch.advantages
+
+
+def fit(values: DeepSpeedCritic, seed: int, micro: int):
+    """One step of the critic on ROWS sequences spread over the ranks; grad norm and values before it."""
+    batch, targets = batch_and_targets(seed)
+    tokens = batch.response_mask.sum()
+    share = ROWS // values.ranks.world_size
+    first = values.ranks.rank * share
+    before = []
+    for start in range(first, first + share, micro):
+        part = batch.rows(start, start + micro)
+        predicted = values.values(part)
+        before.append(predicted.detach())
+        error = (predicted - targets[start : start + micro]).square()
+        values.backward(error[part.response_mask].sum() / tokens, last=start + micro == first + share)
+    return values.step(lr=LR).grad_norm, torch.cat(before)
+
+
+def side_by_side(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
+    """Per (stage, dtype): two critic steps between actor steps, then save, load elsewhere, one more."""
+    found = {}
+    for stage, dtype in cases:
+        at = Path(directory) / f"{stage}-{dtype}-{ranks.world_size}"
+        actor, values = engine(ranks, stage, dtype), critic(ranks, stage, dtype)
+        frozen = FrozenPolicy(
+            tiny_model("qwen2"), ranks, zero_stage=stage, dtype=DTYPES[dtype], temperature=0.7
+        )
+        start = weights_of(values)
+        reference = [frozen.log_probs(batch_and_targets(1)[0])]
+        norm, first = fit(values, 1, 2)
+        take_step(actor, 1, 4)
+        second_norm, second = fit(values, 2, 4)
+        take_step(actor, 3, 2)
+        reference.append(frozen.log_probs(batch_and_targets(1)[0]))
+
+        values.save(at)
+        saved = weights_of(values)
+        fresh = critic(ranks, stage, dtype, seed=9)
+        fresh.load(at)
+        loaded = weights_of(fresh)
+        fit(values, 3, 2)
+        fit(fresh, 3, 2)
+        found[stage, dtype] = {
+            "start": start,
+            "values": (first, second),
+            "norms": (norm, second_norm),
+            "saved": saved,
+            "loaded": loaded,
+            "after": (weights_of(values), weights_of(fresh)),
+            "actor": weights_of(actor),
+            "reference": reference,
+        }
+    alone = {}
+    for stage in (0, 1):  # odd stages are tied: another model
+        actor = engine(ranks, stage)
+        take_step(actor, 1, 4)
+        take_step(actor, 3, 2)
+        alone[stage] = weights_of(actor)
+    return found, alone

@@ -65,10 +65,10 @@ def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Te
         lengths: (B,) response tokens.
     """
     rewards, weights = scores.double(), lengths.double()
-    weighted, counts = _group_sums(rewards * weights, group_ids, valid)
+    weighted, _ = _group_sums(rewards * weights, group_ids, valid)
     total, _ = _group_sums(weights, group_ids, valid)
     advantage = rewards - weighted / total.clamp(min=1.0)
-    return torch.where(valid & (counts > 1) & (total > 0), advantage, 0.0).float()
+    return torch.where(valid & (total > 0), advantage, 0.0).float()
 
 
 def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:

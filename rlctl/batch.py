@@ -58,10 +58,15 @@ class ScoredBatch:
     score_valid: Tensor  # (B,) bool: False where the grader failed; such a sample is left out
     token_level_rewards: Tensor  # (B, T) float32: the score at the last token, minus any KL penalty
     old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode the rollout's own
-    sum_pi_squared: Tensor | None = None  # (B, T) Σ_v π(v)²; for the optimal token baseline
+    score_norms: Tensor | None = None  # (B, T) 1 − 2π + Σπ², ‖∇ log π‖² in the logits; optimal token baseline
     ref_log_probs: Tensor | None = None  # (B, T) float32, π_ref; None: no KL penalty
     values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
     baseline_scores: Tensor | None = None  # (B,) of the prompt's greedy response; for ReMax
+
+    @property
+    def counted(self) -> Tensor:
+        """(B, T) bool: response tokens of samples that were graded."""
+        return self.rollouts.response_mask & self.score_valid[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,11 +164,35 @@ def _actor() -> Iterator[Metric]:
     )
     yield metric("pg_clipfrac_lower", "fraction", lower)
     yield metric("ppo_kl", "nats", "mean over response tokens of log π_old − log π_θ: drift within the batch")
+    in_loss = "KL to the reference in the loss, mean over the batch's optimizer steps"
+    yield metric("kl_loss", "nats", in_loss, trl="kl")
+    yield metric("kl_coef", "1", "coefficient of the KL in the loss")
+    in_reward = "mean over responses of their mean KL to the reference, which the reward pays for"
+    yield metric("reward_kl_penalty", "nats", in_reward)
+    yield metric("reward_kl_penalty_coeff", "1", "coefficient of the KL in the reward")
     entropy = "mean over response tokens of the policy's entropy at the sampling temperature"
     yield metric("entropy", "nats", entropy, trl="entropy")
     norm = "global gradient norm before clipping, mean over the batch's optimizer steps"
     yield metric("grad_norm", "1", norm, trl="grad_norm")
     yield metric("lr", "1", "learning rate of the batch's last optimizer step", trl="learning_rate")
+
+
+def _critic() -> Iterator[Metric]:
+    """The critic's update."""
+
+    def metric(key: str, unit: str, definition: str) -> Metric:
+        return Metric(f"critic/{key}", unit, definition, {"verl": f"critic/{key}"})
+
+    steps = "mean over the batch's optimizer steps"
+    yield metric("vf_loss", "reward²", f"value loss, ½ (V − return)² clipped, {steps}")
+    yield metric("vf_clipfrac", "fraction", "share of response tokens where the value clip binds")
+    yield metric("vpred_mean", "reward", "mean over response tokens of the values being trained")
+    yield metric("vf_explained_var", "1", "1 − Var(return − V) / Var(return), values of before the updates")
+    yield metric("grad_norm", "1", f"the critic's gradient norm before clipping, {steps}")
+    yield metric("lr", "1", "the critic's learning rate at the batch's last optimizer step")
+    for what, word in (("values", "value before the updates"), ("returns", "return")):
+        for statistic, of in (("mean", "mean"), ("max", "maximum"), ("min", "minimum")):
+            yield metric(f"{what}/{statistic}", "reward", f"{of} over response tokens of the {word}")
 
 
 def _rewards() -> Iterator[Metric]:
@@ -188,6 +212,10 @@ def _rewards() -> Iterator[Metric]:
         "reward/num_errors", "samples", "samples the grader failed on; they are left out, not scored 0"
     )
     yield Metric("reward/error_fraction", "fraction", "samples the grader failed on / samples")
+    several = "logged where rewards are several"
+    yield Metric("reward/<term>/mean", "reward", f"mean score of one reward before its weight; {several}")
+    failed = "samples that this reward failed on"
+    yield Metric("reward/<term>/num_errors", "samples", f"{failed}; {several}")
     spread = "fraction of groups whose rewards are all equal: they teach nothing"
     yield Metric("reward/zero_spread_groups", "fraction", spread, {"trl": "frac_reward_zero_std"})
 
@@ -220,7 +248,11 @@ def _performance() -> Iterator[Metric]:
     for stage, what in (
         ("gen", "sampling the responses"),
         ("reward", "grading"),
-        ("old_log_prob", "the extra forward pass for π_old (decoupled mode)"),
+        ("old_log_prob", "the extra forward pass of the policy (decoupled mode, optimal token baseline)"),
+        ("gen_max", "sampling the greedy responses (ReMax)"),
+        ("ref", "the reference's forward pass"),
+        ("values", "the critic's forward pass"),
+        ("update_critic", "the critic's forward, backward and optimizer steps"),
         ("adv", "advantages, and in decoupled mode weights and rejection"),
         ("update_actor", "forward, backward and optimizer steps"),
         ("sync_weights", "handing the new weights to the rollout engine"),
@@ -248,6 +280,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Rejection, by criterion": tuple(_criteria()),
     "Run and probability gap": tuple(_training()),
     "Policy update": tuple(_actor()),
+    "Critic": tuple(_critic()),
     "Rewards and advantages": tuple(_rewards()),
     "Lengths": tuple(_lengths()),
     "Speed, memory, time": tuple(_performance()),

@@ -36,14 +36,12 @@ class Correction:
             rule has no level. May be an expanded view: do not write to it.
         keep_mask: (B, T) bool, True where the token survives rejection; like the weights it means
             something only under `response_mask`, and may be an expanded view.
-        row_reject: (B,) bool, sequences with at least one rejected token.
         nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
         tally: sums and maxima from which metrics and denominators follow.
     """
 
     weights: Tensor | None
     keep_mask: Tensor
-    row_reject: Tensor
     nonfinite: Tensor
     tally: Tally
 
@@ -272,7 +270,6 @@ def _sequence_pass(
             keep = keep & ~failed
     keep_mask = keep[:, None].expand_as(mask) if token_keep is None else token_keep & keep[:, None]
     rows["num_kept"] = torch.where(keep, rows["num_kept"], 0.0)
-    row_reject = nonempty & (rows["num_kept"] < rows["length"])
 
     weights = token_weights
     if token_weights is not None:
@@ -282,7 +279,7 @@ def _sequence_pass(
         if token_keep is not None:
             weights = weights * token_keep
     tally = build_tally(rows, rules, nonempty=nonempty, finite=finite, keep=keep)
-    return Correction(weights, keep_mask, row_reject, nonfinite, tally)
+    return Correction(weights, keep_mask, nonfinite, tally)
 
 
 def _judge_sequences(rows: Rows, name: str, rule: RejectRule) -> Tensor:

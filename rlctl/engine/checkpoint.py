@@ -35,17 +35,20 @@ class TrainerState:
         step: batches trained on.
         policy_version: optimizer updates applied or withheld.
         world_size, zero_stage: how the engine's state is cut up.
+        kl_coef: coefficient of the KL penalty in the reward for the next batch; None: there is none.
     """
 
     step: int
     policy_version: int
     world_size: int
     zero_stage: int
+    kl_coef: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk: `engine/` to resume from, `model/` a plain Hugging Face directory."""
+    """A complete checkpoint on disk: `engine/` (with a critic `critic/` too) to resume from, `model/` a
+    plain Hugging Face directory, `waiting/` the batches sampled ahead of their training."""
 
     path: Path
     state: TrainerState
@@ -54,6 +57,16 @@ class Checkpoint:
     def engine_dir(self) -> Path:
         """What `TrainEngine.load` reads."""
         return self.path / "engine"
+
+    @property
+    def critic_dir(self) -> Path:
+        """What the critic's `load` reads; empty without a critic."""
+        return self.path / "critic"
+
+    @property
+    def waiting_dir(self) -> Path:
+        """What `RolloutStream.load` reads; empty without staleness."""
+        return self.path / "waiting"
 
     @property
     def model_dir(self) -> Path:
@@ -65,7 +78,7 @@ def begin(root: Path, step: int) -> Path:
     """An empty hidden directory to write the checkpoint of `step` into (one rank calls this)."""
     partial = root / f"{_PARTIAL}{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
-    for name in ("engine", "model"):
+    for name in ("engine", "critic", "waiting", "model"):
         (partial / name).mkdir(parents=True)
     return partial
 

@@ -17,7 +17,9 @@ def _number_as_text(value: object) -> object:
 
 def _kl_name(value: object) -> object:
     """verl's other names of the KL estimators."""
-    return {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value) if isinstance(value, str) else value
+    return (
+        {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value) if isinstance(value, str) else value
+    )
 
 
 KLNames = BeforeValidator(_kl_name)

@@ -227,7 +227,9 @@ def rewards_are_complete(spec: RunSpec) -> list[Problem]:
     problems = []
     if reward.terms == []:
         what = "no reward at all: the list is empty"
-        problems.append(Problem("error", "reward.terms", what, "list terms, or write null to use reward.name"))
+        problems.append(
+            Problem("error", "reward.terms", what, "list terms, or write null to use reward.name")
+        )
     names = {term.name for term in reward.terms or []} or {reward.name}
     if reward.terms and reward.name != "auto":
         what = f"has no effect: reward.terms lists {', '.join(sorted(names))}"
@@ -237,7 +239,9 @@ def rewards_are_complete(spec: RunSpec) -> list[Problem]:
         problems.append(Problem("error", "reward.model.path", "the reward model has no path", fix))
     if "model" not in names and reward.model.path is not None:
         what = "never read: no reward is called model"
-        problems.append(Problem("warning", "reward.model.path", what, "set reward.name: model, or add a term"))
+        problems.append(
+            Problem("warning", "reward.model.path", what, "set reward.name: model, or add a term")
+        )
     return problems
 
 

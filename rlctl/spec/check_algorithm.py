@@ -149,7 +149,9 @@ def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
     if not spec.rollout.staleness or not uncorrected or correction.loss_type != "reinforce":
         return []
     what = f"responses are {spec.rollout.staleness} batches old and nothing corrects for it"
-    return [Problem("warning", "rollout.staleness", what, "set rollout_is: sequence, unless this is the point")]
+    return [
+        Problem("warning", "rollout.staleness", what, "set rollout_is: sequence, unless this is the point")
+    ]
 
 
 def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:

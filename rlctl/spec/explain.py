@@ -9,9 +9,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP, RejectRule, WeightRule
-from rlctl.spec.resolve import correction_rules
+from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, LossType, RejectRule, WeightRule
+from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run import RunSpec
+
+#: Losses that clip a ratio: what the clip is called, and what it bounds.
+_CLIPPED: dict[LossType, tuple[str, str]] = {
+    "ppo_clip": ("PPO clip", "each token's ratio"),
+    "gspo": ("GSPO clip", "the geometric mean of a response's ratios"),
+    "cispo": ("CISPO clip", "each token's ratio"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +80,13 @@ def bands(spec: RunSpec) -> list[Band]:
     """The weight's band, PPO's clip where there is one, and every rejection criterion's band."""
     correction = spec.algorithm.rollout_correction
     rules = correction_rules(correction)
-    is_measured_only = correction.bypass_mode and correction.loss_type == "ppo_clip"
+    loss = loss_rule(spec)
+    is_measured_only = correction.bypass_mode and loss.has_ratio
     found = []
     if rules.weight.level is not None:
         found.append(_weight_band(rules.weight, is_measured_only=is_measured_only))
-    if correction.loss_type == "ppo_clip":
-        found.append(_clip_band(spec))
+    if loss.name in _CLIPPED:
+        found.append(_clip_band(loss, bypass=correction.bypass_mode))
     return found + [_reject_band(rule) for rule in rules.reject]
 
 
@@ -166,18 +174,19 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
     if rule.normalize:
         outside += "; then all weights are divided by their mean over the mini-batch"
     if is_measured_only:
-        outside = "measured, not applied: PPO's ratio is the correction"
+        outside = "measured, not applied: the loss's own ratio is the correction"
     return Band("IS weight", lower, upper, subjects[rule.level or "token"], outside)
 
 
-def _clip_band(spec: RunSpec) -> Band:
-    actor = spec.actor
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    bypass = spec.algorithm.rollout_correction.bypass_mode
-    subject = "each token's ρ (π_θ / π_rollout)" if bypass else "each token's π_θ / π_old, not ρ itself"
+def _clip_band(loss: LossRule, *, bypass: bool) -> Band:
+    name, subject = _CLIPPED[loss.name]
+    subject += " (π_θ / π_rollout)" if bypass else " (π_θ / π_old, not ρ itself)"
     outside = "no gradient where the advantage pushes further out"
-    return Band("PPO clip", max(0.0, 1.0 - low), 1.0 + high, subject, outside)
+    if loss.name == "cispo":
+        outside = "the nearer bound weighs the token's gradient"
+    if loss.clip_c is not None:
+        outside += f"; for negative advantages none above {loss.clip_c:g} either"
+    return Band(name, max(0.0, 1.0 - loss.clip_low), 1.0 + loss.clip_high, subject, outside)
 
 
 def _reject_band(rule: RejectRule) -> Band:

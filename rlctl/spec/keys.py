@@ -11,8 +11,6 @@ from pydantic.fields import FieldInfo
 from rlctl.spec.base import Section
 from rlctl.spec.run import RunSpec
 
-_NO_KL = "this version adds no KL penalty to a reference policy; leave it out"
-_NO_CRITIC = "this version trains no critic; leave it out and use rloo or grpo"
 _ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` holds for every forward pass; leave it out"
 
 #: Names from verl and TRL whose meaning here cannot be found by shortening: dotted key → what to write.
@@ -25,19 +23,13 @@ _ELSEWHERE = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "use `rollout.max_num_seqs` to bound memory",
     "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
-    "actor_rollout_ref.actor.use_kl_loss": _NO_KL,
-    "actor_rollout_ref.actor.kl_loss_coef": _NO_KL,
-    "actor_rollout_ref.actor.kl_loss_type": _NO_KL,
-    "actor_rollout_ref.actor.entropy_coeff": "this version has no entropy bonus; leave it out",
-    "actor_rollout_ref.ref.": _NO_KL,
-    "algorithm.use_kl_in_reward": _NO_KL,
-    "algorithm.kl_ctrl.": _NO_KL,
-    "algorithm.kl_penalty": _NO_KL,
-    "critic.": _NO_CRITIC,
-    "trainer.critic_warmup": _NO_CRITIC,
+    "critic.model.path": "use `critic.path`",
+    "actor_rollout_ref.actor.policy_loss.": "use `actor.clip_ratio_low` and `actor.clip_ratio_high`",
     "data.truncation": "use `data.filter_overlong_prompts`",
+    "reward_model.model.path": "use `reward.name=model` and `reward.model.path`",
     "reward_model.": "use `reward.name`",
-    "custom_reward_function.": "use `reward.name`",
+    "reward_funcs": "use `reward.terms`",
+    "custom_reward_function.": "use `reward.name=path/to/file.py:function`",
     "trainer.default_local_dir": "use `trainer.run_dir`",
     "trainer.resume_mode": "use `rlctl train --resume RUN_DIR`",
     "trainer.val_before_train": "validation at the start comes with `trainer.test_freq`; leave it out",
@@ -49,7 +41,7 @@ _ELSEWHERE = {
     "num_train_epochs": "use `trainer.total_epochs`",
     "num_iterations": "use `actor.ppo_epochs`",
     "epsilon": "use `actor.clip_ratio`",
-    "beta": _NO_KL,
+    "beta": "use `actor.use_kl_loss=true` and `actor.kl_loss_coef`",
 }
 #: Parts of verl's long names that have no counterpart in ours.
 _SUPERFLUOUS = {"actor_rollout_ref", "optim"}

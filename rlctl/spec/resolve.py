@@ -11,9 +11,19 @@ import difflib
 import math
 from collections.abc import Callable
 
-from rlctl.algos.rules import Bound, CorrectionRules, Reduction, RejectRule, Scope, Statistic, WeightRule
+from rlctl.algos.rules import (
+    Bound,
+    CorrectionRules,
+    LossRule,
+    Reduction,
+    RejectRule,
+    Scope,
+    Statistic,
+    WeightRule,
+)
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.run import RunSpec
 
 _PREFIX = "algorithm.rollout_correction."
 IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"
@@ -40,6 +50,20 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
     if problems:
         raise SpecError(problems)
     return CorrectionRules(weight, reject, spec.loss_denominator)
+
+
+def loss_rule(spec: RunSpec) -> LossRule:
+    """The policy loss with its numbers; a half of the clip left null is `clip_ratio`."""
+    actor = spec.actor
+    return LossRule(
+        name=spec.algorithm.rollout_correction.loss_type,
+        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        divergence=actor.dppo_divergence,
+    )
 
 
 def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:

@@ -29,6 +29,11 @@ class RewardTerm(Section):
     weight: float = 1.0
     """What its scores are multiplied by."""
 
+    @property
+    def label(self) -> str:
+        """What its metrics are called: the grader's name, or the function's."""
+        return self.name.rpartition(":")[2]
+
 
 class RewardModelSpec(Section):
     """The reward model behind `name: model`."""
@@ -78,3 +83,8 @@ class RewardSpec(Section):
     model: RewardModelSpec = RewardModelSpec()
     code: CodeSpec = CodeSpec()
     overlong: OverlongSpec = OverlongSpec()
+
+    @property
+    def all_terms(self) -> list[RewardTerm]:
+        """`terms`, or `name` as the only one."""
+        return [RewardTerm(name=self.name)] if self.terms is None else self.terms

@@ -1,9 +1,9 @@
 """The training loop.
 
     prompts ──▶ rollouts ──▶ scores ──▶ ScoredBatch ──▶ TrainBatch ──▶ update ──▶ sync ──▶ log
-    Prompts     Rollouts     (B,)       + old           + advantages   correction   weights
-                + rollout_   + valid      log-probs                    loss, step   back to
-                  log_probs                                                         the rollout
+    Prompts     Rollouts     (B,)       + old, ref      + advantages   correction   weights
+                + rollout_   + valid      log-probs     (+ returns)    loss, step   back to
+                  log_probs             + values                       (+ critic)   the rollout
 
 One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
 where they are divided. All randomness comes from the seed and the step, so a resumed run needs
@@ -13,64 +13,66 @@ nothing but the step it stopped at.
 from __future__ import annotations
 
 import resource
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.rollout.protocol import Sampling, step_seed
+from rlctl.reward.build import refuse_errors
 from rlctl.train.batch_metrics import batch_metrics, batch_tally
-from rlctl.train.prepare import rank_positions, score_batch, with_advantages
+from rlctl.train.draw import greedy_baseline
+from rlctl.train.kl_reward import with_kl_in_reward
+from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.run import Run
-from rlctl.train.schedule import lr_at
+from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step
+from rlctl.train.settings import CriticSettings, UpdateSettings
 from rlctl.train.timing import StepTimer
-from rlctl.train.update import UpdateSettings, update
+from rlctl.train.update import update
+from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 from rlctl.train.warn import Warner
 
 if TYPE_CHECKING:
-    from rlctl.batch import Prompts
     from rlctl.engine.ranks import Ranks
-    from rlctl.spec.run import RunSpec
 
 
 def train(run: Run) -> None:
     """Train from `run.start_step` to `run.total_steps`, or until asked to stop."""
-    spec, ranks = run.spec, run.ranks
-    settings = UpdateSettings.of(spec)
-    sampling = sampling_of(spec)
-    updates_per_step = spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs
-    schedule = partial(
-        lr_at,
-        total_updates=run.total_steps * updates_per_step,
-        peak=spec.actor.lr,
-        warmup=spec.actor.lr_warmup_steps,
-        kind=spec.actor.lr_scheduler_type,
-    )
+    spec, ranks, algorithm = run.spec, run.ranks, run.spec.algorithm
+    settings, critic_settings = UpdateSettings.of(spec), CriticSettings.of(spec)
+    lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     warner, saving = Warner(run.tracker.note), StepTimer(ranks.device)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
         log(run, 0, validate(run))
 
     for step in range(run.start_step + 1, run.total_steps + 1):
         timer = StepTimer(ranks.device)
+        metrics: dict[str, float] = {}
         with timer("step"):
             with timer("gen"):
-                rollouts = run.rollout.generate(
-                    draw_prompts(run, step),
-                    sampling,
-                    n=spec.rollout.n,
-                    step_seed=step_seed(spec.trainer.seed, step),
-                    num_groups_total=spec.data.train_batch_size,
-                )
+                rollouts = run.stream.take(step)
             with timer("reward"):
                 rewards = run.reward.score(rollouts)
-            with timer("old_log_prob"):
-                scored = score_batch(rollouts, rewards, run.actor, spec.algorithm, settings.micro_rows)
+            baseline = greedy_baseline(run, step, timer)
+            scored = score_batch(run, rollouts, rewards, baseline, timer)
+            if algorithm.use_kl_in_reward:
+                scored, run.kl, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
+                metrics |= penalty
             with timer("adv"):
-                batch = with_advantages(scored, spec.algorithm)
+                batch = with_advantages(scored, algorithm, ranks)
+            metrics |= batch_metrics(ranks.to_host(batch_tally(scored, batch, rewards, run.policy_version)))
+            refuse_errors(
+                metrics["reward/num_errors"],
+                spec.data.train_batch_size * spec.rollout.n,
+                "".join(rewards.errors[:1]),
+                spec.reward.max_error_fraction,
+            )
+            if run.critic:
+                first = (step - 1) * critic_updates_per_step(spec)
+                with timer("update_critic"):
+                    metrics |= update_critic(batch, run.critic, ranks, critic_settings, critic_lr_at, first)
             with timer("update_actor"):
-                outcome = update(batch, run.actor, ranks, settings, schedule, run.policy_version)
-            described = batch_tally(scored, batch, run.policy_version)
+                hold = step <= spec.trainer.critic_warmup
+                outcome = update(batch, run.actor, ranks, settings, lr_at, run.policy_version, hold=hold)
             run.policy_version += outcome.num_updates
             with timer("sync_weights"):
                 run.rollout.sync_weights(run.actor.weights(), policy_version=run.policy_version)
@@ -85,7 +87,7 @@ def train(run: Run) -> None:
                 outcome.weights,
                 outcome.keep_mask,
             )
-        metrics = batch_metrics(ranks.to_host(described)) | outcome.metrics
+        metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
         warner.look(step, metrics, outcome.nonfinite)
         stopping = ranks.max(float(run.stop.signal_number is not None)) > 0
@@ -99,34 +101,9 @@ def train(run: Run) -> None:
         saving = StepTimer(ranks.device)
         if is_last or is_due(step, spec.trainer.save_freq):
             with saving("save_checkpoint"):
-                run.saver.save(run.actor, step, run.policy_version)
+                run.saver.save(run, step)
         if stopping:
             break
-
-
-def draw_prompts(run: Run, step: int) -> Prompts:
-    """This rank's prompts of one step; `group_ids` are their places in the whole batch."""
-    spec = run.spec
-    batch_size = spec.data.train_batch_size
-    indices = run.train_prompts.batch_indices(
-        step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle
-    )
-    mine = rank_positions(
-        batch_size, spec.ppo_mini_batch_size, rank=run.ranks.rank, world_size=run.ranks.world_size
-    )
-    return run.train_prompts.prompts([indices[place] for place in mine], mine)
-
-
-def sampling_of(spec: RunSpec) -> Sampling:
-    """The distribution training responses are drawn from."""
-    rollout = spec.rollout
-    return Sampling(
-        max_response_length=spec.data.max_response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-    )
 
 
 def epoch_of(run: Run, step: int) -> float:

@@ -1,15 +1,23 @@
-"""From rollouts to a batch that can be trained on: scores, old log-probs, advantages."""
+"""From rollouts to a batch that can be trained on: scores, the other models' opinions, advantages."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rlctl.algos.advantages import grpo, rloo
+import torch
+from torch import Tensor
+
 from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
-from rlctl.engine.protocol import TrainEngine
+from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.train.estimators import estimate
+from rlctl.train.timing import StepTimer
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
 
 
 def rank_positions(
@@ -29,49 +37,107 @@ def rank_positions(
 
 
 def score_batch(
-    rollouts: Rollouts, rewards: RewardResult, actor: TrainEngine, algorithm: AlgorithmSpec, micro_rows: int
+    run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None, timer: StepTimer
 ) -> ScoredBatch:
-    """Add scores and π_old: the rollout's own log-probs in bypass mode, else one more pass."""
+    """Add scores, and what the policy, the reference and the critic say of the responses.
+
+    π_old is the rollout's own log-probs in bypass mode, else one more pass of the policy.
+
+    Args:
+        run: the models; those a spec does not need are None and not asked.
+        rollouts: this rank's responses.
+        rewards: their grades.
+        baseline: grades of the greedy response to each prompt; None unless ReMax asks for them.
+        timer: gets the seconds of each model.
+
+    Raises:
+        RunFailure: the reference gives no finite log-probs.
+    """
     device = rollouts.responses.device
-    old_log_probs = rollouts.rollout_log_probs
-    if not algorithm.rollout_correction.bypass_mode:
-        with torch.no_grad():
-            parts = _as_train_batch(rollouts).split(micro_rows)
-            old_log_probs = torch.cat([actor.policy(part).log_probs for part in parts])
+    spec = run.spec
+    parts = _as_train_batch(rollouts).split(spec.actor.ppo_micro_batch_size_per_gpu)
+    scores, valid = rewards.scores.to(device), rewards.valid.to(device)
+    baseline_scores = None
+    if baseline is not None:
+        baseline_scores = baseline.scores.to(device).repeat_interleave(spec.rollout.n)
+        valid = valid & baseline.valid.to(device).repeat_interleave(spec.rollout.n)
+
+    old_log_probs, score_norms = _policy(run, rollouts, parts, timer)
+    ref_log_probs = None
+    if run.ref is not None:
+        with timer("ref"):
+            ref_log_probs = _gather(run.ref.log_probs, parts)
+        if not ref_log_probs[rollouts.response_mask].isfinite().all():
+            raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
+    values = None
+    if run.critic is not None:
+        with timer("values"):
+            values = _gather(run.critic.values, parts)
     return ScoredBatch(
         rollouts=rollouts,
-        scores=rewards.scores.to(device),
-        score_valid=rewards.valid.to(device),
+        scores=scores,
+        score_valid=valid,
+        token_level_rewards=_at_last_token(scores, rollouts.response_mask),
         old_log_probs=old_log_probs,
+        score_norms=score_norms,
+        ref_log_probs=ref_log_probs,
+        values=values,
+        baseline_scores=baseline_scores,
     )
 
 
-def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec) -> TrainBatch:
-    """Compare siblings and spread each response's advantage over its tokens.
+def _policy(
+    run: Run, rollouts: Rollouts, parts: list[TrainBatch], timer: StepTimer
+) -> tuple[Tensor, Tensor | None]:
+    """π_old (B, T), and where the estimator weighs tokens by it ‖∇ log π‖² (B, T)."""
+    algorithm = run.spec.algorithm
+    needs_norms = algorithm.adv_estimator == "optimal_token_baseline"
+    bypass = algorithm.rollout_correction.bypass_mode
+    if bypass and not needs_norms:
+        return rollouts.rollout_log_probs, None
+    with timer("old_log_prob"), torch.no_grad():
+        outputs = [run.actor.policy(part, sum_pi_squared=needs_norms) for part in parts]
+    own = torch.cat([output.log_probs for output in outputs])
+    squares = [output.sum_pi_squared for output in outputs if output.sum_pi_squared is not None]
+    norms = 1.0 - 2.0 * own.exp() + torch.cat(squares) if squares else None
+    return rollouts.rollout_log_probs if bypass else own, norms
 
-    Raises:
-        RunFailure: the estimator needs a critic.
-    """
-    rollouts = scored.rollouts
-    groups = (scored.scores, rollouts.group_ids, scored.score_valid)
-    if algorithm.adv_estimator == "rloo":
-        advantages = rloo(*groups)
-    elif algorithm.adv_estimator == "grpo":
-        advantages = grpo(*groups, divide_by_std=algorithm.norm_adv_by_std_in_grpo)
-    else:
-        raise RunFailure(f"adv_estimator {algorithm.adv_estimator} needs a critic, which is not trained yet")
-    per_token = torch.where(rollouts.response_mask, advantages[:, None], 0.0)
+
+def _gather(model: Callable[[TrainBatch], Tensor], parts: list[TrainBatch]) -> Tensor:
+    """(B, T): one micro-batch after the other, without gradient."""
+    with torch.no_grad():
+        return torch.cat([model(part) for part in parts])
+
+
+def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """(B, T): each response's score (B,) at its last token, 0.0 elsewhere."""
+    from_here = response_mask.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(response_mask & (from_here == 1), scores[:, None], 0.0)
+
+
+def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TrainBatch:
+    """Turn rewards into advantages, whose place in the batch and in the group only all ranks know."""
+    found = estimate(scored, algorithm, ranks)
     return _as_train_batch(
-        rollouts, sample_mask=scored.score_valid, old_log_probs=scored.old_log_probs, advantages=per_token
+        scored.rollouts,
+        sample_mask=scored.score_valid,
+        old_log_probs=scored.old_log_probs,
+        advantages=found.advantages,
+        ref_log_probs=scored.ref_log_probs,
+        values=scored.values,
+        returns=found.returns,
     )
 
 
 def _as_train_batch(
     rollouts: Rollouts,
     *,
-    sample_mask: torch.Tensor | None = None,
-    old_log_probs: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
+    sample_mask: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    advantages: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    values: Tensor | None = None,
+    returns: Tensor | None = None,
 ) -> TrainBatch:
     return TrainBatch(
         input_ids=rollouts.input_ids,
@@ -83,4 +149,7 @@ def _as_train_batch(
         rollout_log_probs=rollouts.rollout_log_probs,
         old_log_probs=rollouts.rollout_log_probs if old_log_probs is None else old_log_probs,
         advantages=torch.zeros_like(rollouts.rollout_log_probs) if advantages is None else advantages,
+        ref_log_probs=ref_log_probs,
+        values=values,
+        returns=returns,
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlctl.algos.kl import KLController
     from rlctl.data.prompts import PromptDataset
-    from rlctl.engine.protocol import TrainEngine
+    from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Reward
     from rlctl.rollout.protocol import RolloutEngine
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rlctl.track.tracker import Tracker
     from rlctl.train.saving import Saver
     from rlctl.train.stop import StopRequest
+    from rlctl.train.stream import RolloutStream
 
 
 @dataclass
@@ -29,10 +31,14 @@ class Run:
     rollout: RolloutEngine
     reward: Reward
     actor: TrainEngine
+    ref: ReferencePolicy | None  # only if some KL penalty compares with it
+    critic: CriticEngine | None  # only for `gae`
+    stream: RolloutStream
     tracker: Tracker
     rollout_writer: RolloutWriter | None  # rank 0 only
     saver: Saver
     stop: StopRequest
+    kl: KLController  # of the penalty in the reward, for the next batch
     total_steps: int
     start_step: int = 0
     policy_version: int = 0  # optimizer updates so far

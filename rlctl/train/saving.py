@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, partial_path, publish, writing
 
 if TYPE_CHECKING:
-    from rlctl.engine.protocol import TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.track.rollouts import RolloutWriter
+    from rlctl.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Saver:
     zero_stage: int
     keep: int | None
 
-    def save(self, actor: TrainEngine, step: int, policy_version: int) -> None:
-        """Save the state after `step` (called on all ranks).
+    def save(self, run: Run, step: int) -> None:
+        """Save the state of `run` after `step` (called on all ranks).
 
         Raises:
             RunFailure: it could not be written; earlier checkpoints are intact.
@@ -40,12 +40,16 @@ class Saver:
         self.ranks.barrier()
         partial = partial_path(root, step)
         with writing(root, step):
-            actor.save(partial / "engine")
-            actor.export(partial / "model")
+            run.actor.save(partial / "engine")
+            run.actor.export(partial / "model")
+            if run.critic:
+                run.critic.save(partial / "critic")
+            run.stream.save(partial / "waiting", self.ranks.rank)
         self.ranks.barrier()
         if self.ranks.is_main:
             with writing(root, step):
                 self.tokenizer.save_pretrained(partial / "model")
-            state = TrainerState(step, policy_version, self.ranks.world_size, self.zero_stage)
+            kl_coef = run.kl.kl_coef if run.spec.algorithm.use_kl_in_reward else None
+            state = TrainerState(step, run.policy_version, self.ranks.world_size, self.zero_stage, kl_coef)
             publish(root, partial, state, keep=self.keep)
         self.ranks.barrier()

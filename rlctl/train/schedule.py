@@ -3,7 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
+
+from rlctl.spec.run import RunSpec
+
+
+def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of the policy by the number of its update (a critic's warm-up makes none)."""
+    batches = total_steps - spec.trainer.critic_warmup
+    actor = spec.actor
+    return partial(
+        lr_at,
+        total_updates=batches * updates_per_step(spec),
+        peak=actor.lr,
+        warmup=actor.lr_warmup_steps,
+        kind=actor.lr_scheduler_type,
+    )
+
+
+def critic_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of the critic by the number of its update, on the actor's course."""
+    critic = spec.critic
+    return partial(
+        lr_at,
+        total_updates=total_steps * critic_updates_per_step(spec),
+        peak=critic.lr,
+        warmup=critic.lr_warmup_steps,
+        kind=spec.actor.lr_scheduler_type,
+    )
+
+
+def updates_per_step(spec: RunSpec) -> int:
+    """Optimizer steps of the policy per batch."""
+    return spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs
+
+
+def critic_updates_per_step(spec: RunSpec) -> int:
+    """Optimizer steps of the critic per batch."""
+    epochs = spec.critic.ppo_epochs or spec.actor.ppo_epochs
+    return spec.data.train_batch_size // spec.critic_mini_batch_size * epochs
 
 
 def lr_at(

@@ -1,9 +1,11 @@
-"""From a spec to everything a run is made of: policy, engine, data, reward, tracker."""
+"""From a spec to everything a run is made of: models, data, reward, tracker."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,21 @@ import torch
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.checkpoint import CHECKPOINTS, latest
-from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.model import load_policy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.reward.build import build_reward
-from rlctl.rollout.hf import HFRollout
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.tracker import Tracker, build_tracker
+from rlctl.train.draw import sample_batch
+from rlctl.train.kl_reward import kl_controller
+from rlctl.train.models import Models, build_models
 from rlctl.train.run import Run
 from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
+from rlctl.train.stream import RolloutStream
 from rlctl.train.summary import past_metrics
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @contextlib.contextmanager
@@ -39,60 +40,54 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
     """
     torch.manual_seed(spec.trainer.seed)
     model_path, train_files, val_files = _sources(spec, ranks)
-    dtype = _DTYPES[spec.engine.dtype]
-    model, tokenizer = load_policy(
-        model_path,
-        revision=spec.model.revision,
-        trust_remote_code=spec.model.trust_remote_code,
-        attn_implementation=spec.model.attn_implementation,
-        dtype=dtype,
-    )
-    _check_context(model, spec)
+    models = build_models(spec, model_path, ranks)
+    tokenizer = models.tokenizer
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     total_steps = _total_steps(spec, train_prompts)
-
-    rollout = HFRollout(model, tokenizer, ranks.device, max_num_seqs=spec.rollout.max_num_seqs)
-    actor = DeepSpeedEngine(
-        model,
-        ranks,
-        zero_stage=spec.engine.zero_stage,
-        dtype=dtype,
-        temperature=spec.rollout.temperature,
-        weight_decay=spec.actor.weight_decay,
-        betas=spec.actor.betas,
-        grad_clip=spec.actor.grad_clip,
+    stream = RolloutStream(
+        partial(sample_batch, spec, ranks, train_prompts, models.rollout),
+        staleness=spec.rollout.staleness,
+        last_step=total_steps,
     )
-    reward = build_reward(spec.reward.name, spec.reward.max_error_fraction)
-    start_step, policy_version, notes = _restore(actor, rollout, run_dir, ranks) if resume else (0, 0, [])
+    restored = _restore(spec, models, stream, run_dir, ranks) if resume else Restored(0, 0, None, [])
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
     writer = RolloutWriter(run_dir, spec.trainer.rollouts_per_step) if writes_rollouts else None
     if writer and resume:
-        writer.discard_after(start_step)
-    saver = Saver(run_dir, ranks, tokenizer, writer, actor.zero_stage, spec.trainer.max_ckpt_to_keep)
+        writer.discard_after(restored.step)
+    kl = kl_controller(spec.algorithm)
     with contextlib.ExitStack() as stack:
-        stack.callback(getattr(reward, "close", lambda: None))
-        tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, start_step))
+        reward = build_reward(
+            spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device
+        )
+        stack.callback(reward.close)
+        tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, restored.step))
         if writer:
             stack.callback(writer.flush)
-        for note in [*notes, *_dropped(train_prompts, spec)]:
+        for note in [*restored.notes, *_dropped(train_prompts, spec)]:
             tracker.note(note)
         yield Run(
             spec=spec,
             ranks=ranks,
             train_prompts=train_prompts,
             val_prompts=val_prompts,
-            rollout=rollout,
+            rollout=models.rollout,
             reward=reward,
-            actor=actor,
+            actor=models.actor,
+            ref=models.ref,
+            critic=models.critic,
+            stream=stream,
             tracker=tracker,
             rollout_writer=writer,
-            saver=saver,
+            saver=Saver(
+                run_dir, ranks, tokenizer, writer, models.actor.zero_stage, spec.trainer.max_ckpt_to_keep
+            ),
             stop=stop,
+            kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
             total_steps=total_steps,
-            start_step=start_step,
-            policy_version=policy_version,
+            start_step=restored.step,
+            policy_version=restored.policy_version,
             history=past_metrics(run_dir) if resume else [],
         )
 
@@ -127,26 +122,23 @@ def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:
     ]
 
 
-def _check_context(model: Any, spec: RunSpec) -> None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = spec.data.max_prompt_length + spec.data.max_response_length
-    if context is not None and wanted > context:
-        raise UsageError(
-            f"prompt and response may have {wanted} tokens together, the model's context is {context}",
-            where="data.max_prompt_length, data.max_response_length",
-            fix=f"make their sum {context} or less",
-        )
-
-
 def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
     per_epoch = prompts.steps_per_epoch(spec.data.train_batch_size)
     return spec.trainer.total_training_steps or per_epoch * spec.trainer.total_epochs
 
 
-def _restore(
-    actor: DeepSpeedEngine, rollout: HFRollout, run_dir: Path, ranks: Ranks
-) -> tuple[int, int, list[str]]:
-    """Load the newest sound checkpoint; step, policy version, and what the user should know."""
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a resumed run goes on, and what the user should know about it."""
+
+    step: int
+    policy_version: int
+    kl_coef: float | None
+    notes: list[str]
+
+
+def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
+    """Load the newest sound checkpoint into the engines and the stream of rollouts."""
     notes: list[str] = []
     if ranks.is_main:  # sets damaged ones aside, so that the others see what it saw
         _, notes = latest(run_dir / CHECKPOINTS)
@@ -158,16 +150,21 @@ def _restore(
             where=str(run_dir / CHECKPOINTS),
             fix="start the run anew in another directory",
         )
-    state = checkpoint.state
-    if state.world_size != ranks.world_size and max(state.zero_stage, actor.zero_stage) > 0:
+    state, actor = checkpoint.state, models.actor
+    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or spec.rollout.staleness > 0
+    if state.world_size != ranks.world_size and is_cut_up:
         raise UsageError(
             f"the checkpoint is cut up for {state.world_size} ranks, this run has {ranks.world_size}",
             where=str(checkpoint.path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )
     actor.load(checkpoint.engine_dir)
-    rollout.sync_weights(actor.weights(), policy_version=state.policy_version)
-    return state.step, state.policy_version, [*notes, f"resuming after step {state.step}"]
+    if models.critic:
+        models.critic.load(checkpoint.critic_dir)
+    models.rollout.sync_weights(actor.weights(), policy_version=state.policy_version)
+    stream.load(checkpoint.waiting_dir, ranks.rank, ranks.device)
+    notes.append(f"resuming after step {state.step}")
+    return Restored(state.step, state.policy_version, state.kl_coef, notes)
 
 
 def _tracker(spec: RunSpec, run_dir: Path, ranks: Ranks, total_steps: int, start_step: int) -> Tracker:

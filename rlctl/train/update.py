@@ -16,68 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rlctl.algos.aggregate import AggMode, Denominators, aggregate
+from rlctl.algos.aggregate import Denominators
 from rlctl.algos.correction import Correction, correct
 from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
-from rlctl.algos.losses import TokenLoss, ppo_clip, reinforce
-from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.tally import HostTally, Tally
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
-from rlctl.spec.resolve import correction_rules
-from rlctl.spec.run import RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """What `update` needs of the spec, resolved."""
-
-    rules: CorrectionRules
-    bypass: bool
-    loss_type: str
-    clip_low: float
-    clip_high: float
-    agg_mode: AggMode
-    horizon: int
-    ppo_epochs: int
-    mini_rows: int  # sequences per mini-batch on this rank
-    micro_rows: int  # sequences per forward pass on this rank
-    max_nonfinite_fraction: float
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> UpdateSettings:
-        """Read them from the spec."""
-        correction, actor = spec.algorithm.rollout_correction, spec.actor
-        return cls(
-            rules=correction_rules(correction),
-            bypass=correction.bypass_mode,
-            loss_type=correction.loss_type,
-            clip_low=actor.clip_ratio_low or actor.clip_ratio,
-            clip_high=actor.clip_ratio_high or actor.clip_ratio,
-            agg_mode=actor.loss_agg_mode,
-            horizon=spec.data.max_response_length,
-            ppo_epochs=actor.ppo_epochs,
-            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.world_size,
-            micro_rows=actor.ppo_micro_batch_size_per_gpu,
-            max_nonfinite_fraction=correction.max_nonfinite_fraction,
-        )
-
-    @property
-    def weights_are_applied(self) -> bool:
-        """False where the PPO ratio π_θ/π_rollout is itself the correction (bypass with ppo_clip)."""
-        return self.rules.weight.level is not None and not (self.bypass and self.loss_type == "ppo_clip")
-
-    @property
-    def needs_settling(self) -> bool:
-        """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
-        normalizes = self.weights_are_applied and self.rules.weight.normalize
-        return normalizes or self.rules.loss_denominator == "after_rejection"
+from rlctl.train.objective import Settled, actor_loss
+from rlctl.train.settings import UpdateSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +53,13 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settled:
-    """Figures of a whole mini-batch that its loss divides by."""
-
-    denominators: Denominators
-    factor: float  # mean weight, by which weights are divided
-
-
-@dataclass(frozen=True, slots=True)
 class _MiniResult:
     correction: HostTally
     stats: HostTally
     factor: float
     grad_norm: float
     lr: float
-    applied: bool
+    skipped: bool
 
 
 def update(
@@ -124,6 +69,8 @@ def update(
     settings: UpdateSettings,
     lr_at: Callable[[int], float],
     first_update: int,
+    *,
+    hold: bool = False,
 ) -> Updated:
     """Take every optimizer step of one batch.
 
@@ -131,6 +78,7 @@ def update(
         batch: this rank's rows, mini-batches in order.
         lr_at: learning rate by the number of the optimizer update.
         first_update: number of the first one here.
+        hold: measure everything, change nothing (while a critic warms up).
 
     Raises:
         RunFailure: too many sequences have non-finite log-probs.
@@ -145,10 +93,11 @@ def update(
             known = fixed[place] if fixed else None
             seen_here = seen.rows(place * settings.mini_rows, len(mini))
             lr = lr_at(first_update + len(results))
-            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here))
+            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here, hold=hold))
     once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, once, settings)
-    return Updated(metrics, len(results), seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite)
+    num_updates = 0 if hold else len(results)
+    return Updated(metrics, num_updates, seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite)
 
 
 def _mini_batch(
@@ -159,10 +108,13 @@ def _mini_batch(
     known: Correction | None,
     lr: float,
     seen: _Seen,
+    *,
+    hold: bool,
 ) -> _MiniResult:
-    """One optimizer step."""
+    """One optimizer step, or with `hold` all of it but the step."""
     micros = mini.split(settings.micro_rows)
-    first = _first_pass(micros, actor, settings, is_known=known is not None)
+    policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
+    first = _first_pass(micros, policy, settings, is_known=known is not None)
     if known is None and first is not None:
         log_probs = torch.cat([output.log_probs.detach() for output in first])
         known = _correct(mini, log_probs, settings)
@@ -172,30 +124,34 @@ def _mini_batch(
     parts: list[Tally] = []
     stats: list[Tally] = []
     for index, micro in enumerate(micros):
-        output = first[0] if first is not None and len(micros) == 1 else actor.policy(micro)
+        output = first[0] if first is not None and len(micros) == 1 else policy(micro)
         start = index * settings.micro_rows
         if known is None:
             correction = _correct(micro, output.log_probs.detach(), settings)
             parts.append(correction.tally)
         else:
             correction = _rows_of(known, start, start + len(micro))
-        loss, token_loss, counted = _loss(micro, output, correction, settled, settings)
+        loss, stat = actor_loss(micro, output, correction, settled, settings)
         actor.backward(loss, last=index == len(micros) - 1)
-        stats.append(_loss_tally(micro, output, loss, token_loss, counted))
+        stats.append(stat)
         seen.write(start, output, correction, settled.factor)
 
     tally = tally or ranks.to_host(_sum(parts))
     losses = ranks.to_host(_sum(stats))
     _refuse_nonfinite(tally, settings)
-    skip = tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["pg_loss"])
-    result = actor.step(lr=lr, skip=skip)
+    skip = tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
+    result = actor.step(lr=lr, skip=skip or hold)
     factor = batch_norm_factor(tally, settings.rules)
     logged = normalized(tally, settings.rules)
-    return _MiniResult(logged, losses, factor, result.grad_norm, lr, result.applied)
+    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped=not (result.applied or hold))
 
 
 def _first_pass(
-    micros: list[TrainBatch], actor: TrainEngine, settings: UpdateSettings, *, is_known: bool
+    micros: list[TrainBatch],
+    policy: Callable[[TrainBatch], PolicyOutput],
+    settings: UpdateSettings,
+    *,
+    is_known: bool,
 ) -> list[PolicyOutput] | None:
     """π_θ's log-probs ahead of the loss, if they must or may as well be known.
 
@@ -205,68 +161,31 @@ def _first_pass(
     if is_known:
         return None
     if len(micros) == 1:
-        return [actor.policy(micros[0])]
+        return [policy(micros[0])]
     if settings.needs_settling:
         with torch.no_grad():
-            return [actor.policy(micro) for micro in micros]
+            return [policy(micro) for micro in micros]
     return None
 
 
-def _settle(mini: TrainBatch, ranks: Ranks, tally: HostTally | None, settings: UpdateSettings) -> _Settled:
+def _settle(mini: TrainBatch, ranks: Ranks, tally: HostTally | None, settings: UpdateSettings) -> Settled:
     """Denominators and weight factor of the whole mini-batch."""
     after = settings.rules.loss_denominator == "after_rejection"
     if tally is not None:
         names = ("kept_tokens", "kept_sequences") if after else ("tokens", "sequences")
         counts = [tally.sums[name] for name in names]
     else:
-        mask = _counted(mini)
+        mask = mini.counted
         counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     factor = 1.0
     if tally is not None and settings.weights_are_applied:
         factor = batch_norm_factor(tally, settings.rules)
-    return _Settled(Denominators(*counts), factor)
-
-
-def _loss(
-    micro: TrainBatch,
-    output: PolicyOutput,
-    correction: Correction,
-    settled: _Settled,
-    settings: UpdateSettings,
-) -> tuple[Tensor, TokenLoss, Tensor]:
-    """This micro-batch's share of the mini-batch loss; the token losses; the tokens that counted."""
-    mask = _counted(micro)
-    loss_mask = mask & correction.keep_mask
-    weights = correction.weights if settings.weights_are_applied else None
-    if weights is not None:
-        weights = weights / settled.factor
-    if settings.loss_type == "ppo_clip":
-        token_loss = ppo_clip(
-            output.log_probs,
-            micro.old_log_probs,
-            micro.advantages,
-            loss_mask,
-            weights,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-        )
-    else:
-        token_loss = reinforce(output.log_probs, micro.advantages, loss_mask, weights)
-    counted = loss_mask if settings.rules.loss_denominator == "after_rejection" else mask
-    loss = aggregate(
-        token_loss.values, counted, settled.denominators, settings.agg_mode, horizon=settings.horizon
-    )
-    return loss, token_loss, mask
-
-
-def _counted(batch: TrainBatch) -> Tensor:
-    """(B, T) response tokens of samples that were graded."""
-    return batch.response_mask & batch.sample_mask[:, None]
+    return Settled(Denominators(*counts), factor)
 
 
 def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
     return correct(
-        log_probs, part.rollout_log_probs, _counted(part), settings.rules, advantages=part.advantages
+        log_probs, part.rollout_log_probs, part.counted, settings.rules, advantages=part.advantages
     )
 
 
@@ -276,7 +195,6 @@ def _rows_of(correction: Correction, start: int, stop: int) -> Correction:
     return Correction(
         weights=None if weights is None else weights[start:stop],
         keep_mask=correction.keep_mask[start:stop],
-        row_reject=correction.row_reject[start:stop],
         nonfinite=correction.nonfinite[start:stop],
         tally=correction.tally,
     )
@@ -298,23 +216,6 @@ def _sum(tallies: list[Tally]) -> Tally:
     for tally in tallies[1:]:
         total = total + tally
     return total
-
-
-@torch.no_grad()
-def _loss_tally(
-    micro: TrainBatch, output: PolicyOutput, loss: Tensor, token_loss: TokenLoss, counted: Tensor
-) -> Tally:
-    """Sums behind the `actor/*` metrics."""
-    drift = micro.old_log_probs - output.log_probs
-    clipped = token_loss.clipped
-    sums = {
-        "pg_loss": loss.detach(),
-        "tokens": counted.sum(),
-        "entropy": torch.where(counted & output.entropy.isfinite(), output.entropy, 0.0).sum(),
-        "ppo_kl": torch.where(counted & drift.isfinite(), drift, 0.0).sum(),
-        "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
-    }
-    return Tally({name: value.double() for name, value in sums.items()}, {"none": loss.detach().double()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,10 +259,14 @@ def _metrics(
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in once) / len(once)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+    if settings.kl_loss_type is not None:
+        metrics["actor/kl_loss"] = stats.sums["kl_loss"] / count
+        metrics["actor/kl_coef"] = settings.kl_loss_coef
     return metrics | {
-        "rollout_corr/skipped_updates": float(sum(not result.applied for result in results)),
+        "rollout_corr/skipped_updates": float(sum(result.skipped for result in results)),
         "actor/pg_loss": stats.sums["pg_loss"] / count,
         "actor/pg_clipfrac": stats.per("clipped", "tokens"),
+        "actor/pg_clipfrac_lower": stats.per("clipped_lower", "tokens"),
         "actor/ppo_kl": stats.per("ppo_kl", "tokens"),
         "actor/entropy": stats.per("entropy", "tokens"),
         "actor/grad_norm": sum(result.grad_norm for result in results) / count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlctl.reward.build import refuse_errors
 from rlctl.rollout.protocol import Sampling, step_seed
 
 if TYPE_CHECKING:
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 def validate(run: Run) -> dict[str, float]:
     """`val/<data_source>/reward_mean` and `…/response_length_mean`, over all ranks.
 
-    Samples whose grader failed are left out of both.
+    Samples whose grader failed are left out of both, and rewards are those without overlong penalty.
+
+    Raises:
+        RunFailure: too large a share could not be graded.
     """
     prompts = run.val_prompts
     if prompts is None:
@@ -23,6 +27,7 @@ def validate(run: Run) -> dict[str, float]:
     sampling = Sampling(max_response_length=spec.data.max_response_length, greedy=True)
     sources = sorted({row.data_source for row in prompts.rows})
     sums = dict.fromkeys(((source, what) for source in sources for what in ("n", "reward", "length")), 0.0)
+    first_error = ""
     mine = range(ranks.rank, len(prompts), ranks.world_size)
     for start in range(0, len(mine), size):
         indices = mine[start : start + size]
@@ -34,13 +39,17 @@ def validate(run: Run) -> dict[str, float]:
             num_groups_total=len(indices),
         )
         rewards = run.reward.score(rollouts)
+        first_error = first_error or "".join(rewards.errors[:1])
+        graded = rewards.graded
         lengths = rollouts.response_mask.sum(-1).tolist()
         for row, source in enumerate(rollouts.data_sources):
             if rewards.valid[row]:
                 sums[source, "n"] += 1
-                sums[source, "reward"] += float(rewards.scores[row])
+                sums[source, "reward"] += float(graded[row])
                 sums[source, "length"] += lengths[row]
     merged = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
+    num_graded = sum(merged[source, "n"] for source in sources)
+    refuse_errors(len(prompts) - num_graded, len(prompts), first_error, spec.reward.max_error_fraction)
     metrics = {}
     for source in sources:
         if count := merged[source, "n"]:

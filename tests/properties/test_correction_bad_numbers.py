@@ -43,7 +43,6 @@ def test_a_bad_number_costs_its_own_sequence_and_nothing_else(weight, value: flo
     found, alone = batch.correct(rules), batch.select(others).correct(rules)
 
     assert found.nonfinite.nonzero().flatten().tolist() == [bad_row]
-    assert found.row_reject[bad_row]
     assert not found.keep_mask[bad_row].any()
     assert torch.equal(found.keep_mask[others], alone.keep_mask)
     if found.weights is not None:

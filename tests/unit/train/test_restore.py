@@ -11,7 +11,9 @@ import torch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
+from rlctl.spec.load import load_spec
 from rlctl.train.setup import _restore
+from rlctl.train.stream import RolloutStream
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -24,11 +26,14 @@ class Actor(SimpleNamespace):
         return iter(())
 
 
-def restore(root: Path, *, saved_stage: int, stage: int):
+def restore(root: Path, *, saved_stage: int, stage: int, staleness: int = 0):
     checkpoints = root / CHECKPOINTS
     publish(checkpoints, begin(checkpoints, 3), TrainerState(3, 6, 2, saved_stage), keep=None)
     rollout = SimpleNamespace(sync_weights=lambda _weights, policy_version: None)
-    return _restore(Actor(zero_stage=stage), rollout, root, ALONE)
+    models = SimpleNamespace(actor=Actor(zero_stage=stage), rollout=rollout, critic=None)
+    stream = RolloutStream(None, staleness=staleness, last_step=9)
+    spec = load_spec([], [], [f"rollout.staleness={staleness}"]).spec
+    return _restore(spec, models, stream, root, ALONE)
 
 
 @pytest.mark.parametrize(("saved_stage", "stage"), [(1, 1), (1, 0), (0, 1), (3, 3)])
@@ -39,5 +44,10 @@ def test_shards_of_other_ranks_are_refused(tmp_path: Path, saved_stage: int, sta
 
 
 def test_unsharded_state_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
-    step, policy_version, _ = restore(tmp_path, saved_stage=0, stage=0)
-    assert (step, policy_version) == (3, 6)
+    restored = restore(tmp_path, saved_stage=0, stage=0)
+    assert (restored.step, restored.policy_version) == (3, 6)
+
+
+def test_batches_sampled_ahead_belong_to_their_ranks(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="2 ranks"):
+        restore(tmp_path, saved_stage=0, stage=0, staleness=1)

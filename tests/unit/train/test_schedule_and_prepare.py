@@ -4,9 +4,8 @@ import math
 from itertools import chain, pairwise
 
 import pytest
-import torch
 
-from rlctl.errors import RunFailure, SpecError
+from rlctl.errors import SpecError
 from rlctl.spec.load import load_spec
 from rlctl.spec.run import RunSpec
 from rlctl.train.prepare import rank_positions
@@ -102,17 +101,3 @@ def test_total_steps_are_not_safe_where_the_learning_rate_depends_on_them() -> N
 def test_exit_codes_are_the_shells() -> None:
     assert StopRequest(2).exit_code == 130
     assert StopRequest(15).exit_code == 143
-
-
-def test_critic_is_refused_in_words() -> None:
-    from types import SimpleNamespace
-
-    from rlctl.train.prepare import with_advantages
-
-    rollouts = SimpleNamespace(group_ids=torch.zeros(2, dtype=torch.int64))
-    scored = SimpleNamespace(
-        rollouts=rollouts, scores=torch.zeros(2), score_valid=torch.ones(2, dtype=torch.bool)
-    )
-    algorithm = load_spec(["ppo-uncorrected"], [], []).spec.algorithm
-    with pytest.raises(RunFailure, match="critic"):
-        with_advantages(scored, algorithm)

@@ -61,7 +61,7 @@ def slow_loss(model, batch, settings) -> torch.Tensor:
         batch.advantages.tolist(),
     )
     after = settings.rules.loss_denominator == "after_rejection"
-    applied = known.weights is not None and not (settings.bypass and settings.loss_type == "ppo_clip")
+    applied = known.weights is not None and not (settings.bypass and settings.loss.name == "ppo_clip")
     total, counts = torch.zeros((), dtype=torch.float64), []
     for row in range(len(batch)):
         values, counted = [], 0
@@ -74,11 +74,11 @@ def slow_loss(model, batch, settings) -> torch.Tensor:
                 continue
             weight = known.weights[row][t] / known.factor if applied else 1.0
             advantage = float(batch.advantages[row, t])
-            if settings.loss_type == "reinforce":
+            if settings.loss.name == "reinforce":
                 values.append(-weight * advantage * log_probs[row, t])
             else:
                 ratio = (log_probs[row, t] - batch.old_log_probs[row, t]).exp()
-                held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+                held = ratio.clamp(1 - settings.loss.clip_low, 1 + settings.loss.clip_high)
                 values.append(-weight * torch.minimum(ratio * advantage, held * advantage))
         counts.append(counted)
         row_sum = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
@@ -311,11 +311,11 @@ def test_last_policy_seen_is_that_of_the_last_epoch() -> None:
 
 def test_settings_of_a_spec_resolve_nulls() -> None:
     from rlctl.spec.load import load_spec
-    from rlctl.train.update import UpdateSettings
+    from rlctl.train.settings import UpdateSettings
 
     overrides = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=2"]
     spec = load_spec(["rloo-seq-is"], [], [*overrides, "actor.clip_ratio_high=0.28"]).spec
     settings = UpdateSettings.of(spec)
-    assert (settings.clip_low, settings.clip_high) == (0.2, 0.28)
+    assert (settings.loss.clip_low, settings.loss.clip_high) == (0.2, 0.28)
     assert settings.mini_rows == 4 * 8 // 2
     assert replace(settings, bypass=False).weights_are_applied

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import torch
 
+from rlctl.algos.rules import LossRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.log_probs import PolicyModule
@@ -13,7 +14,8 @@ from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
-from rlctl.train.update import UpdateSettings, update
+from rlctl.train.settings import UpdateSettings
+from rlctl.train.update import update
 from tests.models import tiny_batch, tiny_model
 
 ROWS, HORIZON = 16, 6
@@ -71,9 +73,7 @@ def settings_of(
     return UpdateSettings(
         rules=correction_rules(spec),
         bypass=spec.bypass_mode,
-        loss_type=spec.loss_type,
-        clip_low=0.2,
-        clip_high=0.3,
+        loss=LossRule(spec.loss_type, clip_low=0.2, clip_high=0.3),
         agg_mode=agg_mode,
         horizon=HORIZON,
         ppo_epochs=epochs,
@@ -88,7 +88,8 @@ def batch_of(model, rows: int = ROWS, seed: int = 3) -> TrainBatch:
 
 
 def select(batch: TrainBatch, rows: list[int]) -> TrainBatch:
-    return TrainBatch(**{f.name: getattr(batch, f.name)[rows] for f in fields(batch)})
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return TrainBatch(**{name: None if x is None else x[rows] for name, x in tensors.items()})
 
 
 class PlainEngine:
@@ -100,17 +101,16 @@ class PlainEngine:
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
 
-    def policy(self, batch: TrainBatch) -> PolicyOutput:
+    def policy(self, batch: TrainBatch, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
-        return PolicyOutput(
-            *self.module(
-                batch.input_ids,
-                batch.attention_mask,
-                batch.position_ids,
-                batch.responses,
-                batch.response_mask,
-            )
+        columns = (
+            batch.input_ids,
+            batch.attention_mask,
+            batch.position_ids,
+            batch.responses,
+            batch.response_mask,
         )
+        return PolicyOutput(*self.module(*columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()

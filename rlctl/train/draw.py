@@ -1,0 +1,67 @@
+"""Which prompts a step takes, and how they are answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.batch import Prompts, Rollouts
+from rlctl.data.prompts import PromptDataset
+from rlctl.engine.ranks import Ranks
+from rlctl.reward.protocol import RewardResult
+from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
+from rlctl.spec.run import RunSpec
+from rlctl.train.prepare import rank_positions
+from rlctl.train.timing import StepTimer
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
+
+
+def sample_batch(
+    spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, step: int
+) -> Rollouts:
+    """This rank's responses of one step, `rollout.n` per prompt."""
+    return rollout.generate(
+        draw_prompts(spec, ranks, prompts, step),
+        sampling_of(spec),
+        n=spec.rollout.n,
+        step_seed=step_seed(spec.trainer.seed, step),
+        num_groups_total=spec.data.train_batch_size,
+    )
+
+
+def greedy_baseline(run: Run, step: int, timer: StepTimer) -> RewardResult | None:
+    """Grades of the greedy response to each of this rank's prompts of one step; None unless for ReMax."""
+    spec = run.spec
+    if spec.algorithm.adv_estimator != "remax":
+        return None
+    with timer("gen_max"):
+        greedy = run.rollout.generate(
+            draw_prompts(spec, run.ranks, run.train_prompts, step),
+            Sampling(max_response_length=spec.data.max_response_length, greedy=True),
+            n=1,
+            step_seed=step_seed(spec.trainer.seed, step, "greedy"),
+            num_groups_total=spec.data.train_batch_size,
+        )
+    with timer("reward"):
+        return run.reward.score(greedy)
+
+
+def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
+    """This rank's prompts of one step; `group_ids` are their places in the whole batch."""
+    batch_size = spec.data.train_batch_size
+    indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
+    mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
+    return prompts.prompts([indices[place] for place in mine], mine)
+
+
+def sampling_of(spec: RunSpec) -> Sampling:
+    """The distribution training responses are drawn from."""
+    rollout = spec.rollout
+    return Sampling(
+        max_response_length=spec.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )

@@ -1,0 +1,53 @@
+"""The KL penalty in the reward: r_t ← r_t − β · KL_t, and β's way over the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rlctl.algos.kl import KLController, kl_estimate
+from rlctl.algos.tally import Tally, TallyBuilder
+from rlctl.batch import ScoredBatch
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure
+from rlctl.spec.algorithm import AlgorithmSpec
+
+
+def kl_controller(algorithm: AlgorithmSpec) -> KLController:
+    """The coefficient at the start of a run."""
+    control = algorithm.kl_ctrl
+    target = control.target_kl if control.type == "adaptive" else None
+    return KLController(control.kl_coef, target, control.horizon)
+
+
+@torch.no_grad()
+def with_kl_in_reward(
+    scored: ScoredBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
+) -> tuple[ScoredBatch, KLController, dict[str, float]]:
+    """Take β · KL(π_old, π_ref) from every token's reward.
+
+    Source: Ouyang et al. 2022, "InstructGPT", eq. 2. A token of a non-finite π_old is not penalised:
+    its sequence is rejected later, and its siblings' baseline stays sound.
+
+    Returns:
+        The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*`.
+
+    Raises:
+        RunFailure: the batch has no reference log-probs.
+    """
+    if scored.ref_log_probs is None:
+        raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
+    kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
+    kl = torch.where(scored.counted & kl.isfinite(), kl, 0.0)
+    builder = TallyBuilder()
+    lengths = scored.counted.sum(-1)
+    builder.per_sequence("kl", kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
+    moments = ranks.to_host(Tally(builder.sums, builder.maxima)).moments("kl")
+    metrics = {
+        "actor/reward_kl_penalty": moments.mean,
+        "actor/reward_kl_penalty_coeff": controller.kl_coef,
+    }
+    rewards = scored.token_level_rewards - controller.kl_coef * kl
+    updated = controller.updated(moments.mean, int(moments.count))
+    return replace(scored, token_level_rewards=rewards), updated, metrics

@@ -1,0 +1,135 @@
+"""The models of a run: the policy and its sampling copy, and where asked for a critic and a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
+from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.lora import BasePolicy, add_lora
+from rlctl.engine.model import load_beside, load_policy
+from rlctl.engine.protocol import ReferencePolicy
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import UsageError
+from rlctl.rollout.hf import HFRollout
+from rlctl.spec.run import RunSpec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What computes, on this rank."""
+
+    tokenizer: Any
+    rollout: HFRollout
+    actor: DeepSpeedEngine
+    ref: ReferencePolicy | None
+    critic: DeepSpeedCritic | None
+
+
+def build_models(spec: RunSpec, model_path: str, ranks: Ranks) -> Models:
+    """Load and wrap every model the spec asks for.
+
+    Args:
+        model_path: directory or hub id of the policy, the embedded one's resolved.
+
+    Raises:
+        UsageError, EnvironmentFailure: a model cannot be had, or does not fit.
+    """
+    model, tokenizer = load_policy(
+        model_path,
+        revision=spec.model.revision,
+        trust_remote_code=spec.model.trust_remote_code,
+        attn_implementation=spec.model.attn_implementation,
+        dtype=_DTYPES[spec.engine.dtype],
+    )
+    _check_context(model, spec)
+    rollout = HFRollout(
+        model,
+        tokenizer,
+        ranks.device,
+        max_num_seqs=spec.rollout.max_num_seqs,
+        dtype=spec.rollout.dtype,
+    )
+    # Before the engine takes the policy over: these two start from the same directory.
+    ref = _reference(spec, model_path, tokenizer, ranks) if _has_own_reference(spec) else None
+    critic = _critic(spec, model_path, tokenizer, ranks) if spec.trains_critic else None
+    if spec.model.lora_rank:
+        add_lora(
+            model,
+            rank=spec.model.lora_rank,
+            alpha=spec.model.lora_alpha,
+            target_modules=spec.model.target_modules,
+        )
+    actor = DeepSpeedEngine(
+        model,
+        ranks,
+        temperature=spec.rollout.temperature,
+        zero_stage=spec.engine.zero_stage,
+        dtype=_DTYPES[spec.engine.dtype],
+        weight_decay=spec.actor.weight_decay,
+        betas=spec.actor.betas,
+        grad_clip=spec.actor.grad_clip,
+    )
+    if spec.needs_reference and ref is None:
+        ref = BasePolicy(actor, model)
+    return Models(tokenizer, rollout, actor, ref, critic)
+
+
+def _has_own_reference(spec: RunSpec) -> bool:
+    """Under LoRA the base below the adapters is the policy as it started: no second copy is needed."""
+    return spec.needs_reference and (spec.ref.path is not None or not spec.model.lora_rank)
+
+
+def _reference(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> FrozenPolicy:
+    model = _beside(spec, spec.ref.path, model_path, tokenizer, "ref.path")
+    _check_context(model, spec)
+    return FrozenPolicy(
+        model,
+        ranks,
+        zero_stage=spec.engine.zero_stage,
+        dtype=_DTYPES[spec.engine.dtype],
+        temperature=spec.rollout.temperature,
+    )
+
+
+def _critic(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> DeepSpeedCritic:
+    model = _beside(spec, spec.critic.path, model_path, tokenizer, "critic.path")
+    _check_context(model, spec)
+    return DeepSpeedCritic(
+        model,
+        ranks,
+        zero_stage=spec.engine.zero_stage,
+        dtype=_DTYPES[spec.engine.dtype],
+        weight_decay=spec.critic.weight_decay,
+        betas=spec.critic.betas,
+        grad_clip=spec.critic.grad_clip,
+    )
+
+
+def _beside(spec: RunSpec, path: str | None, model_path: str, tokenizer: Any, key: str) -> Any:
+    """A model of its own path, or the policy's once more."""
+    return load_beside(
+        path or model_path,
+        tokenizer,
+        key=key,
+        revision=None if path else spec.model.revision,
+        trust_remote_code=spec.model.trust_remote_code,
+        attn_implementation=spec.model.attn_implementation,
+        dtype=_DTYPES[spec.engine.dtype],
+    )
+
+
+def _check_context(model: Any, spec: RunSpec) -> None:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    wanted = spec.data.max_prompt_length + spec.data.max_response_length
+    if context is not None and wanted > context:
+        raise UsageError(
+            f"prompt and response may have {wanted} tokens together, the model's context is {context}",
+            where="data.max_prompt_length, data.max_response_length",
+            fix=f"make their sum {context} or less",
+        )

@@ -1,0 +1,87 @@
+"""One micro-batch's share of the actor's loss: policy gradient, entropy bonus, KL to the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.correction import Correction
+from rlctl.algos.kl import kl_loss
+from rlctl.algos.losses import POLICY_LOSSES, TokenLoss
+from rlctl.algos.tally import Tally
+from rlctl.batch import TrainBatch
+from rlctl.engine.protocol import PolicyOutput
+from rlctl.errors import RunFailure
+from rlctl.train.settings import UpdateSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Figures of a whole mini-batch that its loss divides by."""
+
+    denominators: Denominators
+    factor: float  # mean weight, by which weights are divided
+
+
+def actor_loss(
+    micro: TrainBatch,
+    output: PolicyOutput,
+    correction: Correction,
+    settled: Settled,
+    settings: UpdateSettings,
+) -> tuple[Tensor, Tally]:
+    """The share of the mini-batch loss with gradient, and the sums behind the `actor/*` metrics.
+
+    Rejected tokens leave all three terms; whether they stay in the denominator is the rules' choice.
+
+    Raises:
+        RunFailure: KL is in the loss and the batch has no reference log-probs.
+    """
+    mask = micro.counted
+    loss_mask = mask & correction.keep_mask
+    counted = loss_mask if settings.rules.loss_denominator == "after_rejection" else mask
+
+    def mean(values: Tensor) -> Tensor:
+        return aggregate(values, counted, settled.denominators, settings.agg_mode, horizon=settings.horizon)
+
+    weights = correction.weights if settings.weights_are_applied else None
+    if weights is not None:
+        weights = weights / settled.factor
+    policy = POLICY_LOSSES[settings.loss.name](
+        settings.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
+    )
+    loss = pg_loss = mean(policy.values)
+    if settings.entropy_coeff:
+        loss = loss - settings.entropy_coeff * mean(torch.where(loss_mask, output.entropy, 0.0))
+    kl = torch.zeros_like(pg_loss)
+    if settings.kl_loss_type is not None:
+        if micro.ref_log_probs is None:
+            raise RunFailure("the KL loss needs reference log-probs, and the batch has none")
+        kl = mean(
+            kl_loss(
+                settings.kl_loss_type, output.log_probs, micro.ref_log_probs, micro.old_log_probs, loss_mask
+            )
+        )
+        loss = loss + settings.kl_loss_coef * kl
+    return loss, _tally(micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl)
+
+
+@torch.no_grad()
+def _tally(
+    micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **losses: Tensor
+) -> Tally:
+    drift = micro.old_log_probs - output.log_probs
+    none = torch.zeros_like(mask)
+    clipped = none if policy.clipped is None else policy.clipped
+    clipped_lower = none if policy.clipped_lower is None else policy.clipped_lower
+    sums = {name: value.detach() for name, value in losses.items()} | {
+        "tokens": mask.sum(),
+        "entropy": torch.where(mask & output.entropy.isfinite(), output.entropy, 0.0).sum(),
+        "ppo_kl": torch.where(mask & drift.isfinite(), drift, 0.0).sum(),
+        "clipped": clipped.sum(),
+        "clipped_lower": clipped_lower.sum(),
+    }
+    return Tally({name: value.double() for name, value in sums.items()}, {"none": sums["loss"].double()})

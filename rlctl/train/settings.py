@@ -1,0 +1,89 @@
+"""What the updates of actor and critic need of the spec, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.algos.aggregate import AggMode
+from rlctl.algos.rules import CorrectionRules, KLLossType, LossRule
+from rlctl.spec.resolve import correction_rules, loss_rule
+from rlctl.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """The actor's updates.
+
+    Attributes:
+        mini_rows: sequences per mini-batch on this rank.
+        micro_rows: sequences per forward pass on this rank.
+        kl_loss_type: None: no KL in the loss.
+    """
+
+    rules: CorrectionRules
+    bypass: bool
+    loss: LossRule
+    agg_mode: AggMode
+    horizon: int
+    ppo_epochs: int
+    mini_rows: int
+    micro_rows: int
+    max_nonfinite_fraction: float
+    entropy_coeff: float = 0.0
+    kl_loss_type: KLLossType | None = None
+    kl_loss_coef: float = 0.0
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> UpdateSettings:
+        """Read them from the spec."""
+        correction, actor = spec.algorithm.rollout_correction, spec.actor
+        return cls(
+            rules=correction_rules(correction),
+            bypass=correction.bypass_mode,
+            loss=loss_rule(spec),
+            agg_mode=actor.loss_agg_mode,
+            horizon=spec.data.max_response_length,
+            ppo_epochs=actor.ppo_epochs,
+            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.world_size,
+            micro_rows=actor.ppo_micro_batch_size_per_gpu,
+            max_nonfinite_fraction=correction.max_nonfinite_fraction,
+            entropy_coeff=actor.entropy_coeff,
+            kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
+            kl_loss_coef=actor.kl_loss_coef,
+        )
+
+    @property
+    def weights_are_applied(self) -> bool:
+        """False where the loss's own ratio π_θ/π_rollout is the correction: bypass, any loss with one."""
+        return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
+        normalizes = self.weights_are_applied and self.rules.weight.normalize
+        return normalizes or self.rules.loss_denominator == "after_rejection"
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """The critic's updates; attributes as in `UpdateSettings`."""
+
+    cliprange_value: float
+    agg_mode: AggMode
+    horizon: int
+    ppo_epochs: int
+    mini_rows: int
+    micro_rows: int
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> CriticSettings:
+        """Read them from the spec; null means as the actor's."""
+        critic, actor = spec.critic, spec.actor
+        return cls(
+            cliprange_value=critic.cliprange_value,
+            agg_mode=critic.loss_agg_mode,
+            horizon=spec.data.max_response_length,
+            ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
+            mini_rows=spec.critic_mini_batch_size * spec.rollout.n // spec.world_size,
+            micro_rows=critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
+        )

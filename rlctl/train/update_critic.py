@@ -1,0 +1,102 @@
+"""The critic's optimizer steps on one batch: values towards returns, clipped, per mini-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.tally import HostTally, Tally
+from rlctl.algos.token_advantages import explained_variance, explained_variance_tally
+from rlctl.algos.value_loss import value_loss
+from rlctl.batch import TrainBatch
+from rlctl.engine.protocol import CriticEngine, StepResult
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure
+from rlctl.train.settings import CriticSettings
+
+
+def update_critic(
+    batch: TrainBatch,
+    critic: CriticEngine,
+    ranks: Ranks,
+    settings: CriticSettings,
+    lr_at: Callable[[int], float],
+    first_update: int,
+) -> dict[str, float]:
+    """Take every optimizer step of one batch; `critic/*` metrics of the whole batch, all ranks.
+
+    Args:
+        batch: this rank's rows, mini-batches in order, with `values` and `returns`.
+        lr_at: learning rate by the number of the critic's update.
+        first_update: number of the first one here.
+
+    Raises:
+        RunFailure: the batch has no values or returns.
+    """
+    values, returns = _targets(batch)
+    explained = ranks.to_host(explained_variance_tally(returns, values, batch.counted))
+    sums: list[HostTally] = []
+    steps: list[StepResult] = []
+    for _ in range(settings.ppo_epochs):
+        for mini in batch.split(settings.mini_rows):
+            lr = lr_at(first_update + len(steps))
+            tally = _backward(mini, critic, ranks, settings)
+            skip = not math.isfinite(tally.sums["vf_loss"]) or tally.sums["tokens"] == 0
+            steps.append(critic.step(lr=lr, skip=skip))
+            sums.append(tally)
+    total = sums[0]
+    for tally in sums[1:]:
+        total = total + tally
+    return {
+        "critic/vf_loss": total.sums["vf_loss"] / len(steps),
+        "critic/vf_clipfrac": total.per("clipped", "tokens"),
+        "critic/vpred_mean": total.per("values", "tokens"),
+        "critic/vf_explained_var": explained_variance(explained),
+        "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "critic/lr": lr,
+    }
+
+
+def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> HostTally:
+    """Accumulate the gradient of one mini-batch; its sums over all ranks."""
+    mask = mini.counted
+    counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
+    micros = mini.split(settings.micro_rows)
+    tally: Tally | None = None
+    for index, micro in enumerate(micros):
+        old_values, returns = _targets(micro)
+        values = critic.values(micro)
+        losses = value_loss(values, old_values, returns, micro.counted, clip=settings.cliprange_value)
+        loss = aggregate(
+            losses.values,
+            micro.counted,
+            Denominators(*counts),
+            settings.agg_mode,
+            horizon=settings.horizon,
+        )
+        critic.backward(loss, last=index == len(micros) - 1)
+        part = _tally(micro, values, loss, losses.clipped)
+        tally = part if tally is None else tally + part
+    assert tally is not None
+    return ranks.to_host(tally)
+
+
+@torch.no_grad()
+def _tally(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> Tally:
+    sums = {
+        "vf_loss": loss.detach(),
+        "tokens": micro.counted.sum(),
+        "values": torch.where(micro.counted, values, 0.0).sum(),
+        "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
+    }
+    return Tally({name: value.double() for name, value in sums.items()}, {"none": loss.detach().double()})
+
+
+def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    if batch.values is None or batch.returns is None:
+        raise RunFailure("the critic's update needs values and returns, and the batch has none")
+    return batch.values, batch.returns

@@ -102,7 +102,7 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
     mask, certain = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2)
     groups, rewards = torch.zeros(2, dtype=torch.int64), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     for rounding in (0.0, -1.0e-7, 1.0e-7):
-        squares = torch.tensor([[1.0 + rounding, 1.0], [1.0 - 1.2 * rounding, 1.0]])
+        squares = torch.tensor([[1.0 + rounding, 1.0], [1.0 - 0.9 * rounding, 1.0]], dtype=torch.float64)
         found = optimal_token_baseline(rewards, mask, groups, mask[0], certain, squares)
         assert found.abs().max() <= 1.0  # a baseline among the returns
 

@@ -1,0 +1,71 @@
+"""An adapted policy under DeepSpeed, and the base it still contains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.lora import BasePolicy, add_lora
+from rlctl.engine.ranks import Ranks
+from tests.models import tiny_batch, tiny_model
+from tests.unit.engine.engine_jobs import DTYPES, ROWS, take_step, weights_of
+
+RANK, ALPHA = 3, 6.0
+SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.95), "grad_clip": 1.0}
+
+
+def adapted_model(seed: int = 0):
+    model = tiny_model("qwen2", tied=True)
+    torch.manual_seed(seed)
+    add_lora(model, RANK, ALPHA, ["q_proj", "down_proj"])
+    return model
+
+
+def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
+    """Per (stage, dtype): steps with looks at the base between them; save, load elsewhere, one more."""
+    found = {}
+    batch = tiny_batch(tiny_model(), ROWS, seed=1)
+    for stage, dtype in cases:
+        at = Path(directory) / f"{stage}-{dtype}-{ranks.world_size}"
+
+        def actor_of(model, stage=stage, dtype=dtype):
+            return DeepSpeedEngine(
+                model, ranks, zero_stage=stage, dtype=DTYPES[dtype], temperature=1.0, **SETTINGS
+            )
+
+        model = adapted_model()
+        actor = actor_of(model)
+        base = BasePolicy(actor, model)
+        start, bases = weights_of(actor), [base.log_probs(batch)]
+        steps = [take_step(actor, 1, 4)]
+        bases.append(base.log_probs(batch))
+        untouched = weights_of(actor)
+        steps.append(take_step(actor, 2, 4, skip=True))
+        same = all(torch.equal(tensor, untouched[name]) for name, tensor in weights_of(actor).items())
+        steps.append(take_step(actor, 3, 2))
+        bases.append(base.log_probs(batch))
+        with torch.no_grad():
+            log_probs = actor.policy(batch).log_probs
+        actor.save(at / "engine")
+        actor.export(at / "model")
+        saved = weights_of(actor)
+        fresh = actor_of(adapted_model(seed=8))
+        fresh.load(at / "engine")
+        loaded = weights_of(fresh)
+        take_step(actor, 4, 2)
+        take_step(fresh, 4, 2)
+        found[stage, dtype] = {
+            "start": start,
+            "applied": [step.applied for step in steps],
+            "norms": [step.grad_norm for step in steps],
+            "skipped is same": same,
+            "bases": bases,
+            "log_probs": log_probs,
+            "saved": saved,
+            "loaded": loaded,
+            "after": (weights_of(actor), weights_of(fresh)),
+            "model": str(at / "model"),
+        }
+    return found

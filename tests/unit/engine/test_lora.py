@@ -1,0 +1,171 @@
+"""Adapters learn, the base stays, and the outside sees one plain model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from rlctl.engine.lora import ALL_LINEAR, add_lora, plain_weights
+from rlctl.errors import UsageError
+from tests.models import naive_log_probs, tiny_batch, tiny_model
+from tests.processes import on_ranks
+from tests.unit.engine import lora_jobs
+from tests.unit.engine.engine_jobs import ROWS
+
+CASES = {
+    1: [(0, "fp32"), (2, "bf16"), (3, "fp32")],
+    2: [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "bf16")],
+}
+
+
+def adapted_names(model) -> set[str]:
+    return {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_fresh_adapter_changes_nothing(kind: str, tied: bool) -> None:
+    plain, model = tiny_model(kind, tied=tied), tiny_model(kind, tied=tied)
+    add_lora(model, 2, 4.0, [ALL_LINEAR])
+    assert type(model) is type(plain)
+    wanted = dict(plain.named_parameters())
+    assert [weight.name for weight in plain_weights(model)] == list(wanted)
+    assert all(torch.equal(weight.value(), wanted[weight.name]) for weight in plain_weights(model))
+    batch = tiny_batch(plain)
+    assert torch.equal(naive_log_probs(model, batch)[0], naive_log_probs(plain, batch)[0])
+
+
+def test_layers_and_what_is_trained() -> None:
+    everything, some = tiny_model(), tiny_model()
+    add_lora(everything, 2, 4.0, [ALL_LINEAR])
+    assert len(adapted_names(everything)) == 2 * 7  # attention's four and the MLP's three, in two layers
+    assert not any("lm_head" in name or "embed" in name for name in adapted_names(everything))
+    add_lora(some, 2, 4.0, ["q_proj", "down_proj"])
+    assert {name.rpartition(".")[2] for name in adapted_names(some)} == {"q_proj", "down_proj"}
+    for name, parameter in some.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+
+
+@pytest.mark.parametrize("name", ["query", "lm_head", "embed_tokens", "norm"])
+def test_unknown_layers_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"no linear layer named {name}") as caught:
+        add_lora(tiny_model(), 2, 4.0, ["q_proj", name])
+    assert caught.value.where == "model.target_modules"
+    assert "down_proj" in str(caught.value.fix)
+    assert ALL_LINEAR in str(caught.value.fix)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
+    with pytest.raises(UsageError, match="no linear layers"):
+        add_lora(model, 2, 4.0, [ALL_LINEAR])
+
+
+def trained_slowly() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same steps with W + (α/r)·B·A written out and torch's own AdamW; merged weights and norms."""
+    drawn = dict(lora_jobs.adapted_model().named_parameters())
+    pairs = {
+        name.partition(".lora_A")[0]: (
+            tensor.detach().clone().requires_grad_(),
+            drawn[name.replace("lora_A", "lora_B")].detach().clone().requires_grad_(),
+        )
+        for name, tensor in drawn.items()
+        if ".lora_A" in name
+    }
+    model = tiny_model("qwen2", tied=True).requires_grad_(False)
+    trained = [tensor for pair in pairs.values() for tensor in pair]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def merged() -> dict[str, torch.Tensor]:
+        scale = lora_jobs.ALPHA / lora_jobs.RANK
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        changes = {f"{name}.weight": scale * up @ down for name, (down, up) in pairs.items()}
+        return {name: w + changes[name] if name in changes else w for name, w in weights.items()}
+
+    norms = []
+    for seed in (1, 3):
+        batch = tiny_batch(tiny_model(), ROWS, seed=seed)
+        log_probs, _ = naive_log_probs(lambda **inputs: functional_call(model, merged(), (), inputs), batch)
+        (-(log_probs * batch.advantages).sum() / batch.response_mask.sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach() for name, tensor in merged().items()}, norms
+
+
+@pytest.fixture(scope="module")
+def slow():
+    return trained_slowly()
+
+
+@pytest.fixture(scope="module")
+def by_world_size(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("lora")
+    return {
+        count: on_ranks(count, lora_jobs.adapted, cases, str(where), where=where)
+        for count, cases in CASES.items()
+    }
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).detach().abs().max().item() for name in a)
+
+
+def mean_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], names: list[str]) -> float:
+    return torch.cat([(a[name] - b[name]).abs().flatten() for name in names]).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world_size"), [(*case, count) for count, cases in CASES.items() for case in cases]
+)
+class TestUnderDeepSpeed:
+    def test_adapters_learn_as_plain_torch_would(self, by_world_size, slow, stage, dtype, world_size) -> None:
+        wanted, norms = slow
+        adapted = [name for name in wanted if "q_proj.weight" in name or "down_proj" in name]
+        for found in by_world_size[world_size]:
+            got = found[stage, dtype]
+            assert got["applied"] == [True, False, True]
+            assert got["skipped is same"]
+            moved = distance(got["start"], wanted)
+            assert moved > 1e-2
+            if dtype == "fp32":
+                assert distance(got["saved"], wanted) < 2e-5
+                assert [got["norms"][0], got["norms"][2]] == pytest.approx(norms, rel=1e-3)
+            else:  # what is merged is rounded, so a small change is half lost: compare means
+                error = mean_distance(got["saved"], wanted, adapted)
+                assert error < 0.5 * mean_distance(got["start"], wanted, adapted)
+                assert [got["norms"][0], got["norms"][2]] == pytest.approx(norms, rel=0.05)
+
+    def test_the_base_stays(self, by_world_size, stage, dtype, world_size) -> None:
+        batch = tiny_batch(tiny_model(), ROWS, seed=1)
+        wanted, _ = naive_log_probs(tiny_model("qwen2", tied=True), batch)
+        for found in by_world_size[world_size]:
+            first, *later = found[stage, dtype]["bases"]
+            assert all(torch.equal(first, other) for other in later)
+            tolerance = 1e-5 if dtype == "fp32" else 0.1
+            torch.testing.assert_close(first.double(), wanted.detach(), rtol=0, atol=tolerance)
+            assert (found[stage, dtype]["log_probs"] - first).abs().max() > 0.1
+            assert not first.requires_grad
+
+    def test_the_export_is_a_plain_model_that_says_the_same(
+        self, by_world_size, stage, dtype, world_size
+    ) -> None:
+        batch = tiny_batch(tiny_model(), ROWS, seed=1)
+        got = by_world_size[world_size][0][stage, dtype]
+        model = AutoModelForCausalLM.from_pretrained(got["model"], dtype=torch.float32)
+        assert distance(dict(model.named_parameters()), got["saved"]) == 0.0
+        tolerance = 2e-5 if dtype == "fp32" else 0.15
+        said = naive_log_probs(model, batch)[0].detach()
+        torch.testing.assert_close(got["log_probs"].double(), said, rtol=0, atol=tolerance)
+
+    def test_it_goes_on_bit_for_bit_after_loading(self, by_world_size, stage, dtype, world_size) -> None:
+        for found in by_world_size[world_size]:
+            result = found[stage, dtype]
+            assert distance(result["saved"], result["loaded"]) == 0.0
+            assert distance(*result["after"]) == 0.0
+            assert distance(result["saved"], result["after"][0]) > 1e-3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
@@ -16,6 +16,11 @@ from rlctl.errors import RunFailure, UsageError
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
+
+RolloutDtype = Literal["fp32", "bf16", "int8"]
+
+#: `int8` is no dtype of its own: weights rounded to 8 bits, arithmetic in the model's dtype.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HFRollout:
@@ -27,7 +32,7 @@ class HFRollout:
         tokenizer: Any,
         device: torch.device | str,
         max_num_seqs: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: RolloutDtype | None = None,
     ) -> None:
         """Copy `model`; the original is never touched again, so that the trainer may own it.
 
@@ -36,17 +41,21 @@ class HFRollout:
             tokenizer: decodes responses; names padding and end of sequence.
             device: where the copy lives, and every tensor that `generate` returns.
             max_num_seqs: sequences generated at once; None: all of the batch.
-            dtype: of the copy's parameters; None: the model's own.
+            dtype: precision of the copy; None: the model's own. `int8` samples as an engine with
+                weight-only quantisation does, see `_round_to_int8`.
 
         Raises:
             UsageError: neither model nor tokenizer names an end-of-sequence token.
         """
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
-        if dtype is not None:
+        self._is_int8 = dtype == "int8"
+        if dtype in _DTYPES:
             # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be
             # another model.
             for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(_DTYPES[dtype])
+        if self._is_int8:
+            _round_to_int8(self._model)
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
@@ -120,6 +129,8 @@ class HFRollout:
         ]
         if wrong:
             raise RunFailure(f"weight sync to the rollout engine failed: {'; '.join(wrong)}")
+        if self._is_int8:
+            _round_to_int8(self._model)
         self._policy_version = policy_version
 
     def _sample(
@@ -163,6 +174,21 @@ class HFRollout:
                 clean_up_tokenization_spaces=False,
             )
         )
+
+
+@torch.no_grad()
+def _round_to_int8(model: nn.Module) -> None:
+    """Round the weight of every linear layer, output head included, to 8 bits per output row.
+
+    Row i becomes s_i·round(w_i / s_i) with s_i = max|w_i| / 127: symmetric, 255 levels, computed in
+    float32 and stored in the layer's dtype, which is what a weight-only int8 kernel multiplies by.
+    Norms and embeddings stay as they are, but for an embedding that is the head's own weight.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.float()
+            step = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+            module.weight.copy_((weight / step).round() * step)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -292,10 +292,67 @@ def test_sync_casts_to_the_copys_dtype(model: Any) -> None:
 def test_low_precision_copy_is_the_model_as_transformers_loads_it(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    engine = HFRollout(random_model(2), TOKENIZER, "cpu", dtype=torch.bfloat16)
+    engine = HFRollout(random_model(2), TOKENIZER, "cpu", dtype="bf16")
     engine.sync_weights(model.named_parameters(), policy_version=1)
     assert sampled(run(engine)) == sampled(generate(loaded))
     assert run(engine).rollout_log_probs.dtype == torch.float32
+
+
+def by_hand_int8(model: Any) -> Any:
+    """A copy whose linear weights are rounded number by number in Python's own arithmetic."""
+    rounded = copy.deepcopy(model)
+    for name, parameter in rounded.named_parameters():
+        if parameter.ndim == 2 and "embed_tokens" not in name:
+            rows = []
+            for row in parameter.tolist():
+                step = max(abs(value) for value in row) / 127
+                rows.append([round(value / step) * step for value in row])
+            parameter.data = torch.tensor(rows, dtype=parameter.dtype)
+    return rounded
+
+
+def test_int8_samples_from_the_rounded_model_and_says_so(model: Any) -> None:
+    """Its log-probs are those of the rounded model, after construction and after a sync alike."""
+    untouched = copy.deepcopy(model)
+    built = HFRollout(model, TOKENIZER, "cpu", dtype="int8")
+    synced = HFRollout(random_model(2), TOKENIZER, "cpu", dtype="int8")
+    synced.sync_weights(model.named_parameters(), policy_version=1)
+    wanted = sampled(generate(by_hand_int8(model)))
+    assert_same(sampled(run(built)), wanted)
+    assert_same(sampled(run(synced)), wanted)
+    exact = {(group, *tokens): values for group, tokens, values in sampled(generate(model))}
+    gaps = [
+        abs(ours - theirs)
+        for group, tokens, values in wanted
+        for ours, theirs in zip(values, exact.get((group, *tokens), []), strict=False)
+    ]
+    assert max(gaps) > 1e-3  # the mismatch that correction is for
+    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_int8_has_255_levels_per_row_and_leaves_the_rest_alone(model: Any) -> None:
+    zeroed = copy.deepcopy(model)
+    with torch.no_grad():
+        zeroed.lm_head.weight[3] = 0.0
+    weights = HFRollout(zeroed, TOKENIZER, "cpu", dtype="int8")._model.state_dict()
+    for name, original in zeroed.state_dict().items():
+        if original.ndim == 2 and "embed_tokens" not in name:
+            step = original.abs().amax(1, keepdim=True) / 127
+            assert ((weights[name] - original).abs() <= step * 0.5001).all(), name
+            assert all(len(row.unique()) <= 255 for row in weights[name]), name
+        else:
+            assert torch.equal(weights[name], original), name
+
+
+def test_fp32_copy_of_a_bf16_model_computes_in_fp32(model: Any) -> None:
+    low = copy.deepcopy(model)
+    for parameter in low.parameters():
+        parameter.data = parameter.data.bfloat16()
+    high = copy.deepcopy(low)
+    for parameter in high.parameters():
+        parameter.data = parameter.data.float()
+    assert sampled(generate(low, dtype="fp32")) == sampled(generate(high))
 
 
 def test_an_incomplete_sync_is_an_error_until_a_complete_one(model: Any) -> None:

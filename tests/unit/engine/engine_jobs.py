@@ -32,7 +32,9 @@ def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in actor.weights()}
 
 
-def take_step(actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = False, lr: float = 1e-2):
+def take_step(
+    actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = False, lr: float = 1e-2, bonus: float = 0.0
+):
     """One step on ROWS sequences spread over the ranks, each rank `micro` at a time."""
     batch = tiny_batch(tiny_model(), ROWS, seed=seed)
     tokens = batch.response_mask.sum()
@@ -40,8 +42,10 @@ def take_step(actor: DeepSpeedEngine, seed: int, micro: int, *, skip: bool = Fal
     mine = batch.rows(actor.ranks.rank * share, (actor.ranks.rank + 1) * share)
     micros = mine.split(micro)
     for index, part in enumerate(micros):
-        output = actor.policy(part)
-        loss = -(output.log_probs * part.advantages).sum() / tokens  # both are 0.0 on padding
+        output = actor.policy(part, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)
+        gain = output.log_probs * part.advantages + bonus * output.entropy  # all are 0.0 on padding
+        loss = -gain.sum() / tokens
+        assert (output.sum_pi_squared is not None) == output.entropy.requires_grad == (bonus > 0)
         actor.backward(loss, last=index == len(micros) - 1)
     return actor.step(lr=lr, skip=skip)
 
@@ -94,13 +98,15 @@ def export(ranks: Ranks, stage: int, directory: str):
 def chunked(ranks: Ranks, stage: int):
     """A step whose output head runs in many recomputed chunks, and one in a single piece."""
     whole = engine(ranks, stage)
-    take_step(whole, 1, 4)
+    take_step(whole, 1, 4, bonus=0.5)
     log_probs_module.MAX_LOGITS = 100
     pieces = engine(ranks, stage)
-    take_step(pieces, 1, 4)
-    take_step(pieces, 2, 4)  # ZeRO-3 records the order of modules in its first step and relies on it after
+    take_step(pieces, 1, 4, bonus=0.5)
+    take_step(
+        pieces, 2, 4, bonus=0.5
+    )  # ZeRO-3 records the order of modules in its first step and relies on it after
     log_probs_module.MAX_LOGITS = 1 << 25
-    take_step(whole, 2, 4)
+    take_step(whole, 2, 4, bonus=0.5)
     return weights_of(whole), weights_of(pieces)
 
 

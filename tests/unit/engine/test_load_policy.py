@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.engine.model import load_policy
+from rlctl.engine.model import load_beside, load_policy
 from rlctl.errors import EnvironmentFailure, UsageError
 from tests.own_model import save_tiny_qwen2
 
@@ -67,3 +67,54 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "no-such-thing"}))
     with pytest.raises(UsageError):
         load(tmp_path)
+
+
+def beside(path: Path | str, tokenizer):
+    return load_beside(
+        str(path),
+        tokenizer,
+        key="critic.path",
+        revision=None,
+        trust_remote_code=False,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+    )
+
+
+def test_a_reward_models_body_without_its_score(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from rlctl.engine.values import ValueModule
+
+    _, tokenizer = load(save_tiny_qwen2(tmp_path / "policy"))
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").config
+    config.num_labels = 1
+    torch.manual_seed(4)
+    judge = AutoModelForSequenceClassification.from_config(config)
+    judge.save_pretrained(tmp_path / "judge")
+    values = ValueModule(beside(tmp_path / "judge", tokenizer))
+    wanted = dict(judge.model.named_parameters())
+    assert {name: p.shape for name, p in values.body.named_parameters()} == {
+        name: p.shape for name, p in wanted.items()
+    }
+    assert all(torch.equal(p, wanted[name]) for name, p in values.body.named_parameters())
+    assert not values.head.weight.any()
+
+
+def test_what_is_wrong_with_the_critic_is_said_of_the_critic(tmp_path: Path) -> None:
+    _, tokenizer = load(save_tiny_qwen2(tmp_path / "large", extra_tokens=0))
+    with pytest.raises(UsageError, match="no such directory") as caught:
+        beside(tmp_path / "missing/model", tokenizer)
+    assert "critic.path=" in str(caught.value.where)
+    (tmp_path / "large/model.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        beside(tmp_path / "large", tokenizer)
+    assert "critic.path=" in str(caught.value.where)
+
+
+def test_a_critic_that_cannot_read_the_policys_tokens(tmp_path: Path) -> None:
+    _, tokenizer = load(save_tiny_qwen2(tmp_path))
+    tokenizer.add_tokens(["one", "two"])
+    with pytest.raises(UsageError, match="tokenizer knows 259 tokens") as caught:
+        beside(tmp_path, tokenizer)
+    assert "critic.path=" in str(caught.value.where)

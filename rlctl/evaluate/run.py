@@ -31,6 +31,7 @@ from rlctl.reward.protocol import Reward, RewardResult
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.spec.data import DataSpec
+from rlctl.spec.reward import OverlongSpec, RewardSpec
 
 BLOCK = 64
 DEFAULT_KS = (1, 4, 8)
@@ -93,8 +94,13 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> Evaluation:
     clear_leftovers(out)
     with contextlib.ExitStack() as stack:
         stage = stack.enter_context(staged_directory(out))
-        reward = build_reward(target.spec.reward.name if target.spec else "auto", max_error_fraction=1.0)
-        stack.callback(getattr(reward, "close", lambda: None))
+        graded = target.spec.reward if target.spec else RewardSpec()
+        reward = build_reward(
+            graded.model_copy(update={"overlong": OverlongSpec()}),  # it shapes training only
+            max_response_length=sampling.max_response_length,
+            device=device,
+        )
+        stack.callback(reward.close)
         scores, errors = _ask(stage, request, sampling, questions, engine, reward, progress)
         evaluation = Evaluation(
             target=target,

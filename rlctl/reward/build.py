@@ -1,94 +1,187 @@
-"""From `reward.name` to something that scores rollouts."""
+"""From the spec's `reward` section to something that scores rollouts."""
 
 from __future__ import annotations
 
 import math
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, UsageError
+from rlctl.reward.code import CodeScorer
 from rlctl.reward.graders import GRADERS, GraderName, grader_for
-from rlctl.reward.pool import Failure, GradingPool, Verdict
-from rlctl.reward.protocol import Reward, RewardResult
+from rlctl.reward.model import ModelScorer
+from rlctl.reward.overlong import OverlongPenalty
+from rlctl.reward.pool import GradingPool
+from rlctl.reward.protocol import Failure, Reward, RewardResult, Sample, Scorer, Verdict
+from rlctl.reward.sandbox.run import Limits
+from rlctl.spec.reward import RewardSpec, RewardTerm
 
 if TYPE_CHECKING:
     from rlctl.batch import Rollouts
 
 #: Graders that run other people's arithmetic on model output: in child processes, with a deadline.
 NEEDS_DEADLINE = frozenset[GraderName]({"maths"})
+#: Seconds for one call of a user's function: it may ask a server, or import a library when first called.
+FUNCTION_DEADLINE_S = 30.0
 MAX_ERRORS_KEPT = 5
 
 
-def build_reward(name: Literal["auto", "maths", "exact"], max_error_fraction: float) -> Reward:
-    """The reward named in the spec; `auto` chooses the grader by each row's `data_source`."""
-    return GradedReward(None if name == "auto" else name, max_error_fraction)
-
-
-class GradedReward:
-    """Scores are what a grader says of (response text, ground truth).
+def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
+    """The reward the spec describes, ready to score.
 
     Args:
-        grader: who grades; None: by `data_source`.
-        max_error_fraction: share of a batch that may fail before the run stops.
+        spec: the section `reward`.
+        max_response_length: tokens a response may have, for the overlong penalty.
+        device: where a reward model runs, unless the spec names another.
+
+    Raises:
+        UsageError: a function or reward model cannot be used, or two terms have one name.
+        EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
+    """
+    penalty = None
+    if spec.overlong.buffer_length:
+        penalty = OverlongPenalty(
+            max_response_length, spec.overlong.buffer_length, spec.overlong.penalty_factor
+        )
+    terms: dict[str, tuple[float, Scorer]] = {}
+    try:
+        for term in spec.all_terms:
+            if term.label in terms:
+                raise UsageError(
+                    f"two rewards are called {term.label}, so their metrics could not be told apart",
+                    where="reward.terms",
+                    fix="add their weights up in one term, or rename one function",
+                )
+            terms[term.label] = (term.weight, _scorer(term, spec, device))
+    except BaseException:
+        for _, scorer in terms.values():
+            scorer.close()
+        raise
+    return CombinedReward(terms, penalty)
+
+
+def refuse_errors(num_failed: float, num_total: float, first: str, limit: float) -> None:
+    """Stop when too large a share of a batch could not be graded.
+
+    Args:
+        num_failed, num_total: samples, over all ranks.
+        first: text of the first failure known here.
+        limit: `reward.max_error_fraction`.
+
+    Raises:
+        RunFailure: more than `limit` of the samples failed.
+    """
+    if num_failed > limit * num_total:
+        known = f"; the first failure:\n{first.rstrip()}" if first else ""
+        raise RunFailure(
+            f"the grader failed on {num_failed:g} of {num_total:g} responses{known}",
+            where="reward",
+            fix=f"mend the ground truths or the grader, or raise reward.max_error_fraction (now {limit:g})",
+        )
+
+
+class CombinedReward:
+    """A weighted sum of terms, plus the penalty for overlong responses.
+
+    Args:
+        terms: label → (weight, who scores).
+        penalty: None: no penalty.
     """
 
-    def __init__(self, grader: GraderName | None, max_error_fraction: float) -> None:
-        self._grader = grader
-        self._max_error_fraction = max_error_fraction
-        self._pools: dict[GraderName, GradingPool] = {}
+    def __init__(self, terms: dict[str, tuple[float, Scorer]], penalty: OverlongPenalty | None) -> None:
+        self._terms = terms
+        self._penalty = penalty
 
     def score(self, rollouts: Rollouts) -> RewardResult:
         """Scores (B,); see `Reward.score`."""
-        verdicts = self._verdicts(rollouts)
-        failures = [verdict.text for verdict in verdicts if isinstance(verdict, Failure)]
-        fraction = len(failures) / max(1, len(verdicts))
-        if fraction > self._max_error_fraction:
-            raise RunFailure(
-                f"the grader failed on {len(failures)} of {len(verdicts)} responses; "
-                f"the first failure:\n{failures[0].rstrip()}",
-                where="reward",
-                fix="mend the ground truths or the grader, or raise reward.max_error_fraction "
-                f"(now {self._max_error_fraction:g})",
-            )
-        scores = [0.0 if isinstance(verdict, Failure) else verdict for verdict in verdicts]
-        return RewardResult(
-            scores=torch.tensor(scores, dtype=torch.float32),
-            valid=torch.tensor([not isinstance(verdict, Failure) for verdict in verdicts], dtype=torch.bool),
-            errors=failures[:MAX_ERRORS_KEPT],
-            metrics={"reward/num_errors": float(len(failures)), "reward/error_fraction": fraction},
-        )
+        samples = _samples(rollouts)
+        total = torch.zeros(len(samples))
+        valid = torch.ones(len(samples), dtype=torch.bool)
+        parts: dict[str, torch.Tensor] = {}
+        errors: list[str] = []
+        errors_by_term: dict[str, int] = {}
+        for label, (weight, scorer) in self._terms.items():
+            verdicts = scorer.judge(samples)
+            failures = [verdict.text for verdict in verdicts if isinstance(verdict, Failure)]
+            parts[label] = torch.tensor([0.0 if isinstance(v, Failure) else v for v in verdicts])
+            valid &= torch.tensor([not isinstance(v, Failure) for v in verdicts], dtype=torch.bool)
+            total += weight * parts[label]
+            errors += failures[: MAX_ERRORS_KEPT - len(errors)]
+            errors_by_term[label] = len(failures)
+        if self._penalty:
+            parts["overlong"] = self._penalty.of(rollouts.response_mask.sum(-1).cpu())
+            total += parts["overlong"]
+        return RewardResult(torch.where(valid, total, 0.0), valid, parts, errors, errors_by_term)
+
+    def close(self) -> None:
+        """End the grading processes."""
+        for _, scorer in self._terms.values():
+            scorer.close()
+
+
+class GradedScorer:
+    """Scores are what a grader of `rlctl.reward.graders` says.
+
+    Args:
+        grader: who grades; None: by `data_source`.
+    """
+
+    def __init__(self, grader: GraderName | None) -> None:
+        self._grader = grader
+        self._pools: dict[GraderName, GradingPool] = {}
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One verdict per sample, in order."""
+        verdicts: list[Verdict] = [0.0] * len(samples)
+        for grader, positions in self._positions_by_grader(samples).items():
+            graded = self._grade(grader, [samples[i] for i in positions])
+            for position, verdict in zip(positions, graded, strict=True):
+                verdicts[position] = verdict
+        return verdicts
 
     def close(self) -> None:
         """End the grading processes."""
         for pool in self._pools.values():
             pool.close()
 
-    def _verdicts(self, rollouts: Rollouts) -> list[Verdict]:
-        verdicts: list[Verdict] = [0.0] * len(rollouts.response_texts)
-        for grader, positions in self._positions_by_grader(rollouts.data_sources).items():
-            pairs = [(rollouts.response_texts[i], rollouts.ground_truths[i]) for i in positions]
-            for position, verdict in zip(positions, self._grade(grader, pairs), strict=True):
-                verdicts[position] = verdict
-        return verdicts
-
-    def _positions_by_grader(self, data_sources: Sequence[str]) -> dict[GraderName, list[int]]:
+    def _positions_by_grader(self, samples: Sequence[Sample]) -> dict[GraderName, list[int]]:
         positions: dict[GraderName, list[int]] = {}
-        for position, source in enumerate(data_sources):
-            positions.setdefault(self._grader or grader_for(source), []).append(position)
+        for position, sample in enumerate(samples):
+            positions.setdefault(self._grader or grader_for(sample.data_source), []).append(position)
         return positions
 
-    def _grade(self, grader: GraderName, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def _grade(self, grader: GraderName, samples: Sequence[Sample]) -> list[Verdict]:
         if grader in NEEDS_DEADLINE:
-            return self._pools.setdefault(grader, GradingPool(grader)).grade_all(pairs)
-        return [_grade_here(grader, response, ground_truth) for response, ground_truth in pairs]
+            return self._pools.setdefault(grader, GradingPool(grader)).judge(samples)
+        return [_grade_here(grader, sample) for sample in samples]
 
 
-def _grade_here(grader: GraderName, response: str, ground_truth: str) -> Verdict:
+def _scorer(term: RewardTerm, spec: RewardSpec, device: torch.device) -> Scorer:
+    if term.name == "code":
+        return CodeScorer(Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb))
+    if term.name == "model":
+        return ModelScorer(spec.model, device)
+    for grader in GRADERS:
+        if term.name == grader:
+            return GradedScorer(grader)
+    if term.name == "auto":
+        return GradedScorer(None)
+    pool = GradingPool(term.name, deadline_s=FUNCTION_DEADLINE_S)
+    pool.check()
+    return pool
+
+
+def _samples(rollouts: Rollouts) -> list[Sample]:
+    fields = (rollouts.response_texts, rollouts.ground_truths, rollouts.prompt_texts, rollouts.data_sources)
+    return [Sample(*values) for values in zip(*fields, strict=True)]
+
+
+def _grade_here(grader: GraderName, sample: Sample) -> Verdict:
     try:
-        score = GRADERS[grader](response, ground_truth)
+        score = GRADERS[grader](sample.response, sample.ground_truth)
     except Exception:
         return Failure(traceback.format_exc())
     return score if math.isfinite(score) else Failure(f"the grader returned {score}")

@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import rlctl
-from rlctl.reward.graders import GraderName
+from rlctl.errors import UsageError
+from rlctl.reward.protocol import Failure, Sample, Verdict
 
 DEADLINE_S = 5.0
 MAX_WORKERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A response the grader could not judge, and why (a traceback, or one line)."""
-
-    text: str
-
-
-Verdict = float | Failure
-
-
 class GradingPool:
-    """Grades pairs of (response, ground truth) in child processes, started when first needed.
+    """Grades samples in child processes, started when first needed.
 
-    A grading that runs into `deadline_s` or brings its process down is a `Failure` of that pair only.
+    A grading that runs into `deadline_s` or brings its process down is a `Failure` of that sample only.
+
+    Args:
+        grader: a name in `rlctl.reward.graders.GRADERS`, or `file.py:function`.
+        deadline_s: seconds one grading may take.
+        num_workers: processes; None: this rank's share of the cores.
     """
 
     def __init__(
-        self, grader: GraderName, *, deadline_s: float = DEADLINE_S, num_workers: int | None = None
+        self, grader: str, *, deadline_s: float = DEADLINE_S, num_workers: int | None = None
     ) -> None:
-        count = num_workers or _default_num_workers()
+        count = num_workers or share_of_cores()
         self._workers = [_Worker(grader, deadline_s) for _ in range(count)]
 
-    def grade_all(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """One verdict per pair, in order."""
-        count = min(len(self._workers), max(1, len(pairs)))
-        verdicts: list[Verdict] = [0.0] * len(pairs)
+    def check(self) -> None:
+        """Start one process, to see that the grader can be loaded.
+
+        Raises:
+            UsageError: it cannot; says why.
+        """
+        self._workers[0].start()
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One verdict per sample, in order."""
+        count = min(len(self._workers), max(1, len(samples)))
+        verdicts: list[Verdict] = [0.0] * len(samples)
 
         def grade_share(first: int) -> None:
-            for position in range(first, len(pairs), count):
-                verdicts[position] = self._workers[first].grade(*pairs[position])
+            for position in range(first, len(samples), count):
+                verdicts[position] = self._workers[first].grade(samples[position])
 
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(grade_share, range(count)))
@@ -62,38 +66,33 @@ class GradingPool:
 
 
 class _Worker:
-    def __init__(self, grader: GraderName, deadline_s: float) -> None:
+    def __init__(self, grader: str, deadline_s: float) -> None:
         self._grader = grader
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[str] | None = None
 
-    def grade(self, response: str, ground_truth: str) -> Verdict:
-        process = self._process or self._start()
-        if process.stdin is None or process.stdout is None:
-            raise AssertionError("the grading process was started with pipes")
+    def grade(self, sample: Sample) -> Verdict:
         try:
-            process.stdin.write(json.dumps([response, ground_truth]) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            return self._bury(process)
-        reply = json.loads(line)
-        if "error" in reply:
-            return Failure(reply["error"])
-        score = float(reply["score"])
-        return score if math.isfinite(score) else Failure(f"the grader returned {score}")
+            process = self._process or self.start()
+        except UsageError as error:  # it could be loaded when the run began
+            return Failure(str(error))
+        reply = self._exchange(process, json.dumps(asdict(sample)) + "\n")
+        if reply is None:
+            code = self._reap(process)
+            if code == -signal.SIGALRM:
+                return Failure(f"the grading took longer than {self._deadline_s:g} s")
+            return Failure(f"the grading process ended with code {code}")
+        return Failure(reply["error"]) if "error" in reply else float(reply["score"])
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._reap(self._process)
+    def start(self) -> subprocess.Popen[str]:
+        """A process that has loaded the grader.
 
-    def _start(self) -> subprocess.Popen[str]:
+        Raises:
+            UsageError: it could not be loaded.
+        """
         root = str(Path(rlctl.__file__).parents[1])  # importable in the child wherever it is here
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             [sys.executable, "-m", "rlctl.reward.worker", self._grader, str(self._deadline_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,13 +100,32 @@ class _Worker:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": path},
         )
-        return self._process
+        reply = self._exchange(process, "")
+        if reply is None:
+            code = self._reap(process)
+            why = "takes too long" if code == -signal.SIGALRM else f"ends the process with code {code}"
+            raise UsageError(f"importing it {why}", where=self._grader, fix="import it in Python to see more")
+        if "what" in reply:
+            self._reap(process)
+            raise UsageError(reply["what"], where=reply["where"], fix=reply["fix"])
+        return process
 
-    def _bury(self, process: subprocess.Popen[str]) -> Failure:
-        code = self._reap(process)
-        if code == -signal.SIGALRM:
-            return Failure(f"the grading took longer than {self._deadline_s:g} s")
-        return Failure(f"the grading process ended with code {code}")
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._reap(self._process)
+
+    def _exchange(self, process: subprocess.Popen[str], line: str) -> dict[str, Any] | None:
+        """Send a line, if there is one, and read the reply; None when the process is gone."""
+        if process.stdin is None or process.stdout is None:
+            raise AssertionError("the grading process was started with pipes")
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        return dict(json.loads(answer)) if answer else None
 
     def _reap(self, process: subprocess.Popen[str]) -> int:
         self._process = None
@@ -120,7 +138,7 @@ class _Worker:
         return process.wait()
 
 
-def _default_num_workers() -> int:
-    """This rank's share of the cores it may run on."""
+def share_of_cores() -> int:
+    """How many processes this rank may keep busy: its share of the cores it may run on."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // max(1, ranks_here)))

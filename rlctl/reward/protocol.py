@@ -1,7 +1,11 @@
-"""What a reward is: rollouts in, one score per response out."""
+"""What a reward is: rollouts in, one score per response out.
+
+No torch here when it runs: grading processes import this.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,22 +16,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardResult:
-    """Scores of one batch, and what could not be graded."""
+class Sample:
+    """One response and what may be known when it is graded."""
 
-    scores: Tensor  # (B,) float32, 0.0 where not `valid`
-    valid: Tensor  # (B,) bool: False where the grader failed; such a sample is left out, not scored 0
+    response: str
+    ground_truth: str
+    prompt: str = ""  # as the policy reads it, chat template included
+    data_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A response that could not be judged, and why (a traceback, or one line)."""
+
+    text: str
+
+
+Verdict = float | Failure
+
+
+class Scorer(Protocol):
+    """One term of a reward."""
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """A finite score or a `Failure` for each sample, in order."""
+        ...
+
+    def close(self) -> None:
+        """End what it started: processes, threads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """Scores of one batch of B responses, what they are made of, and what could not be graded."""
+
+    scores: Tensor  # (B,) float32: weighted sum of the terms plus any overlong penalty; 0.0 where not `valid`
+    valid: Tensor  # (B,) bool: every term judged it; the others are left out, not scored 0
+    #: term → its own scores (B,) float32 before the weight, and `overlong` when that is on. Meant to be
+    #: read where `valid`; 0.0 where this term failed.
+    parts: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # the first few failures, as text
-    metrics: dict[str, float] = field(default_factory=dict)  # reward/num_errors, reward/error_fraction
+    errors_by_term: dict[str, int] = field(
+        default_factory=dict
+    )  # term → failures; one sample may count in several
+
+    @property
+    def graded(self) -> Tensor:
+        """(B,) `scores` without the overlong penalty: what evaluation and validation report."""
+        penalty = self.parts.get("overlong")
+        return self.scores if penalty is None else self.scores - penalty * self.valid
 
 
 class Reward(Protocol):
     """Grades responses."""
 
     def score(self, rollouts: Rollouts) -> RewardResult:
-        """One score per response, in order.
+        """One score per response, in order. Failures are reported, never raised: see `refuse_errors`."""
+        ...
 
-        Raises:
-            RunFailure: too large a share of the batch could not be graded.
-        """
+    def close(self) -> None:
+        """End the processes it started; a later `score` starts new ones."""
         ...

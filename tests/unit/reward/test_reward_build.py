@@ -1,24 +1,20 @@
-"""Rewards of a batch: failures are counted and left out, never scored."""
+"""Rewards of a batch: terms are added up, failures are counted and left out, never scored."""
 
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlctl.errors import RunFailure
-from rlctl.reward.build import build_reward
-from rlctl.reward.pool import Failure, GradingPool
+from rlctl.errors import RunFailure, UsageError
+from rlctl.reward.build import refuse_errors
+from rlctl.reward.overlong import OverlongPenalty
+from rlctl.reward.pool import GradingPool
+from rlctl.reward.protocol import Failure
+from tests.unit.reward.samples import built, pairs, rollouts
 
 HANGS = "#### (10^9)!"  # one integer product in C: no Python signal handler gets a word in
-
-
-def rollouts(*samples):
-    """What a reward reads of `Rollouts`, from (response, ground truth, source)."""
-    responses, truths, sources = zip(*samples, strict=True)
-    return SimpleNamespace(response_texts=responses, ground_truths=truths, data_sources=sources)
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +25,8 @@ def pool():
     pool.close()
 
 
-@pytest.fixture
-def maths_reward(pool):
-    """The reward of `reward.name=maths`, with its processes already there."""
-
-    def build(max_error_fraction):
-        reward = build_reward("maths", max_error_fraction)
-        reward._pools["maths"] = pool
-        return reward
-
-    return build
-
-
 def test_auto_grades_each_row_by_its_source_and_keeps_the_order():
-    reward = build_reward("auto", 0.0)
+    reward = built(name="auto")
     result = reward.score(
         rollouts(
             ("640", "640", "embedded/addition"),
@@ -56,29 +40,84 @@ def test_auto_grades_each_row_by_its_source_and_keeps_the_order():
     assert result.scores.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert result.valid.dtype == torch.bool
     assert result.valid.all()
-    assert result.metrics == {"reward/num_errors": 0.0, "reward/error_fraction": 0.0}
+    assert result.errors == []
+    assert result.errors_by_term == {"auto": 0}
 
 
-def test_a_failed_grading_is_left_out_and_counted(maths_reward):
-    result = maths_reward(0.5).score(rollouts(("#### 1", "1", "x"), ("#### 1", "€", "x")))
+def test_terms_are_weighted_and_a_failure_of_one_invalidates_the_sum(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def half(response):\n    return {'a': 0.5, 'b': -3}[response]\n")
+    terms = [{"name": "exact", "weight": 2.0}, {"name": f"{file}:half", "weight": -0.5}]
+    reward = built(terms=terms)
+    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x"), ("c", "c", "x")))
+    reward.close()
+    assert result.scores.tolist() == [2.0 * 1.0 - 0.5 * 0.5, 2.0 * 0.0 - 0.5 * -3.0, 0.0]
+    assert result.valid.tolist() == [True, True, False]
+    assert {name: part.tolist() for name, part in result.parts.items()} == {
+        "exact": [1.0, 0.0, 1.0],
+        "half": [0.5, -3.0, 0.0],
+    }
+    assert result.errors_by_term == {"exact": 0, "half": 1}
+    assert "KeyError: 'c'" in result.errors[0]
+    assert "mine.py" in result.errors[0]
+    assert "rlctl/reward" not in result.errors[0]
+
+
+def test_two_terms_of_one_name_are_refused():
+    with pytest.raises(UsageError, match="two rewards are called exact"):
+        built(terms=[{"name": "exact"}, {"name": "exact", "weight": 2.0}])
+
+
+def test_overlong_penalty_by_hand():
+    """L_max 10, buffer 4, factor 2: 0 up to 6, then 0.5 per token, −2 from 10 on."""
+    penalty = OverlongPenalty(max_length=10, buffer_length=4, factor=2.0)
+    lengths = torch.tensor([0, 1, 5, 6, 7, 8, 9, 10, 11])
+    assert penalty.of(lengths).tolist() == [0.0, 0.0, 0.0, 0.0, -0.5, -1.0, -1.5, -2.0, -2.0]
+
+
+def test_the_penalty_is_added_to_the_sum_and_kept_apart():
+    overlong = {"buffer_length": 4, "penalty_factor": 2.0}
+    reward = built(terms=[{"name": "exact", "weight": 3.0}], overlong=overlong, max_response_length=10)
+    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x"), ("a", "a", "x"), lengths=[6, 8, 10]))
+    assert result.scores.tolist() == [3.0, -1.0, 1.0]
+    assert result.parts["overlong"].tolist() == [0.0, -1.0, -2.0]
+    assert result.graded.tolist() == [3.0, 0.0, 3.0]
+
+
+def test_an_unjudged_sample_gets_no_penalty_either(tmp_path):
+    (tmp_path / "f.py").write_text("def f(): raise ValueError('always')\n")
+    reward = built(name=f"{tmp_path}/f.py:f", overlong={"buffer_length": 4}, max_response_length=8)
+    result = reward.score(rollouts(("a", "a", "x"), lengths=[8]))
+    reward.close()
+    assert result.scores.tolist() == result.graded.tolist() == [0.0]
+    assert not result.valid.any()
+
+
+def test_a_failed_grading_is_left_out_and_counted():
+    reward = built(name="maths")
+    result = reward.score(rollouts(("#### 1", "1", "x"), ("#### 1", "€", "x")))
+    reward.close()
     assert result.scores.tolist() == [1.0, 0.0]
     assert result.valid.tolist() == [True, False]
-    assert result.metrics == {"reward/num_errors": 1.0, "reward/error_fraction": 0.5}
+    assert result.errors_by_term == {"maths": 1}
     assert "'€' is not a mathematical expression" in result.errors[0]
 
 
-def test_too_many_failures_stop_the_run_with_the_traceback(maths_reward):
-    reward = maths_reward(0.4)
+def test_too_many_failures_are_refused_with_the_first_text():
+    refuse_errors(1.0, 2.0, "boom\n", 0.5)
+    refuse_errors(0.0, 0.0, "", 0.0)
     with pytest.raises(
-        RunFailure, match=r"failed on 1 of 2 responses(.|\n)*Traceback(.|\n)*ValueError"
+        RunFailure, match=r"failed on 1 of 2 responses; the first failure:\nboom \(mend"
     ) as caught:
-        reward.score(rollouts(("#### 1", "1", "x"), ("#### 1", "€", "x")))
+        refuse_errors(1.0, 2.0, "boom\n", 0.4)
     assert "max_error_fraction" in caught.value.fix
+    with pytest.raises(RunFailure, match=r"failed on 3 of 4 responses \(mend"):
+        refuse_errors(3.0, 4.0, "", 0.4)  # they were all on another rank
 
 
 def test_a_grading_that_hangs_is_ended_and_the_others_go_on(pool):
     start = time.monotonic()
-    verdicts = pool.grade_all([("#### 1", "1"), (HANGS, "1"), ("#### 2", "1"), ("#### 1", "1")])
+    verdicts = pool.judge(pairs(("#### 1", "1"), (HANGS, "1"), ("#### 2", "1"), ("#### 1", "1")))
     assert time.monotonic() - start < 15
     assert verdicts[0] == 1.0
     assert verdicts[1] == Failure("the grading took longer than 1 s")
@@ -86,27 +125,29 @@ def test_a_grading_that_hangs_is_ended_and_the_others_go_on(pool):
 
 
 def test_a_grading_process_that_dies_is_replaced(pool):
-    assert pool.grade_all([("#### 1", "1")]) == [1.0]
+    one = pairs(("#### 1", "1"))
+    assert pool.judge(one) == [1.0]
     process = pool._workers[0]._process  # a single grading goes to the first
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert pool.grade_all([("#### 1", "1")]) == [Failure("the grading process ended with code -9")]
-    assert pool.grade_all([("#### 1", "1")]) == [1.0]
+    assert pool.judge(one) == [Failure("the grading process ended with code -9")]
+    assert pool.judge(one) == [1.0]
 
 
 def test_closing_leaves_no_process(pool):
-    pool.grade_all([("#### 1", "1"), ("#### 1", "1")])
+    pool.judge(pairs(("#### 1", "1"), ("#### 1", "1")))
     processes = [worker._process for worker in pool._workers]
     pool.close()
     assert all(process.returncode is not None for process in processes)
 
 
 def test_odd_text_survives_the_way_to_the_process(pool):
-    assert pool.grade_all([("\ud800\n\r\u2028\x00 #### 7", "7"), ("naïve €\n#### 7", "7")]) == [1.0, 1.0]
+    odd = pairs(("\ud800\n\r\u2028\x00 #### 7", "7"), ("naïve €\n#### 7", "7"))
+    assert pool.judge(odd) == [1.0, 1.0]
 
 
 def test_exact_grading_takes_milliseconds():
-    reward = build_reward("exact", 0.0)
+    reward = built(name="exact")
     batch = rollouts(*[(str(i), str(i % 2), "embedded/addition") for i in range(1024)])
     reward.score(batch)
     start = time.perf_counter()

@@ -1,0 +1,216 @@
+"""Programs, judged by running them against the ground truth's tests in a sandbox.
+
+What the tests expect stays in this process wherever it can: the program is asked for values, and they
+are compared here. Only test code that is not of the form `assert CALL == LITERAL` runs beside the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from rlctl.reward.pool import share_of_cores
+from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.reward.sandbox.jail import encode
+from rlctl.reward.sandbox.run import Limits, Outcome, Step, check_sandbox, run_program
+
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*(?:python|py)[0-9]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+#: Floats that differ by less are the same answer.
+TOLERANCE = 1e-9
+
+
+class CodeScorer:
+    """1.0 when the response's program passes every test of its ground truth, else 0.0.
+
+    A program that crashes, hangs or takes too much memory is wrong. A ground truth that holds no tests
+    is a `Failure`, and so is a sandbox that cannot be set up.
+
+    Raises:
+        EnvironmentFailure: this machine cannot confine programs.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        check_sandbox(limits)
+        self._limits = limits
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One verdict per sample, in order; as many programs at once as this rank has cores."""
+        with ThreadPoolExecutor(share_of_cores()) as threads:
+            return list(threads.map(self._grade, samples))
+
+    def close(self) -> None:
+        """Nothing outlives a grading."""
+
+    def _grade(self, sample: Sample) -> Verdict:
+        try:
+            tests = parse_tests(sample.ground_truth)
+        except ValueError as error:
+            return Failure(f"the ground truth holds no tests: {error}")
+        program = program_of(sample.response)
+        return tests.run(program, self._limits)
+
+
+def program_of(response: str) -> str:
+    """The last fenced Python block, or the whole response when there is none."""
+    blocks = _BLOCK.findall(response)
+    return blocks[-1] if blocks else response
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptTests:
+    """Inputs and what a script must print for them, but for white space."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def run(self, program: str, limits: Limits) -> Verdict:
+        """One process per input, up to the first that is wrong; the time limit is for all together."""
+        end = time.monotonic() + limits.timeout_s
+        for given, wanted in zip(self.inputs, self.outputs, strict=True):
+            left = end - time.monotonic()
+            if left <= 0.0:
+                return 0.0
+            outcome = run_program(program, replace(limits, timeout_s=left), stdin=given)
+            if outcome.refused:
+                return _broken(outcome)
+            if outcome.exit_code != 0 or _words(outcome.stdout) != _words(wanted):
+                return 0.0
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTests:
+    """Steps after the program, and the values that those of kind `eval` must have."""
+
+    steps: tuple[Step, ...]
+    values: tuple[Any, ...]
+    #: As in JSON: tuples are lists, keys are text.
+    as_json: bool
+
+    def run(self, program: str, limits: Limits) -> Verdict:
+        """All steps in one process."""
+        outcome = run_program(program, limits, steps=self.steps)
+        if outcome.refused:
+            return _broken(outcome)
+        if not outcome.finished or len(outcome.values) != len(self.values):
+            return 0.0
+        try:
+            found = [_as_json(value) for value in outcome.values] if self.as_json else outcome.values
+            return float(all(map(_same, found, self.values)))
+        except (RecursionError, TypeError, ValueError):  # nested too deep, or not written by `encode`
+            return 0.0
+
+
+Tests = ScriptTests | StepTests
+
+
+@lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
+def parse_tests(ground_truth: str) -> Tests:
+    """Tests in one of three forms; see docs/rewards.md.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if ground_truth.lstrip().startswith("{"):
+        try:
+            values = json.loads(ground_truth)
+        except ValueError as error:
+            raise ValueError(f"it starts like JSON, but {error}") from None
+        return _json_tests(values)
+    return _assert_tests(ground_truth)
+
+
+def _json_tests(values: dict[str, Any]) -> Tests:
+    inputs, outputs, name = values.get("inputs"), values.get("outputs"), values.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError("`inputs` and `outputs` must be lists")
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+    if name is None:
+        if not all(isinstance(text, str) for text in [*inputs, *outputs]):
+            raise ValueError(
+                "without `fn_name` every input and output is the text of standard input and output"
+            )
+        return ScriptTests(tuple(inputs), tuple(outputs))
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"`fn_name` is {name!r}")
+    if not all(isinstance(arguments, list) for arguments in inputs):
+        raise ValueError("with `fn_name` every input is the list of arguments of one call")
+    # Many data sets take their functions from sites where they are methods of `class Solution`.
+    found = f"{name} if '{name}' in globals() else Solution().{name}"
+    calls: list[Step] = [("eval", f"({found})(*{arguments!r})") for arguments in inputs]
+    return StepTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
+
+
+def _assert_tests(text: str) -> StepTests:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"neither JSON nor Python: {error}") from None
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise ValueError("there is no assert in it")
+    steps: list[Step] = []
+    values: list[Any] = []
+    for statement in tree.body:
+        equation = _equation(statement)
+        if equation is None:
+            steps.append(("exec", ast.unparse(statement)))
+        else:
+            asked, value = equation
+            steps.append(("eval", ast.unparse(asked)))
+            values.append(encode(value))
+    return StepTests(tuple(steps), tuple(values), as_json=False)
+
+
+def _equation(statement: ast.stmt) -> tuple[ast.expr, Any] | None:
+    """What `assert ASKED == LITERAL` (or the other way round) asks for, and the literal's value."""
+    match statement:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            for asked, expected in ((left, right), (right, left)):
+                try:
+                    return asked, ast.literal_eval(expected)
+                except (ValueError, TypeError):
+                    continue
+    return None
+
+
+def _broken(outcome: Outcome) -> Failure:
+    return Failure(f"the sandbox could not be set up: {outcome.refused}")
+
+
+def _words(text: str) -> list[list[str]]:
+    """The words of every line, without empty lines at the end."""
+    return [line.split() for line in text.rstrip().split("\n")]
+
+
+def _as_json(code: Any) -> Any:
+    """An encoded value (see `encode`) as it would come back from JSON, still encoded."""
+    match code:
+        case ["list" | "tuple", *items]:
+            return ["list", *map(_as_json, items)]
+        case ["dict", *pairs]:
+            texts = [
+                [key if isinstance(key, str) else json.dumps(key), _as_json(item)] for key, item in pairs
+            ]
+            return ["dict", *sorted(texts, key=lambda pair: json.dumps(pair[0]))]
+    return code
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Equality of encoded values; floats may differ by rounding."""
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(found, float) or isinstance(wanted, float):
+        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
+        return numbers and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(found == wanted)

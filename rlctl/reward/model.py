@@ -1,0 +1,163 @@
+"""A reward model: a Hugging Face sequence classifier with one output, whose logit is the score."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.errors import EnvironmentFailure, RlctlError, UsageError
+from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.spec.reward import RewardModelSpec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FIX = (
+    "name a sequence classifier with one output; reward.model.trust_remote_code=true if it ships its own code"
+)
+
+
+class ModelScorer:
+    """Scores are the classifier's logits in float32.
+
+    It reads prompt and response as a user's and an assistant's turn where its tokenizer has a chat
+    template, else one after the other. Beyond `max_length` tokens the start is cut off.
+
+    Args:
+        spec: which model, and how it runs.
+        device: where, unless the spec says.
+
+    Raises:
+        UsageError: no such model, not one output, or a checkpoint without the output layer.
+        EnvironmentFailure: the hub or the device cannot be reached.
+    """
+
+    def __init__(self, spec: RewardModelSpec, device: torch.device) -> None:
+        self._model, self._tokenizer = _load(spec)
+        self._device = _device(spec, device)
+        try:
+            self._model.to(self._device).eval()
+        except (RuntimeError, AssertionError) as error:
+            raise EnvironmentFailure(
+                f"the reward model cannot be put on {self._device}: {_first_line(error)}",
+                where=f"reward.model.device={spec.device}",
+                fix="name a device this machine has, with memory left",
+            ) from error
+        self._batch_size = spec.batch_size
+        self._max_length = spec.max_length
+
+    @torch.no_grad()
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One logit per sample, in order; a `Failure` where it is not finite."""
+        verdicts: list[Verdict] = [0.0] * len(samples)
+        ids: dict[int, list[int]] = {}
+        for place, sample in enumerate(samples):
+            tokens = self._tokens(sample)
+            if isinstance(tokens, Failure):
+                verdicts[place] = tokens
+            else:
+                ids[place] = tokens
+        readable = sorted(ids, key=lambda place: len(ids[place]))  # like lengths waste the least padding
+        for start in range(0, len(readable), self._batch_size):
+            rows = readable[start : start + self._batch_size]
+            batch = self._tokenizer.pad(
+                {"input_ids": [ids[row] for row in rows]}, padding_side="right", return_tensors="pt"
+            ).to(self._device)
+            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            for row, score in zip(rows, logits.float().squeeze(-1).tolist(), strict=True):
+                verdicts[row] = (
+                    score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
+                )
+        return verdicts
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _tokens(self, sample: Sample) -> list[int] | Failure:
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template:
+            turns = [
+                {"role": "user", "content": sample.prompt},
+                {"role": "assistant", "content": sample.response},
+            ]
+            try:
+                text = tokenizer.apply_chat_template(turns, tokenize=False)
+            except Exception as error:  # Jinja's own errors and whatever the template raises
+                return Failure(f"the reward model's chat template refuses the sample: {error}")
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = tokenizer(sample.prompt + sample.response)["input_ids"]
+        return list(ids[-self._max_length :]) or Failure("neither prompt nor response has tokens")
+
+
+def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    path = spec.path
+    where = f"reward.model.path={path}"
+    if path is None:
+        raise UsageError("the reward model has no path", where="reward.model.path", fix=_FIX)
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise UsageError("not a Hugging Face model directory: no config.json in it", where=where, fix=_FIX)
+    trust = {"trust_remote_code": spec.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **trust)
+        if config.num_labels != 1:
+            raise UsageError(
+                f"a reward model has one output, this one has {config.num_labels}", where=where, fix=_FIX
+            )
+        tokenizer = AutoTokenizer.from_pretrained(path, **trust)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=_DTYPES[spec.dtype], output_loading_info=True, **trust
+        )
+    except (OSError, SafetensorError) as error:
+        raise _not_loaded(path, where, error) from error
+    except (ValueError, KeyError, ImportError) as error:
+        raise UsageError(f"not a reward model: {_first_line(error)}", where=where, fix=_FIX) from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
+    _settle_padding(model, tokenizer, where)
+    return model, tokenizer
+
+
+def _settle_padding(model: Any, tokenizer: Any, where: str) -> None:
+    """Classifiers find a sequence's last token by its not being padding."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise UsageError("its tokenizer has neither a padding nor an end-of-sequence token", where=where)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _device(spec: RewardModelSpec, rank_device: torch.device) -> torch.device:
+    try:
+        return torch.device(spec.device) if spec.device else rank_device
+    except RuntimeError as error:
+        raise UsageError(
+            f"no such device: {_first_line(error)}",
+            where=f"reward.model.device={spec.device}",
+            fix="cpu, cuda:0 …",
+        ) from error
+
+
+def _not_loaded(path: str, where: str, error: Exception) -> RlctlError:
+    if (Path(path) / "config.json").is_file():
+        return UsageError(f"the model cannot be read: {_first_line(error)}", where=where)
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
+    return EnvironmentFailure(
+        f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
+        where=where,
+        fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

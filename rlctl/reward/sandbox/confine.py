@@ -1,0 +1,129 @@
+"""A process gives up what it could do to the machine. Linux, standard library only.
+
+Every function raises `OSError` when the kernel refuses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+
+MAX_FILE_BYTES = 16 << 20
+MAX_OPEN_FILES = 64
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER, _SIGKILL = 2, 9
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITY_VERSION_3 = 0x20080522
+#: Numbers alike on every machine: create a rule set, add to it, enter it.
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH, _O_PATH = 1, 1, 0o10000000
+
+# Landlock's rights (linux/landlock.h).
+_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = (
+    1 << bit for bit in (1, 2, 3, 5, 8, 14)
+)
+READ = _READ_FILE | _READ_DIR
+CHANGE = READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | _TRUNCATE
+_ON_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
+#: Version of Landlock → number of rights it knows of (those of later versions are left alone).
+_NUM_RIGHTS = {1: 13, 2: 14, 3: 15}
+
+#: Readable beside Python itself: shared libraries, time zones, random numbers.
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/zero",
+    "/dev/random",
+    "/dev/urandom",
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def limit_resources(*, memory_bytes: int, cpu_s: int) -> None:
+    """Bound memory, processor time, file size and open files; no core dumps."""
+    for what, bound in {
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }.items():
+        _, hard = resource.getrlimit(what)
+        value = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(what, (value, value))
+
+
+def die_with_parent() -> None:
+    """Be killed when the process (or thread) that started this one ends."""
+    _checked(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def drop_privileges(machine: str) -> None:
+    """Gain none by running programs, and give up those of root."""
+    _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    _checked(_libc.syscall(_CAPSET[machine], header, nothing), "capset")
+
+
+def landlock_version() -> int:
+    """0 where the kernel has no Landlock (before 5.13, or switched off)."""
+    return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)))
+
+
+def confine_files(changeable: str) -> None:
+    """With Landlock: read Python and the system's libraries, change files in one directory, nothing else.
+
+    No directories or links can be made in it, so that it is easily removed.
+    """
+    rights = (1 << _NUM_RIGHTS.get(landlock_version(), 15)) - 1
+    rules = _checked(
+        _libc.syscall(_LANDLOCK_CREATE, struct.pack("=Q", rights), 8, 0), "landlock_create_ruleset"
+    )
+    for path in {sys.prefix, sys.base_prefix, sys.base_exec_prefix, *SYSTEM}:
+        _allow(rules, path, READ & rights)
+    _allow(rules, os.devnull, (READ | _WRITE_FILE | _TRUNCATE) & rights)
+    _allow(rules, changeable, CHANGE & rights)
+    _checked(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+def _allow(rules: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, _O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    rights &= ~0 if os.path.isdir(path) else _ON_FILES  # noqa: PTH112
+    rule = struct.pack("=Qi", rights, place)
+    _checked(
+        _libc.syscall(_LANDLOCK_ADD, rules, _LANDLOCK_PATH_BENEATH, rule, 0), f"landlock_add_rule({path})"
+    )
+    os.close(place)
+
+
+def filter_system_calls(program: bytes) -> None:
+    """Install a seccomp filter, for good."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    described = Program(len(program) // 8, ctypes.addressof(instructions))
+    _checked(
+        _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(described), 0, 0),
+        "prctl(PR_SET_SECCOMP)",
+    )
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result

@@ -1,0 +1,109 @@
+"""Reward models: the logit of each text alone, whatever it is batched with."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.reward.model import ModelScorer
+from rlctl.reward.protocol import Failure, Sample
+from rlctl.spec.reward import RewardModelSpec
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", *"abcdefgh"]
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
+SAMPLES = [
+    Sample("b c", "", "a"),
+    Sample("d", "", "a b c d e f"),
+    Sample("", "", "h"),
+    Sample("a b c", "", "g g"),
+]
+
+
+def shape(**more):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, initializer_range=0.5, **sizes, **more)
+
+
+def tokenizer(chat_template=None):
+    base = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    base.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, pad_token="<pad>", eos_token="</s>", chat_template=chat_template
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of a model without and with chat template."""
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(shape(num_labels=1)).eval()
+    folders = {}
+    for name, template in {"plain": None, "chat": TEMPLATE}.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+        tokenizer(template).save_pretrained(folders[name])
+    return model, folders
+
+
+def scorer(path, **settings):
+    spec = RewardModelSpec(path=str(path), **{"dtype": "fp32", **settings})
+    return ModelScorer(spec, torch.device("cpu"))
+
+
+def logits(model, words):
+    ids = torch.tensor([[WORDS.index(word) for word in words.split()]])
+    with torch.no_grad():
+        return model(input_ids=ids).logits.item()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_scores_do_not_depend_on_the_batch(saved, batch_size):
+    model, folders = saved
+    texts = ["<s> ab c", "<s> a b c d e fd", "<s> h", "<s> g ga b c"]
+    wanted = [logits(model, " ".join(w if w in WORDS else "<unk>" for w in text.split())) for text in texts]
+    assert scorer(folders["plain"], batch_size=batch_size).judge(SAMPLES) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_chat_template_makes_turns_of_prompt_and_response(saved):
+    model, folders = saved
+    wanted = [logits(model, f"user {s.prompt} </s> assistant {s.response} </s>") for s in SAMPLES]
+    assert scorer(folders["chat"], batch_size=2).judge(SAMPLES) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_what_is_too_long_loses_its_start(saved):
+    model, folders = saved
+    wanted = logits(model, "</s> assistant d </s>")
+    assert scorer(folders["chat"], max_length=4).judge(SAMPLES)[1] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_score_that_is_not_finite_is_a_failure(saved):
+    broken = scorer(saved[1]["plain"])
+    broken._model.score.weight.data.fill_(torch.nan)
+    assert broken.judge(SAMPLES[:1]) == [Failure("the reward model's score is nan")]
+
+
+def test_a_model_that_is_no_reward_model_is_refused(saved, tmp_path):
+    LlamaForSequenceClassification(shape(num_labels=2)).save_pretrained(tmp_path / "two")
+    LlamaForCausalLM(shape(num_labels=1)).save_pretrained(tmp_path / "policy")
+    tokenizer().save_pretrained(tmp_path / "policy")
+    with pytest.raises(UsageError, match="one output, this one has 2"):
+        scorer(tmp_path / "two")
+    with pytest.raises(UsageError, match=r"lack score\.weight"):
+        scorer(tmp_path / "policy")
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        scorer(tmp_path / "nothing")
+
+
+def test_a_device_that_is_not_there_is_refused(saved):
+    with pytest.raises(UsageError, match="no such device"):
+        scorer(saved[1]["plain"], device="cuuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(EnvironmentFailure, match="cannot be put on cuda:1"):
+            scorer(saved[1]["plain"], device="cuda:1")

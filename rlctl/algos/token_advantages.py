@@ -54,14 +54,23 @@ def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
     return gae(token_level_rewards, nothing, response_mask, gamma, lam=1.0)[0]
 
 
+def score_norms(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """‖∇ log π‖² of each sampled token in its logits, (B, T): 1 − 2π + Σ_v π(v)².
+
+    Args:
+        log_probs: of the sampled tokens.
+        sum_pi_squared: Σ_v π(v)² over the vocabulary, at each token.
+    """
+    return 1.0 - 2.0 * log_probs.exp() + sum_pi_squared
+
+
 @torch.no_grad()
 def optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     group_ids: Tensor,
     valid: Tensor,
-    log_probs: Tensor,
-    sum_pi_squared: Tensor,
+    norms: Tensor,
 ) -> Tensor:
     """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over siblings.
 
@@ -75,13 +84,11 @@ def optimal_token_baseline(
 
     Args:
         group_ids, valid: (B,), as in `rlctl.algos.advantages`.
-        log_probs: log-probs of the sampled tokens under the policy that is about to be updated.
-        sum_pi_squared: that policy's Σ_v π(v)² over the vocabulary, at each token.
+        norms: `score_norms` of the policy that is about to be updated.
     """
     present = response_mask & valid[:, None]
     returns = reward_to_go(token_level_rewards, present, 1.0).double()
-    norm = 1.0 - 2.0 * log_probs.double().exp() + sum_pi_squared.double()
-    energy = torch.where(present, norm.clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0, but for rounding
+    energy = torch.where(present, norms.double().clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0, but for rounding
 
     _, index = torch.unique(group_ids, return_inverse=True)
     energy = torch.where(present, energy, 0.0)

@@ -122,7 +122,7 @@ def _spread(scored: ScoredBatch, advantages: Tensor) -> Estimate:
 
 def _whitened(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
     """Zero mean and unit variance over the response tokens of the whole batch, on all ranks."""
-    moments = ranks.to_host(tokenwise.whitening_tally(values, mask)).moments("whiten")
+    moments = ranks.to_host(tokenwise.whitening_tally(values, mask)).moments("whitened")
     return tokenwise.whiten(values, mask, moments.mean, moments.sample_std)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlctl.algos.token_advantages import score_norms
 from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -99,7 +100,7 @@ def _policy(
         outputs = [run.actor.policy(part, sum_pi_squared=needs_norms) for part in parts]
     own = torch.cat([output.log_probs for output in outputs])
     squares = [output.sum_pi_squared for output in outputs if output.sum_pi_squared is not None]
-    norms = 1.0 - 2.0 * own.exp() + torch.cat(squares) if squares else None
+    norms = score_norms(own, torch.cat(squares)) if squares else None
     return rollouts.rollout_log_probs if bypass else own, norms
 
 

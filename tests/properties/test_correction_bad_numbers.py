@@ -9,8 +9,8 @@ import torch
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import ppo_clip, reinforce
-from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.losses import POLICY_LOSSES
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from tests.properties.batches import Batch, factor_and_metrics, make_batch, weight_rules
 
 RULES = (
@@ -60,7 +60,7 @@ def test_a_bad_number_costs_its_own_sequence_and_nothing_else(weight, value: flo
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", ["reinforce", "ppo_clip"])
+@pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", MODES)
 def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: str) -> None:
     batch = make_batch(8, rows=8)
@@ -70,12 +70,15 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
     correction = batch.correct(CorrectionRules(WeightRule(level, normalize=True), RULES))
     log_probs = batch.log_probs.clone().requires_grad_()
     loss_mask = batch.mask & correction.keep_mask
-    if loss_type == "reinforce":
-        loss = reinforce(log_probs, batch.advantages, loss_mask, correction.weights)
-    else:
-        old, clips = batch.rollout_log_probs, {"clip_low": 0.2, "clip_high": 0.3}
-        loss = ppo_clip(log_probs, old, batch.advantages, loss_mask, correction.weights, **clips)
-        assert loss.clipped is not None
+    loss = POLICY_LOSSES[loss_type](
+        LossRule(loss_type, clip_high=0.3, clip_c=3.0),
+        log_probs,
+        batch.rollout_log_probs,
+        batch.advantages,
+        loss_mask,
+        correction.weights,
+    )
+    if loss.clipped is not None:
         assert not (loss.clipped & ~loss_mask).any()
     total = aggregate(loss.values, batch.mask, Denominators(20.0, 6.0), mode, horizon=6)
     total.backward()
@@ -110,7 +113,14 @@ def test_nothing_survives(level, convention, why: str) -> None:
 
     log_probs = batch.log_probs.clone().requires_grad_()
     weights = None if found.weights is None else found.weights / factor
-    loss = reinforce(log_probs, batch.advantages, batch.mask & found.keep_mask, weights)
+    loss = POLICY_LOSSES["reinforce"](
+        LossRule("reinforce"),
+        log_probs,
+        batch.rollout_log_probs,
+        batch.advantages,
+        batch.mask & found.keep_mask,
+        weights,
+    )
     denominators = Denominators(host.sums["kept_tokens"], host.sums["kept_sequences"])
     for mode in MODES:
         total = aggregate(loss.values, batch.mask & found.keep_mask, denominators, mode, horizon=6)

@@ -11,11 +11,12 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
 from rlctl.algos.losses import reinforce
-from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from tests.properties.batches import Batch, factor_and_metrics, make_batch, reject_rules, weight_rules
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 HORIZON = 8
+RULE = LossRule("reinforce")
 
 
 class Update:
@@ -42,7 +43,9 @@ class Update:
         for part, correction, keep in zip(parts, corrections, self.keep, strict=True):
             log_probs = part.log_probs.clone().requires_grad_()
             weights = None if correction.weights is None else correction.weights / self.factor
-            values = reinforce(log_probs, part.advantages, keep, weights).values
+            values = reinforce(
+                RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights
+            ).values
             loss = aggregate(values, keep if after else part.mask, whole, mode, horizon=HORIZON)
             loss.backward()
             assert log_probs.grad is not None

@@ -16,7 +16,14 @@ from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.losses import POLICY_LOSSES
 from rlctl.algos.rules import LossRule
-from rlctl.algos.token_advantages import gae, optimal_token_baseline, reward_to_go, whiten, whitening_tally
+from rlctl.algos.token_advantages import (
+    gae,
+    optimal_token_baseline,
+    reward_to_go,
+    score_norms,
+    whiten,
+    whitening_tally,
+)
 from rlctl.algos.value_loss import value_loss
 from tests.properties.batches import make_batch
 from tests.reference import verl_helper
@@ -143,7 +150,8 @@ def test_optimal_token_baseline(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     probability = torch.rand(mask.shape, generator=generator) * 0.9
     squares = probability**2 + 0.5 * (1 - probability) ** 2
-    ours = optimal_token_baseline(rewards, mask, GROUPS, EVERYONE, probability.log(), squares)
+    norms = score_norms(probability.log(), squares)
+    ours = optimal_token_baseline(rewards, mask, GROUPS, EVERYONE, norms)
     theirs, _ = verl.compute_optimal_token_baseline_advantage(
         rewards, mask.float(), GROUPS.numpy(), probability.log(), squares
     )

@@ -17,6 +17,7 @@ from rlctl.algos.token_advantages import (
     gae,
     optimal_token_baseline,
     reward_to_go,
+    score_norms,
     whiten,
     whitening_tally,
 )
@@ -77,9 +78,10 @@ def test_optimal_token_baseline_equals_the_reference(seed: int) -> None:
     rewards = rewards.masked_fill(~valid[:, None], math.nan)
     inputs = (rewards, mask, groups, valid, batch.log_probs, sum_squares)
     expected = torch.tensor(reference.optimal_token_baseline(*(x.tolist() for x in inputs)))
-    torch.testing.assert_close(optimal_token_baseline(*inputs), expected, rtol=1e-4, atol=1e-5)
+    ours = (rewards, mask, groups, valid, score_norms(batch.log_probs, sum_squares))
+    torch.testing.assert_close(optimal_token_baseline(*ours), expected, rtol=1e-4, atol=1e-5)
     order = torch.randperm(len(mask), generator=generator)
-    found = optimal_token_baseline(*(x[order] for x in inputs))
+    found = optimal_token_baseline(*(x[order] for x in ours))
     torch.testing.assert_close(found, expected[order], rtol=1e-4, atol=1e-5)
 
 
@@ -90,7 +92,7 @@ def test_optimal_token_baseline_by_hand() -> None:
     probability = torch.tensor([[0.5, 0.5, 0.5], [0.9, 0.5, 0.0], [0.5, 0.0, 0.0]])
     squares = probability**2 + (1 - probability) ** 2
     found = optimal_token_baseline(
-        rewards, mask, torch.tensor([0, 0, 1]), torch.ones(3) > 0, probability.log(), squares
+        rewards, mask, torch.tensor([0, 0, 1]), torch.ones(3) > 0, score_norms(probability.log(), squares)
     )
     first, second = 0.5 / 0.52, 1.0 / 1.52  # W: 0.5 against 0.02, then 1 against 0.52
     expected = torch.tensor([[1 - first, 1 - second, 1.0], [-first, -second, 0.0], [0.0, 0.0, 0.0]])
@@ -103,7 +105,7 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
     groups, rewards = torch.zeros(2, dtype=torch.int64), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     for rounding in (0.0, -1.0e-7, 1.0e-7):
         squares = torch.tensor([[1.0 + rounding, 1.0], [1.0 - 0.9 * rounding, 1.0]], dtype=torch.float64)
-        found = optimal_token_baseline(rewards, mask, groups, mask[0], certain, squares)
+        found = optimal_token_baseline(rewards, mask, groups, mask[0], score_norms(certain, squares))
         assert found.abs().max() <= 1.0  # a baseline among the returns
 
 

@@ -115,8 +115,8 @@ def check_sandbox(limits: Limits) -> None:
         raise EnvironmentFailure(
             f"responses cannot be run safely here: {why}",
             where="reward.name=code",
-            fix="use Linux on x86_64 or aarch64 that lets processes install seccomp filters, with limits under "
-            "which Python starts; or grade with a function of your own (reward.name=file.py:function)",
+            fix="use Linux on x86_64 or aarch64 that lets processes install seccomp filters, and limits "
+            "under which Python starts; or grade with a function of your own (reward.name=file.py:function)",
         )
 
 

@@ -14,7 +14,7 @@ from rlctl.prefix import can_share_prefix
 
 
 class ValueHead(nn.Linear):
-    """One number per state, in float32 whatever the body's dtype: bf16 has three digits for a return.
+    """One number per state, computed in float32: bf16 has less than three digits for a return.
 
     It starts at zero, so that every value is 0.0 until it has been learnt: the first advantages are
     the rewards' own, not a random projection of the body's states.

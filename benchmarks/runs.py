@@ -1,0 +1,159 @@
+"""Many short training runs, side by side in processes of their own, each remembered once it is done.
+
+A fork server imports torch, transformers and DeepSpeed once; every run is then a fork of it and trains
+through the real path (`run_rank`, what `rlctl train` calls for one rank). Finished runs are lines of a
+JSON file, so a study that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+REWARD = "critic/score/mean"
+#: Metrics kept of every run, as means over its steps.
+KEPT = {
+    "raw_ess": "rollout_corr/rollout_is_raw_eff_sample_size",
+    "masked": "rollout_corr/rollout_rs_masked_fraction",
+    "kl": "rollout_corr/k3_kl",
+    "staleness": "training/staleness_mean",
+    "step_s": "timing_s/step",
+}
+WINDOW = 5  # steps averaged before a reward is called reached
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: what it is called in the table, and the spec it trains."""
+
+    study: str
+    name: str
+    seed: int
+    presets: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """By what a finished run is found again: everything that could change its figures."""
+        return json.dumps([self.study, self.name, self.seed, self.presets, self.overrides])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        rewards: mean reward of every step.
+        means: of `KEPT` over the steps.
+        error: why it ended early; empty if it did not.
+    """
+
+    rewards: list[float]
+    means: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """Mean reward of the first steps."""
+        return statistics.fmean(self.rewards[:WINDOW])
+
+    @property
+    def last(self) -> float:
+        """Mean reward of the last steps."""
+        return statistics.fmean(self.rewards[-WINDOW:])
+
+    def reached(self, goal: float) -> int | None:
+        """The step at which the mean reward of the last `WINDOW` first was `goal`."""
+        sums = (statistics.fmean(self.rewards[i - WINDOW : i]) for i in range(WINDOW, len(self.rewards) + 1))
+        return next((i + WINDOW for i, mean in enumerate(sums) if mean >= goal), None)
+
+
+def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcome]:
+    """Outcome of every job, taken from `memory` where it is known, else run and added to it."""
+    known = _read(memory)
+    jobs = list(jobs)
+    waiting = [job for job in jobs if job.key not in known]
+    if waiting:
+        context = _fork_server()
+        done, start = 0, time.perf_counter()
+        with ThreadPoolExecutor(workers) as threads:
+            for job, outcome in zip(
+                waiting, threads.map(lambda job: _run(context, job), waiting), strict=True
+            ):
+                known[job.key] = outcome
+                with memory.open("a") as file:
+                    file.write(json.dumps({"key": job.key, "outcome": asdict(outcome)}) + "\n")
+                done += 1
+                left = (time.perf_counter() - start) / done * (len(waiting) - done)
+                end = f"{outcome.last:.2f}" if outcome.rewards else "—"
+                print(
+                    f"{done}/{len(waiting)} {job.study} {job.name} seed {job.seed}: {end} {outcome.error[:60]}"
+                    f"  ({left / 60:.0f} min left)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return {job: known[job.key] for job in jobs}
+
+
+def _read(memory: Path) -> dict[str, Outcome]:
+    if not memory.exists():
+        return {}
+    rows = (json.loads(line) for line in memory.read_text().splitlines())
+    return {row["key"]: Outcome(**row["outcome"]) for row in rows}
+
+
+def _fork_server() -> Any:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rlctl.train.setup", "rlctl.train.loop", "deepspeed"])
+    return context
+
+
+def _run(context: Any, job: Job) -> Outcome:
+    with tempfile.TemporaryDirectory() as where:
+        run_dir = Path(where) / "run"
+        process = context.Process(target=_train, args=(job, run_dir))
+        process.start()
+        process.join()
+        metrics = run_dir / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        error_file = run_dir / "error"
+        error = error_file.read_text() if error_file.exists() else ""
+    steps = [row for row in rows if row["step"] > 0]
+    means = {name: statistics.fmean(row[key] for row in steps) for name, key in KEPT.items() if steps}
+    if process.exitcode and not error:
+        error = f"exit code {process.exitcode}"
+    return Outcome([row[REWARD] for row in steps], means, error)
+
+
+def _train(job: Job, run_dir: Path) -> None:
+    """In the child: what `rlctl train` does on one rank, with nothing on the screen."""
+    import torch
+
+    from rlctl.errors import RlctlError
+    from rlctl.spec.load import dump_spec, load_spec
+    from rlctl.train.start import run_rank
+
+    torch.set_num_threads(1)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(quiet, descriptor)
+    own = (f"trainer.seed={job.seed}", "trainer.rollouts_per_step=0", "trainer.max_ckpt_to_keep=1")
+    spec = load_spec(list(job.presets), [], [*job.overrides, *own]).spec
+    run_dir.mkdir(parents=True)
+    try:
+        run_rank(dump_spec(spec), str(run_dir), False)
+    except RlctlError as error:  # a run that the trainer stopped is a result too
+        (run_dir / "error").write_text(str(error))

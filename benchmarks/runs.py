@@ -97,12 +97,8 @@ def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcom
                 done += 1
                 left = (time.perf_counter() - start) / done * (len(waiting) - done)
                 end = f"{outcome.last:.2f}" if outcome.rewards else "—"
-                print(
-                    f"{done}/{len(waiting)} {job.study} {job.name} seed {job.seed}: {end} {outcome.error[:60]}"
-                    f"  ({left / 60:.0f} min left)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                what = f"{job.study} {job.name} seed {job.seed}: {end} {outcome.error[:60]}"
+                print(f"{done}/{len(waiting)} {what} ({left / 60:.0f} min left)", file=sys.stderr, flush=True)
     return {job: known[job.key] for job in jobs}
 
 

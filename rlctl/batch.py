@@ -8,7 +8,7 @@ Log-probs are nats in float32 at the sampling temperature; index t is response t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,8 +93,9 @@ class TrainBatch:
 
     def rows(self, start: int, stop: int) -> TrainBatch:
         """Rows [start, stop) as views, nothing copied."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(**{name: None if x is None else x[start:stop] for name, x in tensors.items()})
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut: dict[str, Any] = {name: None if x is None else x[start:stop] for name, x in tensors.items()}
+        return TrainBatch(**cut)
 
     def split(self, size: int) -> list[TrainBatch]:
         """Consecutive pieces of `size` rows (the last may be smaller)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlctl.spec.model_size import ModelSize
+from rlctl.spec.model_size import ModelSize, model_size
 from rlctl.spec.run import RunSpec
 
 #: Values kept per token, layer and hidden unit for the backward pass, without recomputation: the usual
@@ -13,6 +13,8 @@ from rlctl.spec.run import RunSpec
 ACTIVATION_VALUES = 17
 
 Phase = Literal["always", "generation", "update"]
+
+_NEVER = 4  # a ZeRO stage there is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,20 @@ class MemoryPart:
 
 def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     """What a rank holds, part by part."""
-    return [*_static_parts(spec, size.num_parameters), *_passing_parts(spec, size)]
+    adapters = _adapter_parameters(spec, size)
+    parts = [
+        *_trained(spec, size.num_parameters, adapters, ""),
+        _part(spec, "rollout's weights", size.num_parameters, _rollout_width(spec), sharded_from=_NEVER),
+    ]
+    if spec.trains_critic:
+        critic = _size_of(spec, spec.critic.path, size)
+        parts += _trained(spec, critic.num_parameters, None, "critic's ")
+    if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
+        reference = _size_of(spec, spec.ref.path, size)
+        parts.append(
+            _part(spec, "reference's weights", reference.num_parameters, _width(spec), sharded_from=3)
+        )
+    return [*parts, *_passing_parts(spec, size)]
 
 
 def memory_total(parts: list[MemoryPart]) -> float:
@@ -45,25 +60,53 @@ def memory_total(parts: list[MemoryPart]) -> float:
     return sums["always"] + max(sums["generation"], sums["update"])
 
 
-def _static_parts(spec: RunSpec, parameters: int | None) -> list[MemoryPart]:
-    """Weights, gradients, optimizer and the rollout's copy, sharded as the ZeRO stage says."""
-    stage, world, width = spec.engine.zero_stage, spec.world_size, _width(spec)
+def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose: str) -> list[MemoryPart]:
+    """Weights, gradients and optimizer of an engine; `adapters` are its trained parameters, None: all."""
+    width = _width(spec)
     optimizer = 8 if spec.engine.dtype == "fp32" else 12
-    optimizer_words = "fp32 moments 4 + 4" if optimizer == 8 else "fp32 copy 4, moments 4 + 4"
-
-    def part(name: str, width: int, words: str, sharded_from: int) -> MemoryPart:
-        shards = world if stage >= sharded_from else 1
-        sharding = f" ÷ {world} ranks (ZeRO {stage})" if shards > 1 else ""
-        num_bytes = None if parameters is None else parameters * width / shards
-        return MemoryPart(name, num_bytes, f"parameters × {words}{sharding}")
-
-    never = 4
+    words = "fp32 moments 4 + 4" if optimizer == 8 else "fp32 copy 4, moments 4 + 4"
+    trained, of = (
+        (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
+    )
     return [
-        part("weights", width, f"{width} bytes", 3),
-        part("gradients", width, f"{width} bytes", 2),
-        part("optimizer (AdamW)", optimizer, f"{optimizer} bytes ({optimizer_words})", 1),
-        part("rollout's weights", width, f"{width} bytes, whole on every rank", never),
+        _part(spec, f"{whose}weights", parameters, width, sharded_from=3),
+        _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of),
+        _part(spec, f"{whose}optimizer (AdamW)", trained, optimizer, sharded_from=1, of=of, detail=words),
     ]
+
+
+def _part(
+    spec: RunSpec,
+    name: str,
+    parameters: int | None,
+    width: int,
+    *,
+    sharded_from: int,
+    of: str = "parameters",
+    detail: str = "",
+) -> MemoryPart:
+    """`width` bytes per parameter, cut up among the ranks from a ZeRO stage on."""
+    stage, world = spec.engine.zero_stage, spec.world_size
+    shards = world if stage >= sharded_from else 1
+    sharding = f" ÷ {world} ranks (ZeRO {stage})" if shards > 1 else ""
+    whole = ", whole on every rank" if sharded_from == _NEVER else ""
+    words = f"{width} bytes" + (f" ({detail})" if detail else "") + whole
+    num_bytes = None if parameters is None else parameters * width / shards
+    return MemoryPart(name, num_bytes, f"{of} × {words}{sharding}")
+
+
+def _size_of(spec: RunSpec, path: str | None, policy: ModelSize) -> ModelSize:
+    """Size of a model of its own path, or of the policy's."""
+    return (
+        policy if path is None else model_size(spec.model.model_copy(update={"path": path, "revision": None}))
+    )
+
+
+def _adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
+    """Roughly, for adapters on every linear layer: seven per block, of hidden size on both sides."""
+    if not spec.model.lora_rank or size.layers is None or size.hidden is None:
+        return None
+    return size.layers * 7 * 2 * size.hidden * spec.model.lora_rank
 
 
 def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
@@ -101,6 +144,11 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
 def _width(spec: RunSpec) -> int:
     """Bytes per number in the engine's arithmetic."""
     return 4 if spec.engine.dtype == "fp32" else 2
+
+
+def _rollout_width(spec: RunSpec) -> int:
+    """Bytes per weight of the sampling copy; int8 is computed, and held, in the engine's precision."""
+    return {"fp32": 4, "bf16": 2}.get(spec.rollout.dtype or "", _width(spec))
 
 
 def _product(*factors: int | None) -> float | None:

@@ -56,7 +56,9 @@ def build_models(spec: RunSpec, model_path: str, ranks: Ranks) -> Models:
         dtype=spec.rollout.dtype,
     )
     # Before the engine takes the policy over: these two start from the same directory.
-    ref = _reference(spec, model_path, tokenizer, ranks) if _has_own_reference(spec) else None
+    ref: ReferencePolicy | None = None
+    if _has_own_reference(spec):
+        ref = _reference(spec, model_path, tokenizer, ranks)
     critic = _critic(spec, model_path, tokenizer, ranks) if spec.trains_critic else None
     if spec.model.lora_rank:
         add_lora(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
@@ -43,6 +44,8 @@ def show(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, BaseModel):
+        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(item) for item in value)}]"
     return str(value)

@@ -60,13 +60,16 @@ def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> 
             continue
         default = json.dumps(field.get("default"), ensure_ascii=False)
         meaning = field.get("description", "").replace("|", "\\|")
-        yield f"| `{prefix}{name}` | {_type(field)} | `{default}` | {meaning} |"
+        yield f"| `{prefix}{name}` | {_type(field, definitions)} | `{default}` | {meaning} |"
 
 
-def _type(field: dict[str, Any]) -> str:
+def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     """A field's type and range in a few words."""
     if "anyOf" in field:
-        return " or ".join(_type(option) for option in field["anyOf"])
+        return " or ".join(_type(option, definitions) for option in field["anyOf"])
+    if "$ref" in field:  # an item of a list
+        fields = definitions[field["$ref"].rsplit("/", 1)[-1]]["properties"]
+        return f"{{{', '.join(fields)}}}"
     for key in ("enum", "const"):
         if key in field:
             values = field[key] if key == "enum" else [field[key]]
@@ -74,6 +77,6 @@ def _type(field: dict[str, Any]) -> str:
     words = str(field.get("type", "any"))
     if words == "array":
         items = field.get("items") or (field.get("prefixItems") or [{}])[0]
-        return f"list of {_type(items)}"
+        return f"list of {_type(items, definitions)}"
     ranges = [f"{sign} {field[key]}" for key, sign in _RANGES.items() if key in field]
     return " ".join([words, ", ".join(ranges)]).strip()

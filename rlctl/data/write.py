@@ -16,6 +16,7 @@ import psutil
 from rlctl.data.manifest import MANIFEST, read_manifest
 from rlctl.data.schema import Row, arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.files import sync
 
 ROW_GROUP_ROWS = 8192
 ROW_GROUP_CHARS = 32 << 20
@@ -140,22 +141,14 @@ def check_vacant(out: Path) -> None:
 
 def _publish(stage: Path, out: Path) -> None:
     for file in [*stage.iterdir(), stage]:
-        _sync(file)
+        sync(file)
     old = _beside(out, "old")
     if out.exists():
         out.rename(old)
     stage.rename(out)
-    _sync(out.parent)
+    sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(out: Path, kind: str) -> Path:
     return out.parent / f".{out.name}.{kind}-{os.getpid()}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

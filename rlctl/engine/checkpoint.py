@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.errors import RlctlError, RunFailure
+from rlctl.files import sync
 
 #: Of a run directory: where its checkpoints lie.
 CHECKPOINTS = "checkpoints"
@@ -122,11 +122,11 @@ def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None)
         files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
         manifest = partial / _MANIFEST
         manifest.write_text(json.dumps({"state": asdict(state), "sha256": files}, indent=1))
-        _sync(manifest)
+        sync(manifest)
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        _sync(root)
+        sync(root)
     if keep is not None:
         for _, path in _published(root)[:-keep]:
             shutil.rmtree(path, ignore_errors=True)
@@ -174,12 +174,16 @@ def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | Non
     return None, notes
 
 
+def known_intact(root: Path, step: int) -> Checkpoint:
+    """The checkpoint of `step`, which another rank has verified."""
+    state, _ = _read_manifest(root / f"{_PREFIX}{step:06d}")
+    return Checkpoint(root / f"{_PREFIX}{step:06d}", state)
+
+
 def verify(path: Path) -> tuple[str, Checkpoint | None]:
     """Read one checkpoint back; what is wrong with it, or the checkpoint."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-        state = TrainerState(**manifest["state"])
-        expected: dict[str, str] = manifest["sha256"]
+        state, expected = _read_manifest(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its manifest is unreadable ({error})", None
     for name, digest in expected.items():
@@ -189,6 +193,12 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
         if _hash(file) != digest:
             return f"{name} is not as it was written (checksum)", None
     return "", Checkpoint(path, state)
+
+
+def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
+    """State, and the SHA-256 of every file."""
+    manifest = json.loads((path / _MANIFEST).read_text())
+    return TrainerState(**manifest["state"]), manifest["sha256"]
 
 
 def _published(root: Path) -> list[tuple[int, Path]]:
@@ -213,13 +223,5 @@ def _hash(path: Path) -> str:
 
 
 def _hash_and_sync(path: Path) -> str:
-    _sync(path)
+    sync(path)
     return _hash(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -229,7 +229,19 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
         fix = f"did you mean `{close[0]}`?" if close else None
-    return _problem(key, entry, f"{what}, got {_as_written(entry.leaf.value)}", fix)
+    elif details["type"] == "extra_forbidden":  # within one item of a list
+        what = "unknown key"
+    within = _within(key, details["loc"])
+    got = _as_written(details["input"] if within else entry.leaf.value)
+    return _problem(key, entry, f"{within}{what}, got {got}", fix)
+
+
+def _within(key: str, location: tuple[int | str, ...]) -> str:
+    """Which part of a list's value a complaint is about: `item 2, weight: `; empty for the whole."""
+    below = location[len(key.split(".")) :]
+    if not below or not isinstance(below[0], int):
+        return ""
+    return ", ".join([f"item {below[0] + 1}", *map(str, below[1:])]) + ": "
 
 
 def _as_written(value: object) -> str:

@@ -65,9 +65,7 @@ def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose:
     width = _width(spec)
     optimizer = 8 if spec.engine.dtype == "fp32" else 12
     words = "fp32 moments 4 + 4" if optimizer == 8 else "fp32 copy 4, moments 4 + 4"
-    trained, of = (
-        (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
-    )
+    trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
     return [
         _part(spec, f"{whose}weights", parameters, width, sharded_from=3),
         _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of),

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlctl.errors import RunFailure
-from rlctl.track.files import replacing
+from rlctl.files import replacing
 
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"

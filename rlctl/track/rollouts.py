@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlctl.errors import RunFailure
-from rlctl.track.files import replacing
+from rlctl.files import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor

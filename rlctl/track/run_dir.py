@@ -18,7 +18,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from rlctl.errors import UsageError
-from rlctl.track.files import write_text
+from rlctl.files import write_text
 from rlctl.track.redact import redact_command, redact_lines
 
 SPEC_FILE = "spec.yaml"

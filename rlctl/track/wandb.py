@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from rlctl.track.files import write_text
+from rlctl.files import write_text
 
 #: Seconds W&B may take to start, to ask for a login, and to upload the rest at the end.
 INIT_TIMEOUT, LOGIN_TIMEOUT, FINISH_TIMEOUT = 30.0, 30.0, 60.0

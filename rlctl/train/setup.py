@@ -13,7 +13,7 @@ import torch
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.engine.checkpoint import CHECKPOINTS, latest
+from rlctl.engine.checkpoint import CHECKPOINTS, known_intact, latest
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.reward.build import build_reward
@@ -140,16 +140,17 @@ class Restored:
 def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
     """Load the newest sound checkpoint into the engines and the stream of rollouts."""
     notes: list[str] = []
-    if ranks.is_main:  # sets damaged ones aside, so that the others see what it saw
-        _, notes = latest(run_dir / CHECKPOINTS)
-    ranks.barrier()
-    checkpoint, _ = latest(run_dir / CHECKPOINTS)
-    if checkpoint is None:
+    root, found = run_dir / CHECKPOINTS, None
+    if ranks.is_main:  # one rank reads every byte and sets damaged ones aside
+        found, notes = latest(root)
+    step = int(ranks.max(-1.0 if found is None else found.state.step))
+    if step < 0:
         raise UsageError(
             "there is no complete checkpoint to resume from",
-            where=str(run_dir / CHECKPOINTS),
+            where=str(root),
             fix="start the run anew in another directory",
         )
+    checkpoint = found or known_intact(root, step)
     state, actor = checkpoint.state, models.actor
     is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or spec.rollout.staleness > 0
     if state.world_size != ranks.world_size and is_cut_up:

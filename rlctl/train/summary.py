@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.engine.checkpoint import CHECKPOINTS
+from rlctl.files import write_text
 from rlctl.track.jsonl import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ def write_summary(run: Run, run_dir: Path) -> None:
         "model": f"{CHECKPOINTS}/step_{step:06d}/model",
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = run_dir / SUMMARY_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def past_metrics(run_dir: Path) -> list[dict[str, float]]:

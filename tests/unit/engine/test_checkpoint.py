@@ -105,7 +105,7 @@ def test_written_again_over_what_was_set_aside(tmp_path: Path) -> None:
     assert latest(tmp_path)[0] is not None
 
 
-@pytest.mark.parametrize("at", ["_hash_and_sync", "_sync"])
+@pytest.mark.parametrize("at", ["_hash_and_sync", "sync"])
 def test_full_disk_leaves_the_others(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, keep=1)
 

@@ -1,4 +1,4 @@
-"""Writing a file so that readers see the old one or the whole new one, never half of it."""
+"""Files that survive a crash: readers see the old one or the whole new one, never half of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -19,8 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

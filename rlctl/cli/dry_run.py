@@ -14,6 +14,7 @@ from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import LoadedSpec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import model_size
+from rlctl.spec.paths import missing_paths
 from rlctl.spec.run import RunSpec
 
 
@@ -24,9 +25,9 @@ def print_dry_run(loaded: LoadedSpec) -> None:
     _print_correction(loaded.spec, console)
     _print_batch(loaded.spec, console)
     _print_memory(loaded.spec, console)
-    if loaded.warnings:
+    if problems := [*loaded.warnings, *missing_paths(loaded.spec)]:
         _print_title("Before you start", console)
-        print_problems(loaded.warnings, console)
+        print_problems(problems, console)
     console.print("\nDry run. Nothing was started.")
 
 

@@ -11,6 +11,8 @@ from rlctl.spec.run import RunSpec
 _SAFE = frozenset(
     {
         "actor.ppo_micro_batch_size_per_gpu",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "reward.model.batch_size",
         "reward.max_error_fraction",
         "rollout.max_num_seqs",
         "trainer.logger",
@@ -49,7 +51,7 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
             "error",
             key,
             f"was {old!r} and cannot become {new!r} half-way through a run",
-            "leave it out, or start a new run",
+            _fix(key),
         )
         for key, (old, new) in found.items()
         if key not in safe
@@ -57,6 +59,15 @@ def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
     if problems:
         raise SpecError(problems)
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in found.items()]
+
+
+def _fix(key: str) -> str:
+    if key in _LENGTH:
+        return (
+            "the learning rate decays towards the end the run was given; leave it out, or train on from the "
+            "exported model. With actor.lr_scheduler_type: constant a run can be extended"
+        )
+    return "leave it out, or start a new run"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

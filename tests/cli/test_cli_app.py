@@ -54,16 +54,20 @@ def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     assert "  128 prompts × 4 responses = 512 samples" in lines
 
 
-def test_dry_run_says_what_would_stop_it(capsys):
+def test_dry_run_knows_the_critic(capsys):
     assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "gae needs a critic" in out
-    assert "Without --dry-run the errors above would stop it." in out
+    assert "Before you start" not in out
+    [size] = [line for line in out.splitlines() if line.strip().startswith("critic ")]
+    assert size.rstrip().endswith("iB")
 
 
-def test_training_with_gae_is_refused(capsys):
-    assert run(["train", "-p", "ppo-uncorrected"]) == 2
-    assert "gae needs a critic, which this version does not train" in capsys.readouterr().err
+def test_a_critic_nobody_reads_is_refused(capsys):
+    assert run(["train", "-p", "rloo-seq-is", "critic.enable=true", "trainer.critic_warmup=2"]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "critic.enable" in err
+    assert "trainer.critic_warmup" in err
+    assert "set algorithm.adv_estimator: gae, or leave it out" in err
 
 
 def test_all_mistakes_at_once_with_places(capsys, tmp_path):

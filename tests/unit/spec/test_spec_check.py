@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from rlctl.algos.rules import LossType
 from rlctl.errors import SpecError
-from rlctl.spec.check import CHECKS, check_trainable
+from rlctl.spec.algorithm import GROUP_ESTIMATORS, AdvEstimator
+from rlctl.spec.check import CHECKS
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
 
@@ -19,7 +23,9 @@ def verdict(*overrides: str) -> dict[str, str]:
         problems = load_spec([], [], list(overrides)).warnings
     except SpecError as error:
         problems = error.problems
-    assert all(problem.fix for problem in problems)
+    assert all(
+        problem.fix or "must" in problem.what or "write one of" in problem.what for problem in problems
+    )
     return {problem.key: problem.severity for problem in problems}
 
 
@@ -86,15 +92,159 @@ def test_contradictions(overrides, expected):
     assert verdict(*overrides) == expected
 
 
+EST, GAE = "algorithm.adv_estimator=", "algorithm.adv_estimator=gae"
+IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
+
+
+@pytest.mark.parametrize("estimator", [*sorted(GROUP_ESTIMATORS), "gae", "remax", "reinforce_plus_plus"])
+def test_groups_need_siblings(estimator):
+    found = verdict(f"{EST}{estimator}", "rollout.n=1")
+    assert found == ({"rollout.n": "error"} if estimator in GROUP_ESTIMATORS else {})
+    assert verdict(f"{EST}{estimator}") == {}
+
+
+@pytest.mark.parametrize("estimator", [name for name in get_args(AdvEstimator) if name != "gae"])
+@pytest.mark.parametrize("asked", ["critic.enable=true", "critic.path=a/b", "trainer.critic_warmup=3"])
+def test_estimators_without_values_get_no_critic(estimator, asked):
+    assert verdict(f"{EST}{estimator}", asked) == {asked.partition("=")[0]: "error"}
+    assert verdict(GAE, asked) == {}
+    assert verdict(f"{EST}{estimator}", "critic.enable=false") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([GAE, "critic.enable=false"], {"critic.enable": "error"}),
+        ([GAE, "critic.enable=true"], {}),
+        ([GAE, "critic.ppo_mini_batch_size=48"], {"critic.ppo_mini_batch_size": "error"}),
+        ([GAE, "critic.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=2"], {}),
+        ([GAE, "trainer.critic_warmup=160"], {"trainer.critic_warmup": "error"}),
+        ([GAE, "trainer.critic_warmup=159"], {}),
+        ([GAE, "algorithm.gamma=0.9", "algorithm.lam=0.9"], {}),
+        (
+            [f"{EST}reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.9"],
+            {"algorithm.lam": "warning"},
+        ),
+    ],
+)
+def test_critic_and_discount(overrides, expected):
+    assert verdict(*overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([IN_REWARD], {}),
+        ([IN_LOSS], {}),
+        ([IN_REWARD, "algorithm.kl_ctrl.kl_coef=0"], {"algorithm.kl_ctrl.kl_coef": "error"}),
+        ([IN_LOSS, "actor.kl_loss_coef=0"], {"actor.kl_loss_coef": "error"}),
+        (["algorithm.kl_ctrl.kl_coef=0", "actor.kl_loss_coef=0"], {}),
+        (["ref.path=a/b"], {"ref.path": "error"}),
+        ([IN_LOSS, "ref.path=a/b"], {}),
+        ([IN_REWARD, "ref.path=a/b"], {}),
+        (["algorithm.kl_ctrl.type=adaptive"], {"algorithm.kl_ctrl.type": "error"}),
+        ([IN_LOSS, "algorithm.kl_ctrl.type=adaptive"], {"algorithm.kl_ctrl.type": "error"}),
+        ([IN_REWARD, "algorithm.kl_ctrl.type=adaptive"], {}),
+        ([IN_REWARD, IN_LOSS], {"actor.use_kl_loss": "warning"}),
+        ([IN_LOSS, "actor.kl_loss_type=k1"], {"actor.kl_loss_type": "warning"}),
+        *[([IN_LOSS, f"actor.kl_loss_type={kind}"], {}) for kind in ("k2", "k3", "unbiased")],
+        (["actor.kl_loss_type=k1"], {}),
+    ],
+)
+def test_kl_penalties(overrides, expected):
+    assert verdict(*overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "number", "has_effect"),
+    [
+        *[(loss, "clip_ratio_low=0.1", True) for loss in ("ppo_clip", "cispo", "dppo")],
+        *[(loss, "clip_ratio_high=0.3", True) for loss in ("ppo_clip", "cispo", "dppo")],
+        *[(loss, "clip_ratio_high=0.3", False) for loss in ("reinforce", "sapo")],
+        ("sapo", "clip_ratio_low=0.1", False),
+        *[(loss, "clip_ratio_c=3", loss in {"ppo_clip", "dppo"}) for loss in get_args(LossType)],
+        *[(loss, "tau_pos=2", loss == "sapo") for loss in get_args(LossType)],
+        *[(loss, "tau_neg=2", loss == "sapo") for loss in get_args(LossType)],
+        *[(loss, "dppo_divergence=kl", loss == "dppo") for loss in get_args(LossType)],
+    ],
+)
+def test_numbers_of_another_loss_have_no_effect(loss, number, has_effect):
+    narrow = ["actor.clip_ratio=4e-4"] if loss == "gspo" else []
+    is_chosen = ["actor.ppo_mini_batch_size=null", f"{RC}rollout_is=null", f"{RC}loss_type={loss}", *narrow]
+    key = f"actor.{number.partition('=')[0]}"
+    assert verdict(*is_chosen, f"actor.{number}") == ({} if has_effect else {key: "warning"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.clip_ratio=0.2"], {"actor.clip_ratio": "warning"}),
+        (["actor.clip_ratio=4e-4"], {}),
+        (["actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=4e-4"], {}),
+        (["actor.clip_ratio_low=3e-4"], {"actor.clip_ratio": "warning"}),
+    ],
+)
+def test_gspo_wants_a_narrow_clip(overrides, expected):
+    assert verdict(f"{RC}rollout_is=null", f"{RC}loss_type=gspo", *overrides) == expected
+
+
+@pytest.mark.parametrize("loss", get_args(LossType))
+def test_stale_data_want_correction(loss):
+    """Weights or rejection, or a loss with a ratio of its own."""
+    stale = ["rollout.staleness=2", "actor.ppo_mini_batch_size=null", f"{RC}loss_type={loss}"]
+    narrow = ["actor.clip_ratio=4e-4"] if loss == "gspo" else []
+    expected = {"rollout.staleness": "warning"} if loss == "reinforce" else {}
+    assert verdict(*stale, *narrow, f"{RC}rollout_is=null") == expected
+    rejecting = [f"{RC}rollout_is=null", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=2"]
+    assert verdict(*stale, *narrow, *rejecting) == {}
+    assert verdict(*stale, *narrow) == ({} if loss == "reinforce" else {f"{RC}rollout_is": "warning"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["reward.name=model"], {"reward.model.path": "error"}),
+        (["reward.name=model", "reward.model.path=a/b"], {}),
+        (["reward.terms=[{name: exact}, {name: model}]"], {"reward.model.path": "error"}),
+        (["reward.terms=[{name: exact}, {name: model}]", "reward.model.path=a/b"], {}),
+        (["reward.model.path=a/b"], {"reward.model.path": "warning"}),
+        (["reward.terms=[]"], {"reward.terms": "error"}),
+        (["reward.terms=null"], {}),
+        (["reward.name=exact", "reward.terms=[{name: maths}]"], {"reward.name": "warning"}),
+        (["reward.name=my/reward.py:grade"], {}),
+        *[([f"reward.name={name}"], {"reward.name": "error"}) for name in ("exakt", "a.py", "a.txt:f")],
+        (["reward.terms=[{name: exact}, {name: a.py}]"], {"reward.terms": "error"}),
+        (["reward.terms=[{name: exact, wheight: 2}]"], {"reward.terms": "error"}),
+        (["reward.overlong.buffer_length=7"], {"reward.overlong.buffer_length": "error"}),
+        (["reward.overlong.buffer_length=6"], {}),
+        (["model.lora_rank=4", "model.target_modules=[]"], {"model.target_modules": "error"}),
+        (["model.lora_rank=4", "model.target_modules=[q_proj]"], {}),
+        (["model.target_modules=[q_proj]"], {"model.target_modules": "warning"}),
+    ],
+)
+def test_rewards_and_adapters(overrides, expected):
+    assert verdict(*overrides) == expected
+
+
+def test_a_bad_reward_name_is_told_the_good_ones():
+    with pytest.raises(SpecError) as caught:
+        load_spec([], [], ["reward.terms=[{name: exact}, {name: exakt}]"])
+    [problem] = caught.value.problems
+    assert problem.key == "reward.terms"
+    assert "item 2, name: " in problem.what
+    assert "auto, maths, exact, code, model, or path/to/file.py:function" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("k2", "k2")]
+)
+def test_verls_names_of_kl_estimators(theirs, ours):
+    overrides = [f"algorithm.kl_penalty={theirs}", f"actor.kl_loss_type={theirs}"]
+    spec = load_spec([], [], overrides).spec
+    assert (spec.algorithm.kl_penalty, spec.actor.kl_loss_type) == (ours, ours)
+
+
 def test_checks_name_keys_that_exist():
     for check, keys in CHECKS.items():
         assert set(keys) <= known_leaves().keys(), check.__name__
         assert check.__doc__
-
-
-def test_gae_loads_but_does_not_train():
-    loaded = load_spec(["ppo-seq-is-token-rs"], [], [])
-    [problem] = check_trainable(loaded.spec)
-    assert problem.severity == "error"
-    assert loaded.located(problem).where.startswith("preset ppo-seq-is-token-rs:")
-    assert check_trainable(load_spec([], [], []).spec) == []

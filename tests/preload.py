@@ -1,12 +1,19 @@
 """What the fork server imports once, for every job of the tests: all that a run imports sooner or later."""
 
+# ruff: noqa: F401
 import contextlib
 import io
 import logging
 
 logging.disable(logging.WARNING)
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+    import deepspeed.ops
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    import tests.models  # noqa: F401
+    import rlctl.cli.app
+    import rlctl.train.loop
+    import rlctl.train.setup
+    import rlctl.train.start
+    import tests.models
 logging.disable(logging.NOTSET)

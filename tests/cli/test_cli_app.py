@@ -58,8 +58,8 @@ def test_dry_run_knows_the_critic(capsys):
     assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "Before you start" not in out
-    [size] = [line for line in out.splitlines() if line.strip().startswith("critic ")]
-    assert size.rstrip().endswith("iB")
+    assert "critic's weights" in out
+    assert "2 × 4 epochs over the batch = 8 optimizer steps" in out
 
 
 def test_a_critic_nobody_reads_is_refused(capsys):

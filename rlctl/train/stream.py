@@ -65,9 +65,10 @@ class RolloutStream:
         path = directory / _STATE.format(rank=rank)
         try:
             state = torch.load(path, map_location=device, weights_only=True)
-        except (OSError, RuntimeError) as error:
+            waiting = deque(Rollouts(**tensors) for tensors in state["waiting"])
+            self._next_step, self._waiting = state["next_step"], waiting
+        except Exception as error:  # whatever torch and pickle make of damaged bytes
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise RunFailure(
-                f"the batches waiting to be trained on cannot be read: {error}", where=str(path)
+                f"the batches waiting to be trained on cannot be read: {reason}", where=str(path)
             ) from error
-        self._next_step = state["next_step"]
-        self._waiting = deque(Rollouts(**tensors) for tensors in state["waiting"])

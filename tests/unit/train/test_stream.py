@@ -1,0 +1,114 @@
+"""Batches sampled ahead: which weights sampled what, where sampling ends, and what a resumed run finds."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.batch import Rollouts
+from rlctl.errors import RunFailure
+from rlctl.train.stream import RolloutStream
+from tests.unit.train.scored import rollouts_of
+
+CPU = torch.device("cpu")
+LAST = 7
+
+
+class Sampler:
+    """Remembers what it was asked; `version` is the number of updates so far."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asked: list[int] = []
+
+    def __call__(self, step: int) -> Rollouts:
+        self.asked.append(step)
+        return rollouts_of(seed=step, policy_version=self.version)
+
+
+def stream_of(sampler: Sampler, staleness: int, last_step: int = LAST) -> RolloutStream:
+    return RolloutStream(sampler, staleness=staleness, last_step=last_step)
+
+
+def version_of(rollouts: Rollouts) -> int:
+    [version] = set(rollouts.policy_version.tolist())
+    return version
+
+
+def same(a: Rollouts, b: Rollouts) -> bool:
+    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(Rollouts)]
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3, LAST - 1, 20])
+def test_a_batch_is_as_old_as_asked(staleness: int) -> None:
+    """Before step s there were s − 1 updates; its batch knew s − 1 − k of them, at the start fewer."""
+    sampler = Sampler()
+    stream = stream_of(sampler, staleness)
+    for step in range(1, LAST + 1):
+        sampler.version = step - 1
+        rollouts = stream.take(step)
+        assert same(rollouts, rollouts_of(seed=step, policy_version=version_of(rollouts)))  # in order
+        assert version_of(rollouts) == max(0, step - 1 - staleness)
+        assert sampler.asked == list(range(1, min(step + staleness, LAST) + 1))  # and none beyond the end
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("stop", [1, 4, LAST - 1])
+def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int, stop: int) -> None:
+    sampler = Sampler()
+    whole = stream_of(sampler, staleness)
+    for step in range(1, stop + 1):
+        sampler.version = step - 1
+        whole.take(step)
+    whole.save(tmp_path, rank=3)
+
+    other = Sampler()
+    resumed = stream_of(other, staleness)
+    resumed.load(tmp_path, 3, CPU)
+    already = len(sampler.asked)
+    for step in range(stop + 1, LAST + 1):
+        sampler.version = other.version = step - 1
+        assert same(resumed.take(step), whole.take(step))
+    assert other.asked == sampler.asked[already:]
+
+
+def test_fresh_batches_leave_nothing_behind(tmp_path: Path) -> None:
+    stream = stream_of(Sampler(), 0)
+    stream.take(1)
+    stream.save(tmp_path, rank=0)
+    assert list(tmp_path.iterdir()) == []
+    stream.load(tmp_path, 0, CPU)  # nothing is needed
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty", "truncated", "garbage", "another rank's"])
+def test_waiting_batches_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
+    stream = stream_of(Sampler(), 2)
+    stream.take(1)
+    stream.save(tmp_path, rank=0)
+    [path] = tmp_path.iterdir()
+    if fault == "missing":
+        path.unlink()
+    elif fault == "empty":
+        path.write_bytes(b"")
+    elif fault == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif fault == "garbage":
+        path.write_bytes(b"garbage" * 100)
+    with pytest.raises(RunFailure, match="waiting to be trained on") as caught:
+        stream_of(Sampler(), 2).load(tmp_path, int(fault == "another rank's"), CPU)
+    assert str(tmp_path) in str(caught.value.where)
+
+
+def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
+    stream = stream_of(Sampler(), 1)
+    stream.take(1)
+    stream.save(tmp_path, rank=0)
+    [path] = tmp_path.iterdir()
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "next_step": rollouts_of()}, path)  # a record: needs a pickle's freedom
+    with pytest.raises(RunFailure, match="waiting to be trained on"):
+        stream_of(Sampler(), 1).load(tmp_path, 0, CPU)

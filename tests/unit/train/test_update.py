@@ -12,12 +12,12 @@ from rlctl.errors import RunFailure
 from rlctl.train.update import update
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.reference.correction import reference
+from tests.unit.train.slow import slow_loss
 from tests.unit.train.updates import (
     BYPASS,
     CASES,
     CLIP,
     DECOUPLED,
-    HORIZON,
     REINFORCE,
     ROWS,
     RS,
@@ -48,77 +48,34 @@ def moved(engine: PlainEngine, before: dict[str, torch.Tensor]) -> float:
 # --- the gradient ---------------------------------------------------------------------------------
 
 
-def slow_loss(model, batch, settings) -> torch.Tensor:
-    """rollout-correction.md §4 for one mini-batch: weights and mask from the oracle, one token at a time."""
-    log_probs, _ = naive_log_probs(model, batch)
-    mask = batch.response_mask & batch.sample_mask[:, None]
-    against = log_probs.detach() if settings.bypass else batch.old_log_probs
-    known = reference(
-        against.tolist(),
-        batch.rollout_log_probs.tolist(),
-        mask.tolist(),
-        settings.rules,
-        batch.advantages.tolist(),
-    )
-    after = settings.rules.loss_denominator == "after_rejection"
-    applied = known.weights is not None and not (settings.bypass and settings.loss.name == "ppo_clip")
-    total, counts = torch.zeros((), dtype=torch.float64), []
-    for row in range(len(batch)):
-        values, counted = [], 0
-        for t in range(HORIZON):
-            if not mask[row, t]:
-                continue
-            kept = known.keep[row][t]
-            counted += kept or not after
-            if not kept:
-                continue
-            weight = known.weights[row][t] / known.factor if applied else 1.0
-            advantage = float(batch.advantages[row, t])
-            if settings.loss.name == "reinforce":
-                values.append(-weight * advantage * log_probs[row, t])
-            else:
-                ratio = (log_probs[row, t] - batch.old_log_probs[row, t]).exp()
-                held = ratio.clamp(1 - settings.loss.clip_low, 1 + settings.loss.clip_high)
-                values.append(-weight * torch.minimum(ratio * advantage, held * advantage))
-        counts.append(counted)
-        row_sum = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
-        total = total + (row_sum / max(counted, 1) if settings.agg_mode == "seq-mean-token-mean" else row_sum)
-    num_sequences = sum(count > 0 for count in counts)
-    divisor = {
-        "token-mean": sum(counts),
-        "seq-mean-token-sum": num_sequences,
-        "seq-mean-token-mean": num_sequences,
-        "seq-mean-token-sum-norm": num_sequences * HORIZON,
-    }[settings.agg_mode]
-    return total / divisor
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("micro", [16, 5])
 def test_gradient_is_that_of_the_formula(name: str, micro: int) -> None:
-    correction, agg_mode, _, _ = CASES[name]
+    case = CASES[name]
     model = tiny_model()
     batch = batch_of(model)
-    if correction["bypass_mode"]:
+    if case.correction["bypass_mode"]:
         batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
-    settings = settings_of(correction, agg_mode, micro_rows=micro)
-    loss = slow_loss(model, batch, settings)
-    loss.backward()
+    loss = slow_loss(model, batch, settings_of(case.correction, **case.options))
+    loss.total.backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    outcome, engine, _ = updated(correction, batch, agg_mode=agg_mode, micro_rows=micro)
-    assert outcome.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    outcome, engine, _ = updated(case.correction, batch, micro_rows=micro, **case.options)
+    assert outcome.metrics["actor/pg_loss"] == pytest.approx(loss.policy.item(), rel=1e-4, abs=1e-6)
+    if loss.kl is not None:
+        assert outcome.metrics["actor/kl_loss"] == pytest.approx(loss.kl.item(), rel=1e-4, abs=1e-6)
+        assert outcome.metrics["actor/kl_coef"] == case.terms["kl_loss_coef"]
     assert any(gradient.abs().max() > 1e-3 for gradient in wanted.values())
     for parameter, gradient in wanted.items():
         torch.testing.assert_close(engine.gradient[parameter], gradient, rtol=1e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case[0]["bypass_mode"]])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.correction["bypass_mode"]])
 def test_logged_metrics_are_the_oracles(name: str) -> None:
     model = tiny_model()
     batch = batch_of(model)
     log_probs, _ = naive_log_probs(model, batch)
-    correction = CASES[name][0]
+    correction = CASES[name].correction
     known = reference(
         log_probs.tolist(),
         batch.rollout_log_probs.tolist(),
@@ -171,15 +128,15 @@ def test_everything_rejected_makes_no_step(mode, denominator: str, micro: int) -
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("micro", [16, 4])
 def test_one_bad_rollout_log_prob_costs_one_sequence(name: str, bad: float, micro: int) -> None:
-    correction, agg_mode, _, _ = CASES[name]
+    case = CASES[name]
     batch = batch_of(tiny_model())
     poisoned = batch.rollout_log_probs.clone()
     poisoned[5, 0] = bad
     fields = {"rollout_log_probs": poisoned}
-    if correction["bypass_mode"]:
+    if case.correction["bypass_mode"]:
         fields["old_log_probs"] = poisoned  # as `score_batch` has it
     outcome, engine, before = updated(
-        correction, replaced(batch, **fields), agg_mode=agg_mode, micro_rows=micro
+        case.correction, replaced(batch, **fields), micro_rows=micro, **case.options
     )
     assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
     assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
@@ -230,9 +187,9 @@ def test_too_many_bad_sequences_stop_the_run() -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("micro", [16, 4])
 def test_ungraded_sample_is_as_if_it_were_not_there(name: str, micro: int) -> None:
-    correction, agg_mode, _, _ = CASES[name]
+    case = CASES[name]
     batch = batch_of(tiny_model())
-    if correction["bypass_mode"]:
+    if case.correction["bypass_mode"]:
         batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
     graded = torch.ones(ROWS, dtype=torch.bool)
     graded[7] = False
@@ -240,8 +197,8 @@ def test_ungraded_sample_is_as_if_it_were_not_there(name: str, micro: int) -> No
     wild[7] = 1e6
     ungraded = replaced(batch, sample_mask=graded, advantages=wild)
     others = [row for row in range(ROWS) if row != 7]
-    got, engine, _ = updated(correction, ungraded, agg_mode=agg_mode, micro_rows=micro)
-    wanted, clean, _ = updated(correction, select(batch, others), agg_mode=agg_mode, micro_rows=micro)
+    got, engine, _ = updated(case.correction, ungraded, micro_rows=micro, **case.options)
+    wanted, clean, _ = updated(case.correction, select(batch, others), micro_rows=micro, **case.options)
     assert got.metrics.keys() == wanted.metrics.keys()
     for key, value in wanted.metrics.items():
         assert got.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key

@@ -24,9 +24,9 @@ def test_the_case_does_something(found, name: str) -> None:
     whole = found[1][0][name, 16]
     start = {n: p.detach() for n, p in tiny_model().named_parameters()}
     assert max(float((whole["weights"][n] - t).abs().max()) for n, t in start.items()) > 1e-3
-    _, _, epochs, mini = updates.CASES[name]
-    assert whole["num_updates"] == epochs * updates.ROWS // mini
-    if "rollout_rs" in updates.CASES[name][0]:
+    case = updates.CASES[name]
+    assert whole["num_updates"] == case.epochs * updates.ROWS // case.mini_rows
+    if "rollout_rs" in case.correction:
         assert 0.05 < whole["metrics"]["rollout_corr/rollout_rs_masked_fraction"] < 0.9
     assert whole["metrics"]["rollout_corr/rollout_is_raw_std"] > 0.1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -16,47 +16,95 @@ from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
-from tests.models import tiny_batch, tiny_model
+from tests.models import replaced, tiny_batch, tiny_model
 
 ROWS, HORIZON = 16, 6
 RS = {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.6_1.6,1.5"}
 BYPASS, DECOUPLED = {"bypass_mode": True}, {"bypass_mode": False}
 REINFORCE, CLIP = {"loss_type": "reinforce"}, {"loss_type": "ppo_clip"}
+VERL = {
+    "dialect": "verl",
+    "rollout_is": "token",
+    "rollout_rs": "token_k1,seq_mean_k3",
+    "rollout_rs_threshold": "0.6_1.6,0.3",
+}
 
-#: name → correction, loss aggregation, epochs, sequences per mini-batch over all ranks
-CASES: dict[str, tuple[dict[str, object], str, int, int]] = {
-    "sequence": (BYPASS | REINFORCE | {"rollout_is": "sequence"}, "token-mean", 1, 16),
-    "token": (BYPASS | REINFORCE | {"rollout_is": "token"}, "seq-mean-token-sum", 1, 8),
-    "geometric": (BYPASS | REINFORCE | {"rollout_is": "geometric"}, "seq-mean-token-mean", 1, 16),
-    "survivors": (
+
+@dataclass(frozen=True)
+class Case:
+    """One way to update.
+
+    Attributes:
+        correction: fields of `algorithm.rollout_correction`.
+        mini_rows: sequences per mini-batch over all ranks.
+        terms: further arguments of `settings_of`.
+    """
+
+    correction: dict[str, object]
+    agg_mode: str = "token-mean"
+    epochs: int = 1
+    mini_rows: int = ROWS
+    terms: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Arguments of `settings_of` for one step on the whole batch."""
+        return {"agg_mode": self.agg_mode, **self.terms}
+
+
+CASES = {
+    "sequence": Case(BYPASS | REINFORCE | {"rollout_is": "sequence"}),
+    "token": Case(BYPASS | REINFORCE | {"rollout_is": "token"}, "seq-mean-token-sum", mini_rows=8),
+    "geometric": Case(BYPASS | REINFORCE | {"rollout_is": "geometric"}, "seq-mean-token-mean"),
+    "survivors": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
         "seq-mean-token-mean",
-        1,
-        8,
+        mini_rows=8,
+        terms={"entropy_coeff": 0.2, "kl_loss_type": "unbiased", "kl_loss_coef": 0.5},
     ),
-    "rejection only": (BYPASS | REINFORCE | RS | {"rollout_is": None}, "token-mean", 1, 16),
-    "no settling": (
+    "rejection only": Case(BYPASS | REINFORCE | RS | {"rollout_is": None}),
+    "no settling": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": "token", "rollout_is_batch_normalize": False},
-        "token-mean",
-        2,
-        8,
+        epochs=2,
+        mini_rows=8,
     ),
-    "bypass clip": (BYPASS | CLIP | RS | {"rollout_is": "token"}, "seq-mean-token-sum-norm", 1, 16),
-    "decoupled clip": (DECOUPLED | CLIP | RS | {"rollout_is": "sequence"}, "token-mean", 2, 8),
-    "decoupled reinforce": (
+    "bypass clip": Case(BYPASS | CLIP | RS | {"rollout_is": "token"}, "seq-mean-token-sum-norm"),
+    "decoupled clip": Case(DECOUPLED | CLIP | RS | {"rollout_is": "sequence"}, epochs=2, mini_rows=8),
+    "decoupled reinforce": Case(
         DECOUPLED | REINFORCE | RS | {"rollout_is": "token", "loss_denominator": "after_rejection"},
-        "token-mean",
-        2,
-        4,
+        epochs=2,
+        mini_rows=4,
     ),
-    "verl": (
-        BYPASS
-        | REINFORCE
-        | {"dialect": "verl", "rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3"}
-        | {"rollout_rs_threshold": "0.6_1.6,0.3"},
-        "token-mean",
-        1,
-        16,
+    "verl": Case(BYPASS | REINFORCE | VERL),
+    "dual clip": Case(
+        DECOUPLED | CLIP | RS | {"rollout_is": "sequence"},
+        epochs=2,
+        terms={"numbers": {"clip_c": 1.05}, "entropy_coeff": 0.2},
+    ),
+    "gspo": Case(
+        DECOUPLED | {"loss_type": "gspo"} | VERL,
+        "seq-mean-token-mean",
+        mini_rows=8,
+        terms={"numbers": {"clip_low": 0.02, "clip_high": 0.03}, "kl_loss_type": "k2", "kl_loss_coef": 0.5},
+    ),
+    "cispo": Case(
+        BYPASS | {"loss_type": "cispo"} | RS | {"rollout_is": "token"},
+        terms={"entropy_coeff": 0.2, "kl_loss_type": "k1", "kl_loss_coef": 0.5},
+    ),
+    "sapo": Case(
+        DECOUPLED | {"loss_type": "sapo", "rollout_is": "sequence"},
+        "seq-mean-token-sum",
+        epochs=2,
+        terms={"numbers": {"tau_pos": 1.5, "tau_neg": 3.0}, "kl_loss_type": "k3", "kl_loss_coef": 0.5},
+    ),
+    "dppo": Case(
+        BYPASS | {"loss_type": "dppo", "loss_denominator": "after_rejection"} | RS,
+        mini_rows=8,
+        terms={
+            "numbers": {"clip_low": 2e-4, "clip_high": 5e-4, "clip_c": 1.2, "divergence": "kl"},
+            "kl_loss_type": "unbiased",
+            "kl_loss_coef": 0.5,
+        },
     ),
 }
 
@@ -68,23 +116,31 @@ def settings_of(
     mini_rows: int = ROWS,
     micro_rows: int = ROWS,
     max_nonfinite_fraction: float = 0.1,
+    numbers: dict[str, object] | None = None,
+    **terms: object,
 ) -> UpdateSettings:
+    """`numbers` are the loss's own, `terms` the entropy bonus and the KL loss."""
     spec = RolloutCorrectionSpec.model_validate(correction)
     return UpdateSettings(
         rules=correction_rules(spec),
         bypass=spec.bypass_mode,
-        loss=LossRule(spec.loss_type, clip_low=0.2, clip_high=0.3),
+        loss=LossRule(spec.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
         agg_mode=agg_mode,
         horizon=HORIZON,
         ppo_epochs=epochs,
         mini_rows=mini_rows,
         micro_rows=micro_rows,
         max_nonfinite_fraction=max_nonfinite_fraction,
+        **terms,
     )
 
 
 def batch_of(model, rows: int = ROWS, seed: int = 3) -> TrainBatch:
-    return tiny_batch(model, rows, seed=seed, horizon=HORIZON, gap=0.3)
+    """Old and reference policy are each a little away from the model's own."""
+    batch = tiny_batch(model, rows, seed=seed, horizon=HORIZON, gap=0.3)
+    noise = torch.randn(rows, HORIZON, generator=torch.Generator().manual_seed(1000 + seed))
+    ref = batch.old_log_probs + 0.3 * torch.where(batch.response_mask, noise, 0.0)
+    return replaced(batch, ref_log_probs=ref)
 
 
 def select(batch: TrainBatch, rows: list[int]) -> TrainBatch:
@@ -135,7 +191,8 @@ def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
     """Weights, metrics and what was seen after one `update` of each (case, micro-batch size)."""
     found = {}
     for name, micro in plan:
-        correction, agg_mode, epochs, mini = CASES[name]
+        case = CASES[name]
+        mini = case.mini_rows
         share = mini // ranks.world_size
         mine = [
             start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)
@@ -151,7 +208,9 @@ def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
             grad_clip=1.0,
         )
         batch = select(batch_of(tiny_model()), mine)
-        settings = settings_of(correction, agg_mode, epochs, share, micro)
+        settings = settings_of(
+            case.correction, epochs=case.epochs, mini_rows=share, micro_rows=micro, **case.options
+        )
         outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
         found[name, micro] = {
             "metrics": outcome.metrics,

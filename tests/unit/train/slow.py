@@ -1,0 +1,124 @@
+"""The actor's loss the slow way: plain autograd on naive log-probs, one token at a time, float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.rules import LossRule
+from rlctl.batch import TrainBatch
+from rlctl.train.settings import UpdateSettings
+from tests.models import naive_log_probs
+from tests.reference.correction import reference
+
+
+@dataclass(frozen=True)
+class Loss:
+    """All three of one mini-batch."""
+
+    policy: Tensor
+    kl: Tensor | None
+    total: Tensor
+
+
+def slow_loss(model, batch: TrainBatch, settings: UpdateSettings) -> Loss:
+    """rollout-correction.md §4: weights and mask from the oracle, everything else from the papers."""
+    log_probs, entropy = naive_log_probs(model, batch)
+    mask = batch.response_mask & batch.sample_mask[:, None]
+    against = log_probs.detach() if settings.bypass else batch.old_log_probs
+    known = reference(
+        against.tolist(),
+        batch.rollout_log_probs.tolist(),
+        mask.tolist(),
+        settings.rules,
+        batch.advantages.tolist(),
+    )
+    after = settings.rules.loss_denominator == "after_rejection"
+    applied = known.weights is not None and not (settings.bypass and settings.loss.name != "reinforce")
+    sums: dict[str, list[Tensor]] = {"policy": [], "entropy": [], "kl": []}  # one per sequence
+    counts = []
+    for row in range(len(batch)):
+        places = [t for t in range(mask.shape[1]) if mask[row, t]]
+        kept = [t for t in places if known.keep[row][t]]
+        old, advantages = batch.old_log_probs[row].double(), batch.advantages[row].tolist()
+        policy = policy_losses(settings.loss, log_probs[row], old, advantages, kept)
+        weights = [known.weights[row][t] / known.factor if applied else 1.0 for t in kept]
+        values = {
+            "policy": [w * x for w, x in zip(weights, policy, strict=True)],
+            "entropy": [entropy[row, t] for t in kept],
+            "kl": kl_losses(settings.kl_loss_type, log_probs[row], batch.ref_log_probs[row], old, kept),
+        }
+        counts.append(len(kept) if after else len(places))
+        share = max(counts[-1], 1) if settings.agg_mode == "seq-mean-token-mean" else 1
+        for name, tokens in values.items():
+            sums[name].append(sum(tokens, torch.zeros((), dtype=torch.float64)) / share)
+    divisor = _divisor(settings, counts)
+    found = {name: torch.stack(rows).sum() / divisor for name, rows in sums.items()}
+    total = found["policy"] - settings.entropy_coeff * found["entropy"]
+    if settings.kl_loss_type is None:
+        return Loss(found["policy"], None, total)
+    return Loss(found["policy"], found["kl"], total + settings.kl_loss_coef * found["kl"])
+
+
+def _divisor(settings: UpdateSettings, counts: list[int]) -> int:
+    num_sequences = sum(count > 0 for count in counts)
+    return {
+        "token-mean": sum(counts),
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-mean": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * settings.horizon,
+    }[settings.agg_mode]
+
+
+def policy_losses(
+    rule: LossRule, log_probs: Tensor, old: Tensor, advantages: list[float], kept: list[int]
+) -> list[Tensor]:
+    """−objective of the kept tokens of one sequence, without importance weights."""
+    found = []
+    for t in kept:
+        a, new, ratio = advantages[t], log_probs[t], (log_probs[t] - old[t]).exp()
+        if rule.name == "gspo":
+            mean_gap = torch.stack([log_probs[j] - old[j] for j in kept]).mean().detach()
+            ratio = mean_gap.exp() * (new - new.detach()).exp()
+        held = ratio.clamp(1 - rule.clip_low, 1 + rule.clip_high)
+        if rule.name == "reinforce":
+            value = new * a
+        elif rule.name in {"ppo_clip", "gspo"}:
+            value = torch.minimum(ratio * a, held * a)
+            if rule.clip_c is not None and a < 0:
+                value = torch.maximum(value, torch.full_like(value, rule.clip_c * a))
+        elif rule.name == "cispo":
+            value = held.detach() * a * new
+        elif rule.name == "sapo":
+            tau = rule.tau_pos if a > 0 else rule.tau_neg
+            value = 4 / tau / (1 + (-tau * (ratio - 1)).exp()) * a
+        else:
+            value = dppo_factor(rule, float(new.detach()), float(old[t]), a) * a * new
+        found.append(-value)
+    return found
+
+
+def dppo_factor(rule: LossRule, new: float, old: float, advantage: float) -> float:
+    """The bounded ratio, or 0 where the update leads further out of the trust region."""
+    p, q = math.exp(new), math.exp(old)
+    distance = abs(p - q)
+    if rule.divergence == "kl":
+        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    limit = rule.clip_high if advantage > 0 else rule.clip_low
+    if (p > q) == (advantage > 0) and distance > limit:
+        return 0.0
+    return min(p / q, rule.clip_c or math.inf)
+
+
+def kl_losses(kind: str | None, log_probs: Tensor, ref: Tensor, old: Tensor, kept: list[int]) -> list[Tensor]:
+    """The penalty of the kept tokens of one sequence."""
+    found = []
+    for t in kept if kind else []:
+        gap = log_probs[t] - ref[t]
+        k3 = (-gap).exp() - 1 + gap
+        value = {"k1": gap, "k2": gap**2 / 2, "k3": k3, "unbiased": (log_probs[t] - old[t]).exp() * k3}
+        found.append(value[kind])
+    return found

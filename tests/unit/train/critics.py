@@ -1,0 +1,100 @@
+"""A critic of plain torch, what its batch holds, and the update of the real one in processes of its own."""
+
+from __future__ import annotations
+
+import torch
+
+from rlctl.batch import TrainBatch
+from rlctl.engine.deepspeed import DeepSpeedCritic
+from rlctl.engine.protocol import StepResult
+from rlctl.engine.ranks import Ranks
+from rlctl.engine.values import ValueModule
+from rlctl.train.settings import CriticSettings
+from rlctl.train.update_critic import update_critic
+from tests.models import replaced, tiny_batch, tiny_model
+from tests.unit.train.updates import HORIZON, ROWS, select
+
+LENGTHS = [6, 1, 3, 0, 5, 2, 6, 4, 1, 3, 6, 2, 4, 5, 1, 3]
+UNGRADED = 9
+CLIP = 0.2
+
+#: name → loss aggregation, epochs, sequences per mini-batch over all ranks
+CASES = {
+    "one step": ("token-mean", 1, 16),
+    "epochs": ("token-mean", 2, 8),
+    "sequences": ("seq-mean-token-mean", 2, 4),
+    "sums": ("seq-mean-token-sum", 1, 8),
+    "horizon": ("seq-mean-token-sum-norm", 1, 8),
+}
+
+
+def settings_of(name: str, *, micro_rows: int = ROWS, world_size: int = 1) -> CriticSettings:
+    agg_mode, epochs, mini = CASES[name]
+    return CriticSettings(CLIP, agg_mode, HORIZON, epochs, mini // world_size, micro_rows)
+
+
+def batch_of(seed: int = 5) -> TrainBatch:
+    """Old values near zero, where the new ones start; outside the mask stands what must not be read."""
+    batch = tiny_batch(tiny_model("qwen2"), ROWS, seed=seed, horizon=HORIZON, lengths=LENGTHS)
+    draw = torch.Generator().manual_seed(seed)
+    return replaced(
+        batch,
+        sample_mask=torch.arange(ROWS) != UNGRADED,
+        values=0.3 * torch.randn(ROWS, HORIZON, generator=draw),
+        returns=torch.randn(ROWS, HORIZON, generator=draw),
+    )
+
+
+def lr_of(number: int) -> float:
+    return 2e-3 * (number + 1)
+
+
+class PlainCritic:
+    """A `CriticEngine` of plain torch and SGD, which keeps the gradient of its last step."""
+
+    def __init__(self) -> None:
+        self.module = ValueModule(tiny_model("qwen2"))
+        torch.manual_seed(1)
+        torch.nn.init.normal_(self.module.head.weight, std=0.1)
+        self.gradient: dict[str, torch.Tensor] = {}
+        self.num_forwards = 0
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        self.num_forwards += 1
+        return self.module(batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_mask)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def step(self, *, lr: float, skip: bool = False) -> StepResult:
+        named = dict(self.module.named_parameters())
+        self.gradient = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        norm = float(torch.stack([g.square().sum() for g in self.gradient.values()]).sum().sqrt())
+        if not skip:
+            with torch.no_grad():
+                for name, gradient in self.gradient.items():
+                    named[name] -= lr * gradient
+        self.module.zero_grad()
+        return StepResult(norm, applied=not skip)
+
+
+def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
+    """Weights and metrics after one update of the real critic of each (case, micro-batch size)."""
+    found = {}
+    for name, micro in plan:
+        mini = CASES[name][2]
+        share = mini // ranks.world_size
+        mine = [start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)]
+        critic = DeepSpeedCritic(
+            tiny_model("qwen2"),
+            ranks,
+            zero_stage=0,
+            dtype=torch.float32,
+            weight_decay=0.0,
+            betas=(0.9, 0.999),
+            grad_clip=1.0,
+        )
+        settings = settings_of(name, micro_rows=micro, world_size=ranks.world_size)
+        metrics = update_critic(select(batch_of(), mine), critic, ranks, settings, lr_of, 0)
+        found[name, micro] = (metrics, {n: t.detach().clone() for n, t in critic.weights()})
+    return found

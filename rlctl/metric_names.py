@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 #: Correction statistics of a whole batch or mini-batch, never an average over micro-batches.
 CORRECTION = "rollout_corr/"
+#: The length penalty among the rewards, as in `reward/overlong/mean`.
+OVERLONG = "overlong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ def _critic() -> Iterator[Metric]:
     yield metric("vf_explained_var", "1", "1 − Var(return − V) / Var(return), values of before the updates")
     yield metric("grad_norm", "1", f"the critic's gradient norm before clipping, {steps}")
     yield metric("lr", "1", "the critic's learning rate at the batch's last optimizer step")
+    skipped = "the critic's optimizer steps not made because loss or gradient was not finite"
+    yield Metric("critic/skipped_updates", "updates", skipped)
     for what, word in (("values", "value before the updates"), ("returns", "return")):
         for statistic, of in (("mean", "mean"), ("max", "maximum"), ("min", "minimum")):
             yield metric(f"{what}/{statistic}", "reward", f"{of} over response tokens of the {word}")
@@ -216,7 +220,7 @@ def _rewards() -> Iterator[Metric]:
     yield Metric("reward/<term>/mean", "reward", f"mean score of one reward before its weight; {several}")
     failed = "samples that this reward failed on"
     yield Metric("reward/<term>/num_errors", "samples", f"{failed}; {several}")
-    spread = "fraction of groups whose rewards are all equal: they teach nothing"
+    spread = "fraction of groups whose rewards are all equal: they teach nothing to what compares siblings"
     yield Metric("reward/zero_spread_groups", "fraction", spread, {"trl": "frac_reward_zero_std"})
 
 

@@ -38,7 +38,7 @@ def kl_estimate(kind: KLEstimate, log_probs: Tensor, ref_log_probs: Tensor) -> T
 
 
 def kl_loss(
-    kind: KLLossType, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor
+    kind: KLLossType, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
 ) -> Tensor:
     """Per-token penalty (B, T) with gradient through π_θ; 0.0 outside the mask, whatever is there.
 
@@ -48,15 +48,14 @@ def kl_loss(
     - `k1`: zero. It penalises nothing.
     - `k2`: ∇ KL(π_θ ‖ π_ref), the reverse KL.
     - `k3`: ∇ KL(π_ref ‖ π_θ), the forward KL.
-    - `unbiased`, (π_θ/π_old) · k3 with gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref), whichever
-      policy π_old the tokens were sampled from. The ratio's log is clamped to ±20.
+    - `unbiased`, (π_θ/π_rollout) · k3 with gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref), whichever
+      policy π_rollout the tokens were sampled from. The ratio's log is clamped to ±20.
     """
-    theta, ref, old = (
-        torch.where(loss_mask, x, 0.0) for x in (log_probs, ref_log_probs.detach(), old_log_probs.detach())
-    )
+    given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
+    theta, ref, rollout = (torch.where(loss_mask, x, 0.0) for x in given)
     if kind != "unbiased":
         return kl_estimate(kind, theta, ref)
-    ratio = (theta - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    ratio = (theta - rollout).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return ratio * kl_estimate("k3", theta, ref)
 
 

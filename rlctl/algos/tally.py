@@ -33,8 +33,9 @@ class Tally:
         )
 
     def pack(self) -> tuple[Tensor, Tensor]:
-        """All sums and all maxima, each one float64 vector, to be reduced over ranks."""
-        return torch.stack(list(self.sums.values())), torch.stack(list(self.maxima.values()))
+        """All sums and all maxima, each one float64 vector (maxima may be none), to be reduced over ranks."""
+        sums = torch.stack(list(self.sums.values()))
+        return sums, torch.stack(list(self.maxima.values())) if self.maxima else sums.new_zeros(0)
 
     def to_host(self, packed: tuple[Tensor, Tensor] | None = None) -> HostTally:
         """Bring everything (or what `pack` gave, after reduction) over in one transfer."""

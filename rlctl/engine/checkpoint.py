@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def waiting_dir(self) -> Path:
-        """What `RolloutStream.load` reads; empty without staleness."""
+        """What `RolloutStream.resume` reads; empty without staleness."""
         return self.path / "waiting"
 
     @property

@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -257,6 +258,7 @@ def _import_deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\.")
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # Ranks on one CPU host may talk through a shared-memory operator that is compiled with a
         # C++ compiler at first use; gloo does the same job here without either.

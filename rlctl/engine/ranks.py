@@ -47,7 +47,8 @@ class Ranks:
         sums, maxima = tally.pack()
         if self.world_size > 1:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+            if len(maxima):
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return tally.to_host((sums, maxima))
 
     def max(self, value: float) -> float:
@@ -57,6 +58,13 @@ class Ranks:
         at: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(at, op=dist.ReduceOp.MAX)
         return at.item()
+
+    def first(self, text: str) -> str:
+        """The first rank's text that is not empty; "" if all are."""
+        texts = [text] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(texts, text)
+        return next(filter(None, texts), "")
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value added up over all ranks."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure
+from rlctl.metric_names import OVERLONG
 from rlctl.reward.code import CodeScorer
 from rlctl.reward.graders import GRADERS, GraderName, grader_for
 from rlctl.reward.model import ModelScorer
@@ -38,7 +39,7 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
         device: where a reward model runs, unless the spec names another.
 
     Raises:
-        UsageError: a function or reward model cannot be used, or two terms have one name.
+        UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
     penalty = None
@@ -49,12 +50,6 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
-            if term.label in terms:
-                raise UsageError(
-                    f"two rewards are called {term.label}, so their metrics could not be told apart",
-                    where="reward.terms",
-                    fix="add their weights up in one term, or rename one function",
-                )
             terms[term.label] = (term.weight, _scorer(term, spec, device))
     except BaseException:
         for _, scorer in terms.values():
@@ -63,19 +58,20 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
     return CombinedReward(terms, penalty)
 
 
-def refuse_errors(num_failed: float, num_total: float, first: str, limit: float) -> None:
+def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str], limit: float) -> None:
     """Stop when too large a share of a batch could not be graded.
 
     Args:
         num_failed, num_total: samples, over all ranks.
-        first: text of the first failure known here.
+        first: gives the text of the first failure on any rank; asked, on all of them, only to stop.
         limit: `reward.max_error_fraction`.
 
     Raises:
         RunFailure: more than `limit` of the samples failed.
     """
     if num_failed > limit * num_total:
-        known = f"; the first failure:\n{first.rstrip()}" if first else ""
+        text = first().rstrip()
+        known = f"; the first failure:\n{text}" if text else ""
         raise RunFailure(
             f"the grader failed on {num_failed:g} of {num_total:g} responses{known}",
             where="reward",
@@ -112,8 +108,12 @@ class CombinedReward:
             errors += failures[: MAX_ERRORS_KEPT - len(errors)]
             errors_by_term[label] = len(failures)
         if self._penalty:
-            parts["overlong"] = self._penalty.of(rollouts.response_mask.sum(-1).cpu())
-            total += parts["overlong"]
+            parts[OVERLONG] = self._penalty.of(rollouts.response_mask.sum(-1).cpu())
+            total += parts[OVERLONG]
+        unbounded = valid & ~total.isfinite()  # a sum, or a score, beyond float32
+        if unbounded.any():
+            errors.append(f"the weighted sum is {total[unbounded][0]} in float32")
+            valid &= ~unbounded
         return RewardResult(torch.where(valid, total, 0.0), valid, parts, errors, errors_by_term)
 
     def close(self) -> None:

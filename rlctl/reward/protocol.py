@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from rlctl.metric_names import OVERLONG
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,7 +66,7 @@ class RewardResult:
     @property
     def graded(self) -> Tensor:
         """(B,) `scores` without the overlong penalty: what evaluation and validation report."""
-        penalty = self.parts.get("overlong")
+        penalty = self.parts.get(OVERLONG)
         return self.scores if penalty is None else self.scores - penalty * self.valid
 
 

@@ -24,7 +24,7 @@ class ActorSpec(Section):
     """Sequences per forward pass on one rank. Changes memory and speed, never the result."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
-    clip_ratio: float = Field(default=0.2, gt=0)
+    clip_ratio: float = Field(default=0.2, gt=0, lt=1)
     """PPO clip: π_θ/π_old is kept in [1 − clip_ratio, 1 + clip_ratio]."""
     clip_ratio_low: Annotated[float | None, NullWord] = Field(default=None, gt=0, lt=1)
     """Lower half of the clip; null: `clip_ratio`."""
@@ -46,7 +46,7 @@ class ActorSpec(Section):
     kl_loss_coef: float = Field(default=0.001, ge=0)
     """Its coefficient."""
     kl_loss_type: Annotated[KLLossType, KLNames] = "k3"
-    """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_old (DeepSeek-V3.2)."""
+    """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_rollout (DeepSeek-V3.2)."""
     loss_agg_mode: AggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch on all ranks."""
     lr: float = Field(default=1e-6, ge=0)

@@ -7,6 +7,7 @@ make. Nothing is computed twice: rollout correction is checked by translating it
 from __future__ import annotations
 
 from rlctl.errors import Problem
+from rlctl.metric_names import OVERLONG
 from rlctl.spec.check_algorithm import ALGORITHM_CHECKS, Check
 from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.resolve import (
@@ -238,6 +239,15 @@ def rewards_are_complete(spec: RunSpec) -> list[Problem]:
     if reward.terms and reward.name != "auto":
         what = f"has no effect: reward.terms lists {', '.join(sorted(names))}"
         problems.append(Problem("warning", "reward.name", what, "leave it out"))
+    labels = [term.label for term in reward.all_terms]
+    doubled = sorted({label for label in labels if labels.count(label) > 1} | ({OVERLONG} & set(labels)))
+    if doubled:
+        what = f"{', '.join(doubled)} would name two rewards in the metrics"
+        fix = "add the weights up in one term, or give a function another name"
+        problems.append(Problem("error", "reward.terms" if reward.terms else "reward.name", what, fix))
+    if any(term.weight == 0 for term in reward.all_terms):
+        what = "a weight of 0: the reward is computed and thrown away"
+        problems.append(Problem("warning", "reward.terms", what, "leave the term out, or give it a weight"))
     if "model" in names and reward.model.path is None:
         fix = "reward.model.path=… (a sequence classifier with one output)"
         problems.append(Problem("error", "reward.model.path", "the reward model has no path", fix))

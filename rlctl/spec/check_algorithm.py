@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 from rlctl.errors import Problem
 from rlctl.spec.algorithm import GROUP_ESTIMATORS
+from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run import RunSpec
 
 Check = Callable[[RunSpec], list[Problem]]
@@ -54,6 +56,16 @@ def critic_has_a_use(spec: RunSpec) -> list[Problem]:
     return problems
 
 
+def critic_batch_is_whole(spec: RunSpec) -> list[Problem]:
+    """The actor's mini-batches say which rank has which rows; the critic's must be made of whole ones."""
+    mini, actor = spec.critic_mini_batch_size, spec.ppo_mini_batch_size
+    if not spec.trains_critic or mini % actor == 0:
+        return []
+    what = f"{mini} prompts are not a multiple of the actor's mini-batch of {actor}"
+    fix = f"use {-(-mini // actor) * actor}, or leave it out"
+    return [Problem("error", "critic.ppo_mini_batch_size", what, fix)]
+
+
 def warmup_leaves_training(spec: RunSpec) -> list[Problem]:
     """A run that only ever warms up its critic never changes the policy."""
     total, warmup = spec.trainer.total_training_steps, spec.trainer.critic_warmup
@@ -87,10 +99,33 @@ def kl_is_meant(spec: RunSpec) -> list[Problem]:
         what = "an adaptive coefficient steers the KL in the reward, which is off"
         fix = "set algorithm.use_kl_in_reward: true, or leave it out"
         problems.append(Problem("error", "algorithm.kl_ctrl.type", what, fix))
+    unused = {
+        "actor.kl_loss_coef": (actor.use_kl_loss, "actor.use_kl_loss"),
+        "actor.kl_loss_type": (actor.use_kl_loss, "actor.use_kl_loss"),
+        "algorithm.kl_penalty": (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward"),
+        "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward"),
+    }
+    problems += [
+        Problem("warning", key, f"has no effect: {switch} is false", f"set {switch}: true, or leave it out")
+        for key, (is_on, switch) in unused.items()
+        if not is_on and _value(spec, key) != _value(RunSpec(), key)
+    ]
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         what = "as a loss, k1's gradient is zero on average: it adds noise and no pull to the reference"
         problems.append(Problem("warning", "actor.kl_loss_type", what, "use k2, k3 or unbiased"))
     return problems
+
+
+def _value(spec: RunSpec, key: str) -> object:
+    return reduce(getattr, key.split("."), spec)
+
+
+def embedded_is_the_policys(spec: RunSpec) -> list[Problem]:
+    """Critic and reference start from the built-in model by themselves where the policy does."""
+    what = "the built-in model is no directory to name"
+    fix = "leave it out: null means the policy's own model"
+    paths = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
+    return [Problem("error", key, what, fix) for key, path in paths.items() if path == EMBEDDED]
 
 
 def clips_are_used(spec: RunSpec) -> list[Problem]:
@@ -114,11 +149,19 @@ def clips_are_used(spec: RunSpec) -> list[Problem]:
 def gspo_clip_is_narrow(spec: RunSpec) -> list[Problem]:
     """GSPO's ratio is a geometric mean over the response: a token ratio's clip never binds on it."""
     actor = spec.actor
-    widest = max(actor.clip_ratio_low or actor.clip_ratio, actor.clip_ratio_high or actor.clip_ratio)
-    if spec.algorithm.rollout_correction.loss_type != "gspo" or widest < 0.05:
+    if spec.algorithm.rollout_correction.loss_type != "gspo":
         return []
-    what = f"{widest:g} bounds a geometric mean over the whole response, which hardly ever moves that far"
-    return [Problem("warning", "actor.clip_ratio", what, "the paper's are 3e-4 below and 4e-4 above")]
+    clips = {
+        "actor.clip_ratio_low": actor.clip_ratio_low,
+        "actor.clip_ratio_high": actor.clip_ratio_high,
+        "actor.clip_ratio": None if actor.clip_ratio_low and actor.clip_ratio_high else actor.clip_ratio,
+    }
+    what = "bounds a geometric mean over the whole response, which hardly ever moves that far"
+    return [
+        Problem("warning", key, f"{clip:g} {what}", "the paper's are 3e-4 below and 4e-4 above")
+        for key, clip in clips.items()
+        if clip is not None and clip >= 0.05
+    ]
 
 
 def bypass_drifts(spec: RunSpec) -> list[Problem]:
@@ -189,6 +232,7 @@ ALGORITHM_CHECKS: dict[Check, tuple[str, ...]] = {
     groups_have_siblings: (_ESTIMATOR, "rollout.n"),
     discount_is_used: (_ESTIMATOR, "algorithm.gamma", "algorithm.lam"),
     critic_has_a_use: (_ESTIMATOR, "critic.enable", "critic.path", "trainer.critic_warmup"),
+    critic_batch_is_whole: (_ESTIMATOR, "critic.ppo_mini_batch_size", *_BATCH),
     warmup_leaves_training: (_ESTIMATOR, "trainer.critic_warmup", "trainer.total_training_steps"),
     kl_is_meant: (
         "algorithm.use_kl_in_reward",
@@ -197,8 +241,10 @@ ALGORITHM_CHECKS: dict[Check, tuple[str, ...]] = {
         "actor.use_kl_loss",
         "actor.kl_loss_coef",
         "actor.kl_loss_type",
+        "algorithm.kl_penalty",
         "ref.path",
     ),
+    embedded_is_the_policys: ("critic.path", "ref.path"),
     clips_are_used: (
         f"{_CORRECTION}loss_type",
         "actor.clip_ratio_low",

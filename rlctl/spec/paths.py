@@ -1,10 +1,11 @@
-"""What a spec names that is not here: a dry run warns of it, a start would trip over it."""
+"""Local files and directories that a spec names: missing ones, and from where they are seen."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlctl.errors import Problem
+from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run import RunSpec
 
 
@@ -33,6 +34,33 @@ def missing_paths(spec: RunSpec) -> list[Problem]:
         if not Path(path).expanduser().exists()
     ]
     return found
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """`spec` with every local path absolute, so that it means the same wherever the run is resumed.
+
+    What exists here, relative or not, is local; the rest (a hub id, a path that is missing) is left alone.
+    """
+    content = spec.model_dump()
+    for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
+        content[section][key] = _absolute(content[section][key])
+    content["data"] |= {key: [_absolute(path) for path in content["data"][key]] for key in _FILES}
+    reward = content["reward"]
+    reward["model"]["path"] = _absolute(reward["model"]["path"])
+    for term in [reward, *(reward["terms"] or [])]:
+        file, colon, function = term["name"].rpartition(":")
+        term["name"] = f"{_absolute(file)}:{function}" if colon else term["name"]
+    return RunSpec.model_validate(content)
+
+
+_FILES = ("train_files", "val_files")
+
+
+def _absolute(path: str | None) -> str | None:
+    """An existing path from the root; the built-in model's name and everything else as it is."""
+    if path is None or path == EMBEDDED or not Path(path).expanduser().exists():
+        return path
+    return str(Path(path).expanduser().resolve())
 
 
 def _looks_local(path: str) -> bool:

@@ -57,8 +57,11 @@ def _per_token(builder: TallyBuilder, name: str, values: Tensor, mask: Tensor) -
     builder.family(name, mask.sum(-1).double(), kept.sum(-1), kept.square().sum(-1), high, low, mask.any(-1))
 
 
-def batch_metrics(tally: HostTally) -> dict[str, float]:
-    """Metrics of the whole batch, under verl's names."""
+def batch_metrics(tally: HostTally, *, compares_siblings: bool) -> dict[str, float]:
+    """Metrics of the whole batch, under verl's names.
+
+    Groups without spread are only worth a word where the estimator compares siblings.
+    """
     metrics: dict[str, float] = {}
     for key, family in _FAMILIES.items():
         if f"{family}.n" not in tally.sums:
@@ -69,11 +72,12 @@ def batch_metrics(tally: HostTally) -> dict[str, float]:
     for term in terms if len(terms) > 1 else []:  # the only one is `critic/score`
         metrics[f"reward/{term}/mean"] = tally.moments(f"term/{term}").mean
         metrics[f"reward/{term}/num_errors"] = tally.sums[f"errors/{term}"]
+    if compares_siblings:
+        metrics["reward/zero_spread_groups"] = tally.per("flat_groups", "groups")
     staleness = tally.moments("staleness")
     count = tally.sums["response_length.n"]
     return metrics | {
         "response_length/clip_ratio": tally.per("truncated", "response_length.n"),
-        "reward/zero_spread_groups": tally.per("flat_groups", "groups"),
         "reward/num_errors": tally.sums["invalid"],
         "reward/error_fraction": tally.sums["invalid"] / count if count else 0.0,
         "training/staleness_mean": staleness.mean,

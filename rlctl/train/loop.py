@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.reward.build import refuse_errors
+from rlctl.spec.algorithm import GROUP_ESTIMATORS
 from rlctl.train.batch_metrics import batch_metrics, batch_tally
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.kl_reward import with_kl_in_reward
@@ -32,7 +33,9 @@ from rlctl.train.validate import validate
 from rlctl.train.warn import Warner
 
 if TYPE_CHECKING:
+    from rlctl.batch import ScoredBatch, TrainBatch
     from rlctl.engine.ranks import Ranks
+    from rlctl.reward.protocol import RewardResult
 
 
 def train(run: Run) -> None:
@@ -46,6 +49,7 @@ def train(run: Run) -> None:
 
     for step in range(run.start_step + 1, run.total_steps + 1):
         timer = StepTimer(ranks.device)
+        hold = step <= spec.trainer.critic_warmup
         metrics: dict[str, float] = {}
         with timer("step"):
             with timer("gen"):
@@ -55,23 +59,17 @@ def train(run: Run) -> None:
             baseline = greedy_baseline(run, step, timer)
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
-                scored, run.kl, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
+                scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
+                run.kl = run.kl if hold else steered  # a policy that stands still says nothing about it
                 metrics |= penalty
             with timer("adv"):
                 batch = with_advantages(scored, algorithm, ranks)
-            metrics |= batch_metrics(ranks.to_host(batch_tally(scored, batch, rewards, run.policy_version)))
-            refuse_errors(
-                metrics["reward/num_errors"],
-                spec.data.train_batch_size * spec.rollout.n,
-                "".join(rewards.errors[:1]),
-                spec.reward.max_error_fraction,
-            )
+            metrics |= describe_batch(run, scored, batch, rewards, baseline)
             if run.critic:
                 first = (step - 1) * critic_updates_per_step(spec)
                 with timer("update_critic"):
                     metrics |= update_critic(batch, run.critic, ranks, critic_settings, critic_lr_at, first)
             with timer("update_actor"):
-                hold = step <= spec.trainer.critic_warmup
                 outcome = update(batch, run.actor, ranks, settings, lr_at, run.policy_version, hold=hold)
             run.policy_version += outcome.num_updates
             with timer("sync_weights"):
@@ -104,6 +102,27 @@ def train(run: Run) -> None:
                 run.saver.save(run, step)
         if stopping:
             break
+
+
+def describe_batch(
+    run: Run, scored: ScoredBatch, batch: TrainBatch, rewards: RewardResult, baseline: RewardResult | None
+) -> dict[str, float]:
+    """What the batch looks like over all ranks.
+
+    Raises:
+        RunFailure: too much of it could not be graded.
+    """
+    ranks, spec = run.ranks, run.spec
+    tally = ranks.to_host(batch_tally(scored, batch, rewards, run.policy_version))
+    metrics = batch_metrics(tally, compares_siblings=spec.algorithm.adv_estimator in GROUP_ESTIMATORS)
+    errors = rewards.errors + (baseline.errors if baseline else [])
+    refuse_errors(
+        metrics["reward/num_errors"],
+        spec.data.train_batch_size * spec.rollout.n,
+        lambda: ranks.first("".join(errors[:1])),
+        spec.reward.max_error_fraction,
+    )
+    return metrics
 
 
 def epoch_of(run: Run, step: int) -> float:

@@ -119,7 +119,7 @@ def _beside(spec: RunSpec, path: str | None, model_path: str, tokenizer: Any, ke
         path or model_path,
         tokenizer,
         key=key,
-        revision=None if path else spec.model.revision,
+        revision=spec.model.revision if path in {None, spec.model.path} else None,
         trust_remote_code=spec.model.trust_remote_code,
         attn_implementation=spec.model.attn_implementation,
         dtype=_DTYPES[spec.engine.dtype],

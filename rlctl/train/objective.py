@@ -60,11 +60,9 @@ def actor_loss(
     if settings.kl_loss_type is not None:
         if micro.ref_log_probs is None:
             raise RunFailure("the KL loss needs reference log-probs, and the batch has none")
-        kl = mean(
-            kl_loss(
-                settings.kl_loss_type, output.log_probs, micro.ref_log_probs, micro.old_log_probs, loss_mask
-            )
-        )
+        # Against π_rollout in both modes: it is what the tokens were sampled from.
+        policies = (output.log_probs, micro.ref_log_probs, micro.rollout_log_probs)
+        kl = mean(kl_loss(settings.kl_loss_type, *policies, loss_mask))
         loss = loss + settings.kl_loss_coef * kl
     return loss, _tally(micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl)
 
@@ -84,4 +82,4 @@ def _tally(
         "clipped": clipped.sum(),
         "clipped_lower": clipped_lower.sum(),
     }
-    return Tally({name: value.double() for name, value in sums.items()}, {"none": sums["loss"].double()})
+    return Tally({name: value.double() for name, value in sums.items()}, {})

@@ -52,11 +52,13 @@ def score_batch(
         timer: gets the seconds of each model.
 
     Raises:
-        RunFailure: the reference gives no finite log-probs.
+        RunFailure: the reference's log-probs or the critic's values are not finite.
     """
     device = rollouts.responses.device
     spec = run.spec
     parts = _as_train_batch(rollouts).split(spec.actor.ppo_micro_batch_size_per_gpu)
+    critic_rows = spec.critic.ppo_micro_batch_size_per_gpu or spec.actor.ppo_micro_batch_size_per_gpu
+    critic_parts = _as_train_batch(rollouts).split(critic_rows)
     scores, valid = rewards.scores.to(device), rewards.valid.to(device)
     baseline_scores = None
     if baseline is not None:
@@ -73,7 +75,12 @@ def score_batch(
     values = None
     if run.critic is not None:
         with timer("values"):
-            values = _gather(run.critic.values, parts)
+            values = _gather(run.critic.values, critic_parts)
+        if not values[rollouts.response_mask].isfinite().all():
+            raise RunFailure(
+                "the critic's values are NaN or infinite",
+                fix="lower critic.lr, and resume from an earlier checkpoint",
+            )
     return ScoredBatch(
         rollouts=rollouts,
         scores=scores,

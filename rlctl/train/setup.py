@@ -124,7 +124,14 @@ def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:
 
 def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
     per_epoch = prompts.steps_per_epoch(spec.data.train_batch_size)
-    return spec.trainer.total_training_steps or per_epoch * spec.trainer.total_epochs
+    total = spec.trainer.total_training_steps or per_epoch * spec.trainer.total_epochs
+    if spec.trainer.critic_warmup >= total:
+        raise UsageError(
+            f"all {total} batches of the run would train the critic alone",
+            where="trainer.critic_warmup",
+            fix=f"use less than {total}",
+        )
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
     if models.critic:
         models.critic.load(checkpoint.critic_dir)
     models.rollout.sync_weights(actor.weights(), policy_version=state.policy_version)
-    stream.load(checkpoint.waiting_dir, ranks.rank, ranks.device)
+    stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
     notes.append(f"resuming after step {state.step}")
     return Restored(state.step, state.policy_version, state.kl_coef, notes)
 

@@ -13,6 +13,7 @@ import yaml
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, LoadedSpec, dump_spec
+from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.jsonl import METRICS_FILE
@@ -39,7 +40,7 @@ def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) ->
     Raises:
         RlctlError: whatever keeps it from starting or going on.
     """
-    spec = loaded.spec
+    spec = with_absolute_paths(loaded.spec)
     _check_ranks(spec)
     run_dir = resume or _path_of(spec)
     target_args = (dump_spec(spec), str(run_dir), resume is not None)

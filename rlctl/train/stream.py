@@ -38,7 +38,13 @@ class RolloutStream:
         self._waiting: deque[Rollouts] = deque()
 
     def take(self, step: int) -> Rollouts:
-        """The batch of `step`, which must be the one after the last taken."""
+        """The batch of `step`, which must be the one after the last taken.
+
+        Raises:
+            ValueError: it is another one's turn.
+        """
+        if step != self._next_step - len(self._waiting):
+            raise ValueError(f"step {step} asks for a batch out of turn, before {self._next_step}")
         while self._next_step <= min(step + self._staleness, self._last_step):
             self._waiting.append(self._sample(self._next_step))
             self._next_step += 1
@@ -54,13 +60,14 @@ class RolloutStream:
         state = {"next_step": self._next_step, "waiting": waiting}
         torch.save(state, directory / _STATE.format(rank=rank))
 
-    def load(self, directory: Path, rank: int, device: torch.device) -> None:
-        """Go on with what `save` wrote on this rank.
+    def resume(self, step: int, directory: Path, rank: int, device: torch.device) -> None:
+        """Go on after `step`, with the batches that `save` wrote on this rank.
 
         Raises:
-            RunFailure: it is missing or cannot be read.
+            RunFailure: they are missing or cannot be read.
         """
         if not self._staleness:
+            self._next_step = step + 1
             return
         path = directory / _STATE.format(rank=rank)
         try:

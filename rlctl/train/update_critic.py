@@ -58,6 +58,7 @@ def update_critic(
         "critic/vf_explained_var": explained_variance(explained),
         "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
         "critic/lr": lr,
+        "critic/skipped_updates": float(sum(not step.applied for step in steps)),
     }
 
 
@@ -93,7 +94,7 @@ def _tally(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | No
         "values": torch.where(micro.counted, values, 0.0).sum(),
         "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
     }
-    return Tally({name: value.double() for name, value in sums.items()}, {"none": loss.detach().double()})
+    return Tally({name: value.double() for name, value in sums.items()}, {})
 
 
 def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:

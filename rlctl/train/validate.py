@@ -49,7 +49,12 @@ def validate(run: Run) -> dict[str, float]:
                 sums[source, "length"] += lengths[row]
     merged = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
     num_graded = sum(merged[source, "n"] for source in sources)
-    refuse_errors(len(prompts) - num_graded, len(prompts), first_error, spec.reward.max_error_fraction)
+    refuse_errors(
+        len(prompts) - num_graded,
+        len(prompts),
+        lambda: ranks.first(first_error),
+        spec.reward.max_error_fraction,
+    )
     metrics = {}
     for source in sources:
         if count := merged[source, "n"]:

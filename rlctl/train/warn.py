@@ -38,7 +38,10 @@ class Warner:
             self._say(
                 "nonfinite", f"step {step}: {count:.0f} sequences with NaN or infinite log-probs{where}"
             )
-        if metrics["reward/zero_spread_groups"] == 1.0:
+        if missed := metrics.get("critic/skipped_updates", 0.0):
+            what = "loss or gradient was not finite; lower critic.lr"
+            self._say("critic", f"step {step}: {missed:.0f} updates of the critic withheld: {what}")
+        if metrics.get("reward/zero_spread_groups") == 1.0:
             what = "every prompt's responses got equal rewards, so there is nothing to learn from"
             self._say("flat", f"step {step}: {what}")
         if errors := metrics["reward/num_errors"]:

@@ -63,9 +63,15 @@ def test_terms_are_weighted_and_a_failure_of_one_invalidates_the_sum(tmp_path):
     assert "rlctl/reward" not in result.errors[0]
 
 
-def test_two_terms_of_one_name_are_refused():
-    with pytest.raises(UsageError, match="two rewards are called exact"):
-        built(terms=[{"name": "exact"}, {"name": "exact", "weight": 2.0}])
+def test_a_sum_beyond_float32_is_a_failure(tmp_path):
+    huge = tmp_path / "huge.py"
+    huge.write_text("def huge(response, ground_truth): return 1e300 if response == 'a' else 1.0")
+    reward = built(name=f"{huge}:huge")
+    result = reward.score(rollouts(("a", "a", "x"), ("b", "b", "x")))
+    reward.close()
+    assert result.valid.tolist() == [False, True]
+    assert result.scores.tolist() == [0.0, 1.0]
+    assert "float32" in result.errors[0]
 
 
 def test_overlong_penalty_by_hand():
@@ -104,15 +110,15 @@ def test_a_failed_grading_is_left_out_and_counted():
 
 
 def test_too_many_failures_are_refused_with_the_first_text():
-    refuse_errors(1.0, 2.0, "boom\n", 0.5)
-    refuse_errors(0.0, 0.0, "", 0.0)
+    refuse_errors(1.0, 2.0, lambda: "boom\n", 0.5)
+    refuse_errors(0.0, 0.0, str, 0.0)
     with pytest.raises(
         RunFailure, match=r"failed on 1 of 2 responses; the first failure:\nboom \(mend"
     ) as caught:
-        refuse_errors(1.0, 2.0, "boom\n", 0.4)
+        refuse_errors(1.0, 2.0, lambda: "boom\n", 0.4)
     assert "max_error_fraction" in caught.value.fix
     with pytest.raises(RunFailure, match=r"failed on 3 of 4 responses \(mend"):
-        refuse_errors(3.0, 4.0, "", 0.4)  # they were all on another rank
+        refuse_errors(3.0, 4.0, str, 0.4)  # they were all on another rank
 
 
 def test_a_grading_that_hangs_is_ended_and_the_others_go_on(pool):

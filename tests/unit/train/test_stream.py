@@ -56,7 +56,7 @@ def test_a_batch_is_as_old_as_asked(staleness: int) -> None:
         assert sampler.asked == list(range(1, min(step + staleness, LAST) + 1))  # and none beyond the end
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("stop", [1, 4, LAST - 1])
 def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int, stop: int) -> None:
     sampler = Sampler()
@@ -68,7 +68,7 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
     other = Sampler()
     resumed = stream_of(other, staleness)
-    resumed.load(tmp_path, 3, CPU)
+    resumed.resume(stop, tmp_path, 3, CPU)
     already = len(sampler.asked)
     for step in range(stop + 1, LAST + 1):
         sampler.version = other.version = step - 1
@@ -81,7 +81,16 @@ def test_fresh_batches_leave_nothing_behind(tmp_path: Path) -> None:
     stream.take(1)
     stream.save(tmp_path, rank=0)
     assert list(tmp_path.iterdir()) == []
-    stream.load(tmp_path, 0, CPU)  # nothing is needed
+
+
+def test_nobody_gets_another_steps_batch() -> None:
+    for staleness in (0, 2):
+        stream = stream_of(Sampler(), staleness)
+        with pytest.raises(ValueError, match="out of turn"):
+            stream.take(2)
+        stream.take(1)
+        with pytest.raises(ValueError, match="out of turn"):
+            stream.take(1)
 
 
 @pytest.mark.parametrize("fault", ["missing", "empty", "truncated", "garbage", "another rank's"])
@@ -99,7 +108,7 @@ def test_waiting_batches_that_cannot_be_read(tmp_path: Path, fault: str) -> None
     elif fault == "garbage":
         path.write_bytes(b"garbage" * 100)
     with pytest.raises(RunFailure, match="waiting to be trained on") as caught:
-        stream_of(Sampler(), 2).load(tmp_path, int(fault == "another rank's"), CPU)
+        stream_of(Sampler(), 2).resume(1, tmp_path, int(fault == "another rank's"), CPU)
     assert str(tmp_path) in str(caught.value.where)
 
 
@@ -111,4 +120,4 @@ def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
     state = torch.load(path, weights_only=True)
     torch.save({**state, "next_step": rollouts_of()}, path)  # a record: needs a pickle's freedom
     with pytest.raises(RunFailure, match="waiting to be trained on"):
-        stream_of(Sampler(), 1).load(tmp_path, 0, CPU)
+        stream_of(Sampler(), 1).resume(1, tmp_path, 0, CPU)

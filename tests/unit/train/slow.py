@@ -44,12 +44,13 @@ def slow_loss(model, batch: TrainBatch, settings: UpdateSettings) -> Loss:
         places = [t for t in range(mask.shape[1]) if mask[row, t]]
         kept = [t for t in places if known.keep[row][t]]
         old, advantages = batch.old_log_probs[row].double(), batch.advantages[row].tolist()
+        ref, rollout = batch.ref_log_probs[row], batch.rollout_log_probs[row]
         policy = policy_losses(settings.loss, log_probs[row], old, advantages, kept)
         weights = [known.weights[row][t] / known.factor if applied else 1.0 for t in kept]
         values = {
             "policy": [w * x for w, x in zip(weights, policy, strict=True)],
             "entropy": [entropy[row, t] for t in kept],
-            "kl": kl_losses(settings.kl_loss_type, log_probs[row], batch.ref_log_probs[row], old, kept),
+            "kl": kl_losses(settings.kl_loss_type, log_probs[row], ref, rollout, kept),
         }
         counts.append(len(kept) if after else len(places))
         share = max(counts[-1], 1) if settings.agg_mode == "seq-mean-token-mean" else 1
@@ -113,12 +114,14 @@ def dppo_factor(rule: LossRule, new: float, old: float, advantage: float) -> flo
     return min(p / q, rule.clip_c or math.inf)
 
 
-def kl_losses(kind: str | None, log_probs: Tensor, ref: Tensor, old: Tensor, kept: list[int]) -> list[Tensor]:
-    """The penalty of the kept tokens of one sequence."""
+def kl_losses(
+    kind: str | None, log_probs: Tensor, ref: Tensor, rollout: Tensor, kept: list[int]
+) -> list[Tensor]:
+    """The penalty of the kept tokens of one sequence; `unbiased` for tokens that π_rollout sampled."""
     found = []
     for t in kept if kind else []:
         gap = log_probs[t] - ref[t]
         k3 = (-gap).exp() - 1 + gap
-        value = {"k1": gap, "k2": gap**2 / 2, "k3": k3, "unbiased": (log_probs[t] - old[t]).exp() * k3}
+        value = {"k1": gap, "k2": gap**2 / 2, "k3": k3, "unbiased": (log_probs[t] - rollout[t]).exp() * k3}
         found.append(value[kind])
     return found

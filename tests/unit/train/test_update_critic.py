@@ -73,6 +73,7 @@ def slow_update(name: str):
         "critic/vf_explained_var": 1 - pvariance(residuals) / pvariance(returns),
         "critic/grad_norm": fmean(norms),
         "critic/lr": lr_of(len(losses) - 1),
+        "critic/skipped_updates": 0.0,
     }
 
 
@@ -152,6 +153,7 @@ def test_nothing_graded_makes_no_step() -> None:
     critic = PlainCritic()
     metrics = update_critic(batch, critic, alone(), settings_of("epochs"), lr_of, 0)
     assert all(map(math.isfinite, metrics.values()))
+    assert metrics["critic/skipped_updates"] == 4.0
     start = dict(PlainCritic().module.named_parameters())
     assert all(torch.equal(p, start[name]) for name, p in critic.module.named_parameters())
 

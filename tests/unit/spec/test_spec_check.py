@@ -115,7 +115,9 @@ def test_estimators_without_values_get_no_critic(estimator, asked):
         ([GAE, "critic.enable=false"], {"critic.enable": "error"}),
         ([GAE, "critic.enable=true"], {}),
         ([GAE, "critic.ppo_mini_batch_size=48"], {"critic.ppo_mini_batch_size": "error"}),
-        ([GAE, "critic.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=2"], {}),
+        ([GAE, "critic.ppo_mini_batch_size=32"], {"critic.ppo_mini_batch_size": "error"}),
+        ([GAE, "critic.ppo_mini_batch_size=128", "trainer.n_gpus_per_node=2"], {}),
+        (["critic.ppo_mini_batch_size=48"], {}),
         ([GAE, "trainer.critic_warmup=160"], {"trainer.critic_warmup": "error"}),
         ([GAE, "trainer.critic_warmup=159"], {}),
         ([GAE, "algorithm.gamma=0.9", "algorithm.lam=0.9"], {}),
@@ -136,7 +138,17 @@ def test_critic_and_discount(overrides, expected):
         ([IN_LOSS], {}),
         ([IN_REWARD, "algorithm.kl_ctrl.kl_coef=0"], {"algorithm.kl_ctrl.kl_coef": "error"}),
         ([IN_LOSS, "actor.kl_loss_coef=0"], {"actor.kl_loss_coef": "error"}),
-        (["algorithm.kl_ctrl.kl_coef=0", "actor.kl_loss_coef=0"], {}),
+        *[
+            ([f"{key}={value}"], {key: "warning"})
+            for key, value in {
+                "algorithm.kl_ctrl.kl_coef": 0,
+                "algorithm.kl_penalty": "k3",
+                "actor.kl_loss_coef": 0,
+                "actor.kl_loss_type": "k1",
+            }.items()
+        ],
+        ([IN_REWARD, "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_penalty=k3"], {}),
+        ([IN_LOSS, "actor.kl_loss_coef=0.1"], {}),
         (["ref.path=a/b"], {"ref.path": "error"}),
         ([IN_LOSS, "ref.path=a/b"], {}),
         ([IN_REWARD, "ref.path=a/b"], {}),
@@ -146,7 +158,8 @@ def test_critic_and_discount(overrides, expected):
         ([IN_REWARD, IN_LOSS], {"actor.use_kl_loss": "warning"}),
         ([IN_LOSS, "actor.kl_loss_type=k1"], {"actor.kl_loss_type": "warning"}),
         *[([IN_LOSS, f"actor.kl_loss_type={kind}"], {}) for kind in ("k2", "k3", "unbiased")],
-        (["actor.kl_loss_type=k1"], {}),
+        ([IN_LOSS, "ref.path=embedded"], {"ref.path": "error"}),
+        ([GAE, "critic.path=embedded"], {"critic.path": "error"}),
     ],
 )
 def test_kl_penalties(overrides, expected):
@@ -180,6 +193,7 @@ def test_numbers_of_another_loss_have_no_effect(loss, number, has_effect):
         (["actor.clip_ratio=4e-4"], {}),
         (["actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=4e-4"], {}),
         (["actor.clip_ratio_low=3e-4"], {"actor.clip_ratio": "warning"}),
+        (["actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=0.3"], {"actor.clip_ratio_high": "warning"}),
     ],
 )
 def test_gspo_wants_a_narrow_clip(overrides, expected):
@@ -210,6 +224,11 @@ def test_stale_data_want_correction(loss):
         (["reward.terms=null"], {}),
         (["reward.name=exact", "reward.terms=[{name: maths}]"], {"reward.name": "warning"}),
         (["reward.name=my/reward.py:grade"], {}),
+        (["reward.terms=[{name: exact}, {name: exact, weight: 2}]"], {"reward.terms": "error"}),
+        (["reward.terms=[{name: 'a.py:f'}, {name: 'b.py:f'}]"], {"reward.terms": "error"}),
+        (["reward.terms=[{name: 'a.py:f'}, {name: 'b.py:g'}]"], {}),
+        (["reward.name=a.py:overlong"], {"reward.name": "error"}),
+        (["reward.terms=[{name: exact}, {name: maths, weight: 0}]"], {"reward.terms": "warning"}),
         (["reward.overlong.buffer_length=7"], {"reward.overlong.buffer_length": "error"}),
         (["reward.overlong.buffer_length=6"], {}),
         (["model.lora_rank=4", "model.target_modules=[]"], {"model.target_modules": "error"}),

@@ -23,6 +23,7 @@ KEYS = (
     "actor/entropy",
     "actor/ppo_kl",
     "actor/pg_clipfrac",
+    "actor/kl_loss",
     "rollout_corr/kl",
     "rollout_corr/k3_kl",
     "rollout_corr/chi2_seq",
@@ -37,15 +38,17 @@ KEYS = (
 def figures() -> dict[str, list[dict[str, float]]]:
     """Case → metrics of three updates, each on a batch of its own."""
     found: dict[str, list[dict[str, float]]] = {}
-    for name, (correction, agg_mode, epochs, mini) in CASES.items():
+    for name, case in CASES.items():
         model = tiny_model()
         engine = PlainEngine(model)
         found[name] = []
         for step in range(3):
             batch = batch_of(tiny_model(), seed=step)  # sampled by the first policy: ever more off-policy
-            if correction["bypass_mode"]:
+            if case.correction["bypass_mode"]:
                 batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
-            settings = settings_of(correction, agg_mode, epochs, mini, micro_rows=4)
+            settings = settings_of(
+                case.correction, epochs=case.epochs, mini_rows=case.mini_rows, micro_rows=4, **case.options
+            )
             metrics = update(batch, engine, alone(), settings, lambda _: 0.05, 0).metrics
             found[name].append({key: metrics[key] for key in KEYS if key in metrics})
     return found

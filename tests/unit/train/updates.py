@@ -60,7 +60,6 @@ CASES = {
         BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
         "seq-mean-token-mean",
         mini_rows=8,
-        terms={"entropy_coeff": 0.2, "kl_loss_type": "unbiased", "kl_loss_coef": 0.5},
     ),
     "rejection only": Case(BYPASS | REINFORCE | RS | {"rollout_is": None}),
     "no settling": Case(
@@ -76,6 +75,11 @@ CASES = {
         mini_rows=4,
     ),
     "verl": Case(BYPASS | REINFORCE | VERL),
+    "survivors, all terms": Case(
+        BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
+        "seq-mean-token-mean",
+        terms={"entropy_coeff": 0.2, "kl_loss_type": "unbiased", "kl_loss_coef": 0.5},
+    ),
     "dual clip": Case(
         DECOUPLED | CLIP | RS | {"rollout_is": "sequence"},
         epochs=2,

@@ -4,7 +4,7 @@
 
 Every setting trains the same model on the same prompts with RLOO advantages; what differs is how old
 the responses are (`rollout.staleness`), how precise the copy that sampled them is (`rollout.dtype`),
-and what is done about it. Writes `off_policy.md` and `off_policy.svg` (`pip install rlctl[bench]`).
+and what is done about it. Writes `off_policy.md` and `off_policy.png` (`pip install rlctl[bench]`).
 """
 
 from __future__ import annotations

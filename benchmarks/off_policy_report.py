@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 from scipy import stats
@@ -22,13 +22,13 @@ Table = dict[str, dict[str, list[Outcome]]]  # condition → method → outcomes
 
 
 def write_report(outcomes: dict[Job, Outcome], out: Path) -> None:
-    """`off_policy.md` and `off_policy.svg` in `out`."""
+    """`off_policy.md` and `off_policy.png` in `out`."""
     table: Table = {condition: {method: [] for method in METHODS} for condition in CONDITIONS}
     for job in sorted(outcomes, key=lambda job: job.seed):
         condition, method = job.name.split(" | ")
         table[condition][method].append(outcomes[job])
     (out / "off_policy.md").write_text(markdown(table))
-    plot(table, out / "off_policy.svg")
+    plot(table, out / "off_policy.png")
 
 
 def markdown(table: Table) -> str:
@@ -42,21 +42,32 @@ def markdown(table: Table) -> str:
         for method, runs in methods.items():
             last = [run.last for run in runs]
             gain = [run.last - other.last for run, other in zip(runs, methods["none"], strict=True)]
-            reached = [step for run in runs if (step := run.reached(GOAL)) is not None]
-            when = f"{statistics.median(reached):.0f} ({len(reached)} of {len(runs)})" if reached else "never"
             cells = [
-                *(condition, method, interval(last), "" if method == "none" else interval(gain), when),
-                *(collapse_rate(runs), f"{mean(runs, 'raw_ess'):.3f}", f"{mean(runs, 'masked'):.3f}"),
+                *(condition, method, interval(last), "" if method == "none" else interval(gain)),
+                *(
+                    reaching(runs),
+                    collapse_rate(runs),
+                    f"{mean(runs, 'raw_ess'):.3f}",
+                    f"{mean(runs, 'masked'):.3f}",
+                ),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def reaching(runs: Sequence[Outcome]) -> str:
+    """Median batch at which the goal was reached, runs that never did counting as later than all."""
+    steps = [run.reached(GOAL) for run in runs]
+    median = statistics.median(math.inf if step is None else step for step in steps)
+    when = f"> {len(runs[0].rewards)}" if median == math.inf else f"{median:.0f}"
+    return f"{when} ({sum(step is not None for step in steps)} of {len(steps)})"
 
 
 def interval(values: Sequence[float]) -> str:
     """Mean and its 95 % interval."""
     middle = statistics.fmean(values)
     low, high = bounds(values)
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]".replace("-0.00", "0.00")
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -87,22 +98,19 @@ def mean(runs: Sequence[Outcome], key: str) -> float:
 
 
 def plot(table: Table, path: Path) -> None:
-    """Learning curves, mean over the seeds with the range of the seeds, one panel per condition."""
-    mpl.rcParams["svg.hashsalt"] = "rlctl"  # the same figures give the same file
+    """Learning curves, mean over the seeds, one panel per condition."""
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.5), sharex=True, sharey=True, layout="constrained")
     for axis, (condition, methods) in zip(axes.flat, table.items(), strict=True):
         for method, runs in methods.items():
             length = min(len(run.rewards) for run in runs)
             curves = np.array([smooth(run.rewards[:length]) for run in runs])
-            steps = np.arange(1, length + 1)
-            (line,) = axis.plot(steps, curves.mean(0), label=method, linewidth=1.4)
-            axis.fill_between(steps, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.08)
+            axis.plot(np.arange(1, length + 1), curves.mean(0), label=method, linewidth=1.4)
         axis.set_title(condition)
         axis.axhline(GOAL, color="grey", linewidth=0.5, linestyle=":")
     figure.supxlabel("batch")
     figure.supylabel("mean reward (5 batches)")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(METHODS))
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=110)
 
 
 def smooth(rewards: Sequence[float]) -> list[float]:

@@ -43,9 +43,7 @@ class Update:
         for part, correction, keep in zip(parts, corrections, self.keep, strict=True):
             log_probs = part.log_probs.clone().requires_grad_()
             weights = None if correction.weights is None else correction.weights / self.factor
-            values = reinforce(
-                RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights
-            ).values
+            values = reinforce(RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights).values
             loss = aggregate(values, keep if after else part.mask, whole, mode, horizon=HORIZON)
             loss.backward()
             assert log_probs.grad is not None

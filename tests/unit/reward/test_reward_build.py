@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure
 from rlctl.reward.build import refuse_errors
 from rlctl.reward.overlong import OverlongPenalty
 from rlctl.reward.pool import GradingPool

@@ -67,19 +67,8 @@ def weight_band_holds_one(spec: RunSpec) -> list[Problem]:
 
 def batch_divides(spec: RunSpec) -> list[Problem]:
     """A batch is cut into equal mini-batches and each of them over all ranks; nothing may be left over."""
+    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
-    return _divides(spec, spec.ppo_mini_batch_size, key)
-
-
-def critic_batch_divides(spec: RunSpec) -> list[Problem]:
-    """The critic's mini-batches, where they are its own, are cut in the same way."""
-    if not spec.trains_critic or not spec.critic.ppo_mini_batch_size:
-        return []
-    return _divides(spec, spec.critic_mini_batch_size, "critic.ppo_mini_batch_size")
-
-
-def _divides(spec: RunSpec, mini: int, key: str) -> list[Problem]:
-    batch, world = spec.data.train_batch_size, spec.world_size
     problems = []
     if mini > batch:
         what = f"{mini} prompts per mini-batch, but a batch has only {batch} (data.train_batch_size)"
@@ -295,7 +284,6 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     validation_is_possible: ("model.path", "data.val_files", "trainer.test_freq"),
     frequencies_are_meant: ("trainer.save_freq", "trainer.test_freq"),
     batch_divides: (*_BATCH, *_WORLD),
-    critic_batch_divides: (*_BATCH, *_WORLD, "critic.ppo_mini_batch_size", "algorithm.adv_estimator"),
     correction_is_clear: (*_IS, *_RS),
     threshold_has_a_criterion: _RS,
     weight_band_holds_one: (*_IS, *_RS),

@@ -58,11 +58,14 @@ def critic_has_a_use(spec: RunSpec) -> list[Problem]:
 
 def critic_batch_is_whole(spec: RunSpec) -> list[Problem]:
     """The actor's mini-batches say which rank has which rows; the critic's must be made of whole ones."""
-    mini, actor = spec.critic_mini_batch_size, spec.ppo_mini_batch_size
-    if not spec.trains_critic or mini % actor == 0:
+    mini, actor, batch = spec.critic_mini_batch_size, spec.ppo_mini_batch_size, spec.data.train_batch_size
+    if not spec.trains_critic or not spec.critic.ppo_mini_batch_size:
         return []
-    what = f"{mini} prompts are not a multiple of the actor's mini-batch of {actor}"
-    fix = f"use {-(-mini // actor) * actor}, or leave it out"
+    if mini % actor == 0 and batch % mini == 0:
+        return []
+    what = f"{mini} prompts are no whole number of the actor's mini-batches ({actor}) that divides {batch}"
+    possible = [size for size in range(actor, batch + 1, actor) if batch % size == 0]
+    fix = f"use {' or '.join(map(str, possible))}, or leave it out" if possible else "leave it out"
     return [Problem("error", "critic.ppo_mini_batch_size", what, fix)]
 
 

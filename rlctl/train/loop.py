@@ -6,8 +6,8 @@
                   log_probs             + values                       (+ critic)   the rollout
 
 One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
-where they are divided. All randomness comes from the seed and the step, so a resumed run needs
-nothing but the step it stopped at.
+where they are divided. All randomness comes from the seed and the step, so beside the models' own
+state a resumed run needs the step it stopped at, the KL coefficient, and batches sampled ahead.
 """
 
 from __future__ import annotations

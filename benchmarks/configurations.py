@@ -2,7 +2,8 @@
 
     python benchmarks/configurations.py [--seeds 1-5] [--workers 2] [--memory FILE]
 
-Each trains the embedded model end to end with its preset as it ships; prints a Markdown table.
+Each trains the embedded model end to end with its preset as it ships; prints a Markdown table. Seconds
+per step are measured apart, each configuration alone on the machine, one thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.learning import seeds_of
 from benchmarks.runs import Job, Outcome, run_all
 
 STEPS = ("trainer.total_training_steps=100",)
+FEW_STEPS = ("trainer.total_training_steps=10", "actor.lr_warmup_steps=2")
 #: The examples are specs of a 7B model on eight GPUs: here their algorithm at the embedded model's scale.
 _SMALL = ("model.path=embedded", "data.train_files=[]", "data.val_files=[]", "trainer.n_gpus_per_node=1")
 _EXAMPLE = (*_SMALL, "trainer.logger=console", "trainer.save_freq=-1")
@@ -36,8 +38,8 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def row(name: str, outcomes: list[Outcome]) -> str:
-    """One line of the table: means over the seeds, the spread of the last rewards."""
+def row(name: str, outcomes: list[Outcome], alone: Outcome) -> str:
+    """One line of the table: means over the seeds, the spread of the last rewards, seconds when alone."""
     finished = [outcome for outcome in outcomes if not outcome.error]
     if not finished:
         return f"| {name} | no run finished | | | | | |"
@@ -50,7 +52,7 @@ def row(name: str, outcomes: list[Outcome]) -> str:
     return (
         f"| {name}{failed} | {statistics.fmean(o.first for o in finished):.2f} "
         f"| {statistics.fmean(last):.2f} | {min(last):.2f}–{max(last):.2f} "
-        f"| {mean('raw_ess'):.3f} | {mean('masked'):.3f} | {mean('step_s'):.2f} |"
+        f"| {mean('raw_ess'):.3f} | {mean('masked'):.3f} | {alone.means['step_s']:.2f} |"
     )
 
 
@@ -65,11 +67,16 @@ def main() -> None:
         for name, (presets, overrides) in CONFIGURATIONS.items()
         for seed in options.seeds
     ]
+    timing = [
+        Job("configurations, timed", name, 1, presets, (*overrides, *FEW_STEPS))
+        for name, (presets, overrides) in CONFIGURATIONS.items()
+    ]
     outcomes = run_all(jobs, options.memory, options.workers)
+    alone = {job.name: outcome for job, outcome in run_all(timing, options.memory, 1).items()}
     print("| configuration | reward, first 5 | last 5 | over seeds | raw ESS | masked | s / step |")
     print("|---|---|---|---|---|---|---|")
     for name in CONFIGURATIONS:
-        print(row(name, [outcome for job, outcome in outcomes.items() if job.name == name]))
+        print(row(name, [o for job, o in outcomes.items() if job.name == name], alone[name]))
 
 
 if __name__ == "__main__":

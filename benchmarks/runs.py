@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
-#: Metrics kept of every run, as means over its steps.
+#: Metrics kept of every run, as means over its steps (seconds: the median, a shared machine has slow moments).
 KEPT = {
     "raw_ess": "rollout_corr/rollout_is_raw_eff_sample_size",
     "masked": "rollout_corr/rollout_rs_masked_fraction",
@@ -128,7 +128,8 @@ def _run(context: Any, job: Job) -> Outcome:
         error_file = run_dir / "error"
         error = error_file.read_text() if error_file.exists() else ""
     steps = [row for row in rows if row["step"] > 0]
-    means = {name: statistics.fmean(row[key] for row in steps) for name, key in KEPT.items() if steps}
+    middle = {name: statistics.median if name == "step_s" else statistics.fmean for name in KEPT}
+    means = {name: middle[name](row[key] for row in steps) for name, key in KEPT.items() if steps}
     if process.exitcode and not error:
         error = f"exit code {process.exitcode}"
     return Outcome([row[REWARD] for row in steps], means, error)

@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
-#: Metrics kept of every run, as means over its steps (seconds: the median, a shared machine has slow moments).
+#: Metrics kept of every run: means over its steps; of seconds the median, a shared machine has slow moments.
 KEPT = {
     "raw_ess": "rollout_corr/rollout_is_raw_eff_sample_size",
     "masked": "rollout_corr/rollout_rs_masked_fraction",

@@ -192,15 +192,28 @@ def attention_kernel_fits(spec: RunSpec) -> list[Problem]:
 
 def warmup_ends(spec: RunSpec) -> list[Problem]:
     """A warm-up as long as the run never reaches the learning rate asked for."""
-    batches, warmup = spec.trainer.total_training_steps, spec.actor.lr_warmup_steps
-    if batches is None or not warmup:
+    batches, actor, critic = spec.trainer.total_training_steps, spec.actor, spec.critic
+    if batches is None:
         return []
-    per_batch = max(1, spec.data.train_batch_size // spec.ppo_mini_batch_size) * spec.actor.ppo_epochs
-    if warmup < batches * per_batch:
-        return []
-    steps = batches * per_batch
-    what = f"{warmup} of the run's {steps} optimizer steps are warm-up: {spec.actor.lr:g} is never reached"
-    return [Problem("warning", "actor.lr_warmup_steps", what, "5 to 10 % of the steps is usual")]
+
+    def steps(mini: int, epochs: int) -> int:
+        return max(1, spec.data.train_batch_size // mini) * epochs
+
+    per_batch = steps(spec.ppo_mini_batch_size, actor.ppo_epochs)
+    rates = {"actor": (actor.lr_warmup_steps, actor.lr, (batches - spec.trainer.critic_warmup) * per_batch)}
+    if spec.trains_critic:
+        per_batch = steps(spec.critic_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs)
+        rates["critic"] = (critic.lr_warmup_steps, critic.lr, batches * per_batch)
+    return [
+        Problem(
+            "warning",
+            f"{who}.lr_warmup_steps",
+            f"{warmup} of the run's {total} optimizer steps are warm-up: {lr:g} is never reached",
+            "5 to 10 % of the steps is usual",
+        )
+        for who, (warmup, lr, total) in rates.items()
+        if 0 < total <= warmup
+    ]
 
 
 def adapters_have_layers(spec: RunSpec) -> list[Problem]:
@@ -292,7 +305,17 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     top_k_is_possible: ("rollout.top_k",),
     attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),
     learning_rate_is_usual: ("actor.lr", "model.path"),
-    warmup_ends: (*_BATCH, "trainer.total_training_steps", "actor.lr_warmup_steps", "actor.ppo_epochs"),
+    warmup_ends: (
+        *_BATCH,
+        "trainer.total_training_steps",
+        "trainer.critic_warmup",
+        "actor.lr_warmup_steps",
+        "actor.ppo_epochs",
+        "critic.lr_warmup_steps",
+        "critic.ppo_epochs",
+        "critic.ppo_mini_batch_size",
+        "algorithm.adv_estimator",
+    ),
     adapters_have_layers: ("model.lora_rank", "model.target_modules"),
     rewards_are_complete: ("reward.name", "reward.terms", "reward.model.path"),
     overlong_fits: ("reward.overlong.buffer_length", "data.max_response_length"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlctl.errors import EnvironmentFailure, RlctlError, UsageError
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 from rlctl.reward.protocol import Failure, Sample, Verdict
 from rlctl.spec.reward import RewardModelSpec
 
@@ -51,7 +51,11 @@ class ModelScorer:
 
     @torch.no_grad()
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One logit per sample, in order; a `Failure` where it is not finite."""
+        """One logit per sample, in order; a `Failure` where it is not finite.
+
+        Raises:
+            RunFailure: the device has too little memory.
+        """
         verdicts: list[Verdict] = [0.0] * len(samples)
         ids: dict[int, list[int]] = {}
         for place, sample in enumerate(samples):
@@ -66,12 +70,24 @@ class ModelScorer:
             batch = self._tokenizer.pad(
                 {"input_ids": [ids[row] for row in rows]}, padding_side="right", return_tensors="pt"
             ).to(self._device)
-            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            for row, score in zip(rows, logits.float().squeeze(-1).tolist(), strict=True):
+            for row, score in zip(rows, self._scores(batch), strict=True):
                 verdicts[row] = (
                     score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
                 )
         return verdicts
+
+    def _scores(self, batch: Any) -> list[float]:
+        try:
+            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        except torch.OutOfMemoryError as error:
+            rows, length = batch["input_ids"].shape
+            raise RunFailure(
+                f"the reward model ran out of memory on {self._device} with {rows} × {length} tokens",
+                where="reward.model",
+                fix="lower reward.model.batch_size or max_length, or give it a device of its own",
+            ) from error
+        scores: list[float] = logits.float().squeeze(-1).tolist()
+        return scores
 
     def close(self) -> None:
         """Nothing to end."""

@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.protocol import Failure, Sample
 from rlctl.spec.reward import RewardModelSpec
@@ -87,6 +87,18 @@ def test_a_score_that_is_not_finite_is_a_failure(saved):
     broken = scorer(saved[1]["plain"])
     broken._model.score.weight.data.fill_(torch.nan)
     assert broken.judge(SAMPLES[:1]) == [Failure("the reward model's score is nan")]
+
+
+def test_too_little_memory_says_what_to_lower(saved, monkeypatch):
+    judge = scorer(saved[1]["plain"], batch_size=2)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    monkeypatch.setattr(judge._model, "forward", full)
+    with pytest.raises(RunFailure, match="out of memory on cpu with 2 ×") as caught:
+        judge.judge(SAMPLES)
+    assert "reward.model.batch_size" in str(caught.value.fix)
 
 
 def test_a_model_that_is_no_reward_model_is_refused(saved, tmp_path):

@@ -202,7 +202,7 @@ def warmup_ends(spec: RunSpec) -> list[Problem]:
     per_batch = steps(spec.ppo_mini_batch_size, actor.ppo_epochs)
     rates = {"actor": (actor.lr_warmup_steps, actor.lr, (batches - spec.trainer.critic_warmup) * per_batch)}
     if spec.trains_critic:
-        per_batch = steps(spec.critic_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs)
+        per_batch = steps(spec.critic_mini_batch_size, spec.critic_epochs)
         rates["critic"] = (critic.lr_warmup_steps, critic.lr, batches * per_batch)
     return [
         Problem(

@@ -45,6 +45,16 @@ class RunSpec(Section):
         return self.critic.ppo_mini_batch_size or self.ppo_mini_batch_size
 
     @property
+    def critic_epochs(self) -> int:
+        """The critic's passes over each batch, with null resolved."""
+        return self.critic.ppo_epochs or self.actor.ppo_epochs
+
+    @property
+    def critic_micro_batch_size(self) -> int:
+        """Sequences per forward pass of the critic on one rank, with null resolved."""
+        return self.critic.ppo_micro_batch_size_per_gpu or self.actor.ppo_micro_batch_size_per_gpu
+
+    @property
     def trains_critic(self) -> bool:
         """Whether a critic is built and trained."""
         return self.algorithm.adv_estimator == "gae"

@@ -56,9 +56,8 @@ def score_batch(
     """
     device = rollouts.responses.device
     spec = run.spec
-    parts = _as_train_batch(rollouts).split(spec.actor.ppo_micro_batch_size_per_gpu)
-    critic_rows = spec.critic.ppo_micro_batch_size_per_gpu or spec.actor.ppo_micro_batch_size_per_gpu
-    critic_parts = _as_train_batch(rollouts).split(critic_rows)
+    unscored = _as_train_batch(rollouts)
+    parts = unscored.split(spec.actor.ppo_micro_batch_size_per_gpu)
     scores, valid = rewards.scores.to(device), rewards.valid.to(device)
     baseline_scores = None
     if baseline is not None:
@@ -75,7 +74,7 @@ def score_batch(
     values = None
     if run.critic is not None:
         with timer("values"):
-            values = _gather(run.critic.values, critic_parts)
+            values = _gather(run.critic.values, unscored.split(spec.critic_micro_batch_size))
         if not values[rollouts.response_mask].isfinite().all():
             raise RunFailure(
                 "the critic's values are NaN or infinite",

@@ -42,8 +42,7 @@ def updates_per_step(spec: RunSpec) -> int:
 
 def critic_updates_per_step(spec: RunSpec) -> int:
     """Optimizer steps of the critic per batch."""
-    epochs = spec.critic.ppo_epochs or spec.actor.ppo_epochs
-    return spec.data.train_batch_size // spec.critic_mini_batch_size * epochs
+    return spec.data.train_batch_size // spec.critic_mini_batch_size * spec.critic_epochs
 
 
 def lr_at(

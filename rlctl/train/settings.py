@@ -78,12 +78,12 @@ class CriticSettings:
     @classmethod
     def of(cls, spec: RunSpec) -> CriticSettings:
         """Read them from the spec; null means as the actor's."""
-        critic, actor = spec.critic, spec.actor
+        critic = spec.critic
         return cls(
             cliprange_value=critic.cliprange_value,
             agg_mode=critic.loss_agg_mode,
             horizon=spec.data.max_response_length,
-            ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
+            ppo_epochs=spec.critic_epochs,
             mini_rows=spec.critic_mini_batch_size * spec.rollout.n // spec.world_size,
-            micro_rows=critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
+            micro_rows=spec.critic_micro_batch_size,
         )

@@ -165,7 +165,7 @@ def test_it_dies_with_whoever_started_it(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, cwd=Path(run.__file__).parents[3]
     ) as trainer:
-        while not (found := [path for path in tmp_path.glob("*/work/pid") if path.read_text()]):
+        while not (found := [path for path in tmp_path.rglob("pid") if path.read_text()]):
             time.sleep(0.02)
         trainer.kill()
     pid = int(found[0].read_text())

@@ -13,7 +13,7 @@ import typer
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.data.prepare import PrepareRequest, PrepareSummary
+    from rlctl.prepare.pipeline import PrepareRequest, PrepareSummary
 
 app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")
 
@@ -76,7 +76,7 @@ def parquet(
 
     rlctl prepare-data parquet sums.csv --out data/sums --prompt-key problem --answer-key solution
     """
-    from rlctl.data.prepare import PrepareRequest, bytes_to_read, prepare
+    from rlctl.prepare.pipeline import PrepareRequest, bytes_to_read, prepare
 
     if val_fraction is not None and val_size is not None:
         raise UsageError("--val-fraction and --val-size exclude each other", fix="give one of them")

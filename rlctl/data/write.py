@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import psutil
 
-from rlctl.data.manifest import MANIFEST, read_manifest
 from rlctl.data.schema import Row, arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.files import sync
@@ -67,7 +66,7 @@ class RowWriter:
 def staged_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its name when the block ends well, and vanishes when it does not.
 
-    A previous `out` is replaced; `check_replaceable` says whether it may be.
+    A previous `out` is replaced; whether it may be is the caller's business.
 
     Raises:
         UsageError: the place lies below a file.
@@ -107,25 +106,6 @@ def clear_leftovers(out: Path) -> None:
                 left.rename(out)
             else:
                 shutil.rmtree(left)
-
-
-def check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but the output of an earlier run.
-
-    Raises:
-        UsageError: `out` is a file, or holds something else.
-    """
-    if out.exists() and not out.is_dir():
-        raise UsageError("the output is a file, not a directory", where=str(out), fix="choose another --out")
-    entries = {entry.name for entry in out.iterdir()} if out.exists() else set()
-    manifest = read_manifest(out)
-    foreign = entries - {MANIFEST, *(manifest.outputs if manifest else ())}
-    if foreign or (entries and manifest is None):
-        raise UsageError(
-            f"the directory holds what prepare-data did not write ({min(foreign or entries)})",
-            where=str(out),
-            fix="choose another --out",
-        )
 
 
 def check_vacant(out: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlctl.cli.app import run
-from tests.unit.data.helpers import gsm8k_rows, write_jsonl
+from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.sources import find_sources, read_records
 from rlctl.errors import UsageError
+from rlctl.prepare.sources import find_sources, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)

@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from rlctl.data.checks import RowError, check_text
-from rlctl.data.manifest import Manifest, describe_inputs, describe_versions, read_manifest, sha256_of
-from rlctl.data.recipes import Recipe, RecipeName, recognise
 from rlctl.data.schema import Row
-from rlctl.data.sources import Advance, Record, find_sources, read_records
-from rlctl.data.split import limit_for_fraction, limit_for_size, row_hash
-from rlctl.data.write import RowWriter, check_replaceable, clear_leftovers, staged_directory
+from rlctl.data.write import RowWriter, clear_leftovers, staged_directory
 from rlctl.errors import UsageError
+from rlctl.prepare.manifest import (
+    Manifest,
+    check_replaceable,
+    describe_inputs,
+    describe_versions,
+    read_manifest,
+    sha256_of,
+)
+from rlctl.prepare.recipes import Recipe, RecipeName, recognise
+from rlctl.prepare.sources import Advance, Record, find_sources, read_records
+from rlctl.prepare.split import limit_for_fraction, limit_for_size, row_hash
 
 TRAIN, TEST, QUARANTINE = "train.parquet", "test.parquet", "quarantine.jsonl"
 PROBLEMS_SHOWN = 5

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.prepare import PrepareRequest, bytes_to_read, prepare
 from rlctl.data.read import load_rows
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare.pipeline import PrepareRequest, bytes_to_read, prepare
 from rlctl.reward import maths
-from tests.unit.data.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl
+from tests.unit.prepare.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl
 
 REAL_GSM8K = Path(
     os.environ.get("RLCTL_GSM8K", Path(__file__).parents[3].parent / "shared/data/gsm8k/train.jsonl")
@@ -278,7 +278,7 @@ def test_progress_adds_up_also_over_two_passes(request_):
 
 def run_in_child(source, out, before=""):
     code = (
-        f"{before}\nfrom pathlib import Path\nfrom rlctl.data.prepare import PrepareRequest, prepare\n"
+        f"{before}\nfrom pathlib import Path\nfrom rlctl.prepare.pipeline import PrepareRequest, prepare\n"
         f"prepare(PrepareRequest(({str(source)!r},), Path({str(out)!r})))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -338,7 +338,7 @@ def test_memory_stays_flat(tmp_path):
         source = write_jsonl(tmp_path / f"{copies}.jsonl", gsm8k_rows(copies))
         code = (
             "import resource, sys\nfrom pathlib import Path\n"
-            "from rlctl.data.prepare import PrepareRequest, prepare\n"
+            "from rlctl.prepare.pipeline import PrepareRequest, prepare\n"
             f"prepare(PrepareRequest(({str(source)!r},), Path({str(tmp_path / f'out{copies}')!r})))\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
         )

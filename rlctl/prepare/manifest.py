@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.errors import UsageError
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 
@@ -54,6 +56,25 @@ def read_manifest(directory: Path) -> Manifest | None:
         return Manifest(content["made_from"], content["counts"], content["outputs"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_replaceable(out: Path) -> None:
+    """Refuse to replace anything but the output of an earlier run.
+
+    Raises:
+        UsageError: `out` is a file, or holds something else.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError("the output is a file, not a directory", where=str(out), fix="choose another --out")
+    entries = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    manifest = read_manifest(out)
+    foreign = entries - {MANIFEST, *(manifest.outputs if manifest else ())}
+    if foreign or (entries and manifest is None):
+        raise UsageError(
+            f"the directory holds what prepare-data did not write ({min(foreign or entries)})",
+            where=str(out),
+            fix="choose another --out",
+        )
 
 
 def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:

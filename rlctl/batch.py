@@ -7,6 +7,7 @@ Log-probs are nats in float32 at the sampling temperature; index t is response t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ class Prompts:
     data_sources: tuple[str, ...]  # (N,) which grader judges the answer
     ground_truths: tuple[str, ...]  # (N,)
     texts: tuple[str, ...]  # (N,) the prompt as the model reads it, for dumps and graders
+    extra_infos: tuple[Mapping[str, Any], ...] = ()  # (N,) or none: the row's `extra_info`, JSON-able
+    messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (N,) or none: the prompt as {role, content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Rollouts:
     ground_truths: tuple[str, ...]
     prompt_texts: tuple[str, ...]
     response_texts: tuple[str, ...]
+    extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
+    messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,13 @@ from torch.nn import functional
 from transformers import GenerationConfig
 
 from rlctl.batch import Prompts, Rollouts
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure
 from rlctl.prefix import can_share_prefix, shared_prefix
+from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 
+_Value = TypeVar("_Value")
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
 #: `int8` is no dtype of its own: weights rounded to 8 bits, arithmetic in the model's dtype.
@@ -59,7 +61,7 @@ class HFRollout:
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
-        self._eos_ids = _eos_ids(model, tokenizer)
+        self._eos_ids = end_ids(tokenizer, model.generation_config)
         self._pad_id = self._eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         # `generate` fills gaps from the model's own generation config (Qwen's has a top_p and a
         # repetition penalty): leave it nothing to find.
@@ -76,35 +78,24 @@ class HFRollout:
             raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
         prompt_ids = prompts.prompt_ids.to(self._device).repeat_interleave(n, dim=0)
         prompt_mask = prompts.prompt_mask.to(self._device).repeat_interleave(n, dim=0)
-        group_ids = prompts.group_ids.to(self._device).repeat_interleave(n)
-        sample_ids = group_ids * n + torch.arange(n, device=self._device).repeat(len(prompts.group_ids))
-        uniforms = global_uniforms(step_seed, sample_ids, num_groups_total * n, sampling.max_response_length)
+        places = sample_ids(prompts.group_ids.to(self._device), n)
+        uniforms = global_uniforms(step_seed, places, num_groups_total * n, sampling.max_response_length)
         chunks = [
             self._sample(prompt_ids[rows], prompt_mask[rows], uniforms[rows], sampling)
-            for rows in _chunks(len(sample_ids), self._max_num_seqs)
+            for rows in _chunks(len(places), self._max_num_seqs)
         ]
         width = max(tokens.shape[1] for tokens, _ in chunks)
         responses = torch.cat([_widen(tokens, width, self._pad_id) for tokens, _ in chunks])
         log_probs = torch.cat([_widen(values, width, 0.0) for _, values in chunks])
 
-        is_eos = torch.isin(responses, torch.tensor(self._eos_ids, device=self._device))
-        response_mask = is_eos.cumsum(dim=1) - is_eos.long() == 0  # up to and including the first end
-        ended = (is_eos & response_mask).any(dim=1)
-        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-        return Rollouts(
-            input_ids=torch.cat([prompt_ids, responses], dim=1),
-            attention_mask=attention_mask,
-            position_ids=_positions(attention_mask),
-            responses=responses,
-            response_mask=response_mask,
-            rollout_log_probs=log_probs.masked_fill(~response_mask, 0.0),
-            truncated=~ended,
-            group_ids=group_ids,
-            policy_version=torch.full_like(group_ids, self._policy_version),
-            data_sources=_repeat(prompts.data_sources, n),
-            ground_truths=_repeat(prompts.ground_truths, n),
-            prompt_texts=_repeat(prompts.texts, n),
-            response_texts=self._decode(responses, response_mask.sum(dim=1) - ended.long()),
+        return assemble(
+            prompts,
+            responses,
+            log_probs,
+            n=n,
+            eos_ids=self._eos_ids,
+            tokenizer=self._tokenizer,
+            policy_version=self._policy_version,
         )
 
     @torch.no_grad()
@@ -162,18 +153,7 @@ class HFRollout:
             return None
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
         body = getattr(self._model, self._model.base_model_prefix)
-        return shared_prefix(body, ids, mask, _positions(mask))
-
-    def _decode(self, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
-        """Texts of the first `lengths` (B,) tokens of each row."""
-        rows = zip(responses.tolist(), lengths.tolist(), strict=True)
-        return tuple(
-            self._tokenizer.batch_decode(
-                [row[:length] for row, length in rows],
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        return shared_prefix(body, ids, mask, positions(mask))
 
 
 @torch.no_grad()
@@ -191,25 +171,6 @@ def _round_to_int8(model: nn.Module) -> None:
             module.weight.copy_((weight / step).round() * step)
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and what the model's generation config adds."""
-    ids: dict[int, None] = {}  # an ordered set
-    for named in (tokenizer.eos_token_id, model.generation_config.eos_token_id):
-        if named is not None:
-            ids.update(dict.fromkeys([named] if isinstance(named, int) else named))
-    if not ids:
-        raise UsageError(
-            "neither the tokenizer nor the model's generation config names an end-of-sequence token",
-            fix="set eos_token in tokenizer_config.json",
-        )
-    return list(ids)
-
-
-def _positions(attention_mask: Tensor) -> Tensor:
-    """(B, L) int64, 0 at the first real token."""
-    return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
-
-
 def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
     size = size or num_rows
     return (slice(start, start + size) for start in range(0, num_rows, size))
@@ -218,7 +179,3 @@ def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
 def _widen(values: Tensor, width: int, fill: float) -> Tensor:
     """Pad (B, t) on the right to (B, width)."""
     return functional.pad(values, (0, width - values.shape[1]), value=fill)
-
-
-def _repeat(texts: tuple[str, ...], n: int) -> tuple[str, ...]:
-    return tuple(text for text in texts for _ in range(n))

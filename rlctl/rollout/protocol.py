@@ -35,8 +35,8 @@ class Sampling:
     greedy: bool = False
 
 
-class RolloutEngine(Protocol):
-    """Samples responses from its own copy of the policy."""
+class ResponseSampler(Protocol):
+    """Samples responses from a model."""
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
@@ -57,6 +57,10 @@ class RolloutEngine(Protocol):
             RunFailure: the last weight sync did not finish, so the weights are a mixture.
         """
         ...
+
+
+class RolloutEngine(ResponseSampler, Protocol):
+    """Samples responses from its own copy of the policy, which training keeps up to date."""
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take over the trainer's weights, by the names of the model's `state_dict()`.

@@ -55,7 +55,7 @@ def take(prompts: Prompts, rows: list[int]) -> Prompts:
     """Some of the prompts, as one rank gets them."""
     values = {field.name: getattr(prompts, field.name) for field in fields(Prompts)}
     return Prompts(
-        **{k: v[rows] if isinstance(v, Tensor) else tuple(v[i] for i in rows) for k, v in values.items()}
+        **{k: v[rows] if isinstance(v, Tensor) else tuple(v[i] for i in rows if v) for k, v in values.items()}
     )
 
 

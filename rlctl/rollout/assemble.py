@@ -1,0 +1,108 @@
+"""From sampled tokens to `Rollouts`, the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlctl.batch import Prompts, Rollouts
+from rlctl.errors import UsageError
+
+_Item = TypeVar("_Item")
+
+
+def assemble(
+    prompts: Prompts,
+    responses: Tensor,
+    log_probs: Tensor,
+    *,
+    n: int,
+    eos_ids: Sequence[int],
+    tokenizer: Any,
+    policy_version: int,
+) -> Rollouts:
+    """Prompts and what was sampled from them as one batch.
+
+    Args:
+        prompts: N prompts.
+        responses: (B, T) int64, B = N·n, siblings adjacent; after its end a row may hold anything.
+        log_probs: (B, T) float32 of these tokens under the distribution sampled from.
+        n: responses per prompt.
+        eos_ids: tokens that end a response.
+        tokenizer: decodes responses.
+        policy_version: optimizer updates behind the sampling weights.
+    """
+    device = responses.device
+    prompt_ids = prompts.prompt_ids.to(device).repeat_interleave(n, dim=0)
+    prompt_mask = prompts.prompt_mask.to(device).repeat_interleave(n, dim=0)
+    group_ids = prompts.group_ids.to(device).repeat_interleave(n)
+    is_eos = torch.isin(responses, torch.tensor(list(eos_ids), device=device))
+    response_mask = is_eos.cumsum(dim=1) - is_eos.long() == 0  # up to and including the first end
+    ended = (is_eos & response_mask).any(dim=1)
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    return Rollouts(
+        input_ids=torch.cat([prompt_ids, responses], dim=1),
+        attention_mask=attention_mask,
+        position_ids=positions(attention_mask),
+        responses=responses,
+        response_mask=response_mask,
+        rollout_log_probs=log_probs.masked_fill(~response_mask, 0.0),
+        truncated=~ended,
+        group_ids=group_ids,
+        policy_version=torch.full_like(group_ids, policy_version),
+        data_sources=_repeat(prompts.data_sources, n),
+        ground_truths=_repeat(prompts.ground_truths, n),
+        prompt_texts=_repeat(prompts.texts, n),
+        response_texts=_decode(tokenizer, responses, response_mask.sum(dim=1) - ended.long()),
+        extra_infos=_repeat(prompts.extra_infos, n),
+        messages=_repeat(prompts.messages, n),
+    )
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """(B, L) int64, 0 at the first real token."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
+
+
+def sample_ids(group_ids: Tensor, n: int) -> Tensor:
+    """(N·n,) int64: each response's place in the whole batch over all ranks, from its prompt's (N,)."""
+    return group_ids.repeat_interleave(n) * n + torch.arange(n, device=group_ids.device).repeat(
+        len(group_ids)
+    )
+
+
+def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and what the model's generation config adds.
+
+    Raises:
+        UsageError: there is none.
+    """
+    ids: dict[int, None] = {}  # an ordered set
+    for named in (tokenizer.eos_token_id, generation_config.eos_token_id):
+        if named is not None:
+            ids.update(dict.fromkeys([named] if isinstance(named, int) else named))
+    if not ids:
+        raise UsageError(
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return list(ids)
+
+
+def _decode(tokenizer: Any, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:
+    """Texts of the first `lengths` (B,) tokens of each row."""
+    rows = zip(responses.tolist(), lengths.tolist(), strict=True)
+    return tuple(
+        tokenizer.batch_decode(
+            [row[:length] for row, length in rows],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+    )
+
+
+def _repeat(items: tuple[_Item, ...], n: int) -> tuple[_Item, ...]:
+    return tuple(item for item in items for _ in range(n))

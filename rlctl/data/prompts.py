@@ -117,6 +117,8 @@ class PromptDataset:
             data_sources=tuple(self.rows[i].data_source for i in indices),
             ground_truths=tuple(self.rows[i].ground_truth for i in indices),
             texts=tuple(self._texts[i] for i in indices),
+            extra_infos=tuple(self.rows[i].extra for i in indices),
+            messages=tuple(_messages(self.rows[i]) for i in indices),
         )
 
 
@@ -130,9 +132,10 @@ def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def _render(row: Row, tokenizer: Any, prefix: str) -> str:
     if not tokenizer.chat_template:
         return prefix + "\n\n".join(message.content for message in row.prompt)
-    messages = [{"role": message.role, "content": message.content} for message in row.prompt]
     try:
-        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(
+            list(_messages(row)), add_generation_prompt=True, tokenize=False
+        )
     except Exception as error:  # Jinja's own errors and whatever the template raises
         raise UsageError(
             f"the model's chat template refuses this prompt: {error}",
@@ -140,6 +143,10 @@ def _render(row: Row, tokenizer: Any, prefix: str) -> str:
             fix="use roles the template knows (many have no system role)",
         ) from error
     return text
+
+
+def _messages(row: Row) -> tuple[dict[str, str], ...]:
+    return tuple({"role": message.role, "content": message.content} for message in row.prompt)
 
 
 def _start_text(tokenizer: Any) -> str:

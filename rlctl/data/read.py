@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
-from rlctl.data.schema import Row
+from rlctl.data.schema import OTHER, Row
 from rlctl.errors import UsageError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -88,7 +89,7 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         if not isinstance(judged, Mapping):
             raise RowError(f"reward_model is {kind_of(judged)}, not {{style, ground_truth}}")
         extra = values.get("extra_info")
-        extra = extra if isinstance(extra, Mapping) else {}
+        extra = extra_of(extra) if isinstance(extra, Mapping) else {}
         index = extra.get("index")
         return Row(
             data_source=source,
@@ -98,7 +99,32 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
             style=judged.get("style") or "rule",
             split=extra.get("split") or "",
             index=index if isinstance(index, int) else number - 1,
+            extra=extra,
             where=where,
         )
     except RowError as problem:
         raise UsageError(str(problem), where=where, fix="mend or remove this row") from None
+
+
+def extra_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`extra_info` as read from Parquet: JSON-able, the fields kept as JSON text merged back."""
+    extra = {str(name): _json_able(value) for name, value in values.items()}
+    text = extra.get(OTHER)
+    if isinstance(text, str):
+        try:
+            other = json.loads(text) if text else {}
+        except ValueError:  # a field of that name in somebody else's file
+            other = None
+        if isinstance(other, dict):
+            del extra[OTHER]
+            return extra | other
+    return extra
+
+
+def _json_able(value: Any) -> Any:
+    """The value in JSON's types; what has none (dates, decimals, bytes) as text."""
+    if isinstance(value, Mapping):
+        return {str(name): _json_able(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_able(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 GSM8K_SOURCE = "openai/gsm8k"
+#: The fields of `extra_info` with an Arrow column of their own; the rest is JSON text in `OTHER`.
+EXTRA_COLUMNS = ("split", "index", "question", "answer")
+OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Row:
         index: place in the original input, from 0.
         question: the original prompt text, before any instruction was added.
         answer: the original answer text, reasoning included.
+        extra: `extra_info` as user functions get it, JSON-able; a row that was read has all its fields there.
         where: `file:row` it was read from, for messages; not written.
     """
 
@@ -46,10 +52,12 @@ class Row:
     index: int = 0
     question: str = ""
     answer: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
 
     def to_arrow(self, split: str) -> dict[str, Any]:
         """The nested values `arrow_schema()` describes, as a row of `split`."""
+        other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
         return {
             "data_source": self.data_source,
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
@@ -60,6 +68,7 @@ class Row:
                 "index": self.index,
                 "question": self.question,
                 "answer": self.answer,
+                OTHER: json.dumps(other, ensure_ascii=False, sort_keys=True) if other else "",
             },
         }
 
@@ -79,7 +88,15 @@ def arrow_schema() -> pa.Schema:
             ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
             (
                 "extra_info",
-                pa.struct([("split", text), ("index", pa.int64()), ("question", text), ("answer", text)]),
+                pa.struct(
+                    [
+                        ("split", text),
+                        ("index", pa.int64()),
+                        ("question", text),
+                        ("answer", text),
+                        (OTHER, text),
+                    ]
+                ),
             ),
         ]
     )

@@ -12,7 +12,7 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.metric_names import OVERLONG
 from rlctl.reward.code import CodeScorer
-from rlctl.reward.graders import GRADERS, GraderName, grader_for
+from rlctl.reward.graders import GRADERS, GraderName, answer_of, grader_for
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.overlong import OverlongPenalty
 from rlctl.reward.pool import GradingPool
@@ -28,6 +28,8 @@ NEEDS_DEADLINE = frozenset[GraderName]({"maths"})
 #: Seconds for one call of a user's function: it may ask a server, or import a library when first called.
 FUNCTION_DEADLINE_S = 30.0
 MAX_ERRORS_KEPT = 5
+
+_Judged = tuple[Verdict, str | None]
 
 
 def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
@@ -91,16 +93,20 @@ class CombinedReward:
         self._terms = terms
         self._penalty = penalty
 
-    def score(self, rollouts: Rollouts) -> RewardResult:
-        """Scores (B,); see `Reward.score`."""
+    def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
+        """Scores (B,); see `Reward.score`. Answers are those of the first term that can read them."""
         samples = _samples(rollouts)
         total = torch.zeros(len(samples))
         valid = torch.ones(len(samples), dtype=torch.bool)
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
+        answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
-            verdicts = scorer.judge(samples)
+            if read_answers and not answers and isinstance(scorer, GradedScorer):
+                verdicts, answers = scorer.judge_and_read(samples)
+            else:
+                verdicts = scorer.judge(samples)
             failures = [verdict.text for verdict in verdicts if isinstance(verdict, Failure)]
             parts[label] = torch.tensor([0.0 if isinstance(v, Failure) else v for v in verdicts])
             valid &= torch.tensor([not isinstance(v, Failure) for v in verdicts], dtype=torch.bool)
@@ -114,7 +120,7 @@ class CombinedReward:
         if unbounded.any():
             errors.append(f"the weighted sum is {total[unbounded][0]} in float32")
             valid &= ~unbounded
-        return RewardResult(torch.where(valid, total, 0.0), valid, parts, errors, errors_by_term)
+        return RewardResult(torch.where(valid, total, 0.0), valid, parts, errors, errors_by_term, answers)
 
     def close(self) -> None:
         """End the grading processes."""
@@ -135,17 +141,25 @@ class GradedScorer:
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One verdict per sample, in order."""
-        verdicts: list[Verdict] = [0.0] * len(samples)
-        for grader, positions in self._positions_by_grader(samples).items():
-            graded = self._grade(grader, [samples[i] for i in positions])
-            for position, verdict in zip(positions, graded, strict=True):
-                verdicts[position] = verdict
-        return verdicts
+        return [verdict for verdict, _ in self._map(samples, read_answers=False)]
+
+    def judge_and_read(self, samples: Sequence[Sample]) -> tuple[list[Verdict], list[str | None]]:
+        """Verdicts, and what the responses answer; see `rlctl.reward.graders.answer_of`."""
+        judged = self._map(samples, read_answers=True)
+        return [verdict for verdict, _ in judged], [answer for _, answer in judged]
 
     def close(self) -> None:
         """End the grading processes."""
         for pool in self._pools.values():
             pool.close()
+
+    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[_Judged]:
+        judged: list[_Judged] = [(0.0, None)] * len(samples)
+        for grader, positions in self._positions_by_grader(samples).items():
+            found = self._grade(grader, [samples[i] for i in positions], read_answers)
+            for position, value in zip(positions, found, strict=True):
+                judged[position] = value
+        return judged
 
     def _positions_by_grader(self, samples: Sequence[Sample]) -> dict[GraderName, list[int]]:
         positions: dict[GraderName, list[int]] = {}
@@ -153,10 +167,15 @@ class GradedScorer:
             positions.setdefault(self._grader or grader_for(sample.data_source), []).append(position)
         return positions
 
-    def _grade(self, grader: GraderName, samples: Sequence[Sample]) -> list[Verdict]:
+    def _grade(self, grader: GraderName, samples: Sequence[Sample], read_answers: bool) -> list[_Judged]:
         if grader in NEEDS_DEADLINE:
-            return self._pools.setdefault(grader, GradingPool(grader)).judge(samples)
-        return [_grade_here(grader, sample) for sample in samples]
+            pool = self._pools.setdefault(grader, GradingPool(grader))
+            if read_answers:
+                return pool.judge_and_read(samples)
+            return [(verdict, None) for verdict in pool.judge(samples)]
+        verdicts = [_grade_here(grader, sample) for sample in samples]
+        answers = [answer_of(grader, sample.response) if read_answers else None for sample in samples]
+        return list(zip(verdicts, answers, strict=True))
 
 
 def _scorer(term: RewardTerm, spec: RewardSpec, device: torch.device) -> Scorer:
@@ -175,7 +194,15 @@ def _scorer(term: RewardTerm, spec: RewardSpec, device: torch.device) -> Scorer:
 
 
 def _samples(rollouts: Rollouts) -> list[Sample]:
-    fields = (rollouts.response_texts, rollouts.ground_truths, rollouts.prompt_texts, rollouts.data_sources)
+    count = len(rollouts.response_texts)
+    fields = (
+        rollouts.response_texts,
+        rollouts.ground_truths,
+        rollouts.prompt_texts,
+        rollouts.data_sources,
+        rollouts.extra_infos or ({},) * count,
+        rollouts.messages or ((),) * count,
+    )
     return [Sample(*values) for values in zip(*fields, strict=True)]
 
 

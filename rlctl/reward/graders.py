@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,6 +14,8 @@ Grader = Callable[[str, str], float]
 
 #: name → grade(response, ground_truth), the one function training and evaluation share
 GRADERS: dict[GraderName, Grader] = {"exact": exact.grade, "maths": maths.grade}
+#: name → answer_of(response), see below
+_READERS: dict[str, Callable[[str], str | None]] = {"exact": exact.answer_of, "maths": maths.answer_of}
 
 EXACT_SOURCES = frozenset({"embedded/addition"})
 
@@ -20,6 +23,27 @@ EXACT_SOURCES = frozenset({"embedded/addition"})
 def grader_for(data_source: str) -> GraderName:
     """Who grades rows of this source when the spec says `auto`."""
     return "exact" if data_source in EXACT_SOURCES else "maths"
+
+
+def knows_source(data_source: str) -> bool:
+    """Whether `auto` has a grader registered for this source; rows of others are graded as mathematics."""
+    return data_source in EXACT_SOURCES or bool(re.search(r"gsm8k|math", data_source, re.IGNORECASE))
+
+
+def answer_of(grader: str, response: str) -> str | None:
+    """What a response answers, as text that is equal for answers the grader takes for equal.
+
+    For majority votes. Like the grader, it may be kept busy for ever: call it where that can be ended.
+
+    Args:
+        grader: a name in `GRADERS`; all others read no answers.
+        response: of a model.
+
+    Returns:
+        None: it gives no answer, or nothing is known of how to read one.
+    """
+    reader = _READERS.get(grader)
+    return reader(response) if reader else None
 
 
 def load_grader(name: str) -> Callable[[Sample], object]:

@@ -31,6 +31,12 @@ def grade(response: str, ground_truth: str) -> float:
     return float(_library().verify(gold, answers, timeout_seconds=None, raise_on_error=True))
 
 
+def answer_of(response: str) -> str | None:
+    """The answer as text: numbers by their value, anything else as sympy prints it; None without one."""
+    answers = _answers(response)
+    return str(answers[0]) if answers else None
+
+
 @lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
 def _gold(ground_truth: str) -> list[Any]:
     text = ground_truth.rpartition(ANSWER_MARK)[2].strip()

@@ -48,16 +48,23 @@ class GradingPool:
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One verdict per sample, in order."""
+        return [verdict for verdict, _ in self._map(samples, read_answers=False)]
+
+    def judge_and_read(self, samples: Sequence[Sample]) -> list[tuple[Verdict, str | None]]:
+        """Verdicts, and what the responses answer (None: nothing, or the grader reads no answers)."""
+        return self._map(samples, read_answers=True)
+
+    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[tuple[Verdict, str | None]]:
         count = min(len(self._workers), max(1, len(samples)))
-        verdicts: list[Verdict] = [0.0] * len(samples)
+        judged: list[tuple[Verdict, str | None]] = [(0.0, None)] * len(samples)
 
         def grade_share(first: int) -> None:
             for position in range(first, len(samples), count):
-                verdicts[position] = self._workers[first].grade(samples[position])
+                judged[position] = self._workers[first].grade(samples[position], read_answers)
 
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(grade_share, range(count)))
-        return verdicts
+        return judged
 
     def close(self) -> None:
         """End the child processes; a later call starts new ones."""
@@ -71,18 +78,21 @@ class _Worker:
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[str] | None = None
 
-    def grade(self, sample: Sample) -> Verdict:
+    def grade(self, sample: Sample, read_answer: bool) -> tuple[Verdict, str | None]:
         try:
             process = self._process or self.start()
         except UsageError as error:  # it could be loaded when the run began
-            return Failure(str(error))
-        reply = self._exchange(process, json.dumps(asdict(sample)) + "\n")
+            return Failure(str(error)), None
+        asked = {"sample": asdict(sample), "read_answer": read_answer}
+        reply = self._exchange(process, json.dumps(asked, default=str) + "\n")
         if reply is None:
             code = self._reap(process)
             if code == -signal.SIGALRM:
-                return Failure(f"the grading took longer than {self._deadline_s:g} s")
-            return Failure(f"the grading process ended with code {code}")
-        return Failure(reply["error"]) if "error" in reply else float(reply["score"])
+                return Failure(f"the grading took longer than {self._deadline_s:g} s"), None
+            return Failure(f"the grading process ended with code {code}"), None
+        if "error" in reply:
+            return Failure(reply["error"]), None
+        return float(reply["score"]), reply.get("answer")
 
     def start(self) -> subprocess.Popen[str]:
         """A process that has loaded the grader.

@@ -5,9 +5,9 @@ No torch here when it runs: grading processes import this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.metric_names import OVERLONG
 
@@ -25,6 +25,8 @@ class Sample:
     ground_truth: str
     prompt: str = ""  # as the policy reads it, chat template included
     data_source: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # the row's own, JSON-able
+    messages: Sequence[Mapping[str, str]] = ()  # the prompt as {role, content}, where it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class RewardResult:
     errors_by_term: dict[str, int] = field(
         default_factory=dict
     )  # term → failures; one sample may count in several
+    #: (B,) what each response answers, as text that is equal for equal answers: for majority votes. Empty
+    #: unless asked for; None where there is no answer, or the reward reads none.
+    answers: list[str | None] = field(default_factory=list)
 
     @property
     def graded(self) -> Tensor:
@@ -73,8 +78,13 @@ class RewardResult:
 class Reward(Protocol):
     """Grades responses."""
 
-    def score(self, rollouts: Rollouts) -> RewardResult:
-        """One score per response, in order. Failures are reported, never raised: see `refuse_errors`."""
+    def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
+        """One score per response, in order. Failures are reported, never raised: see `refuse_errors`.
+
+        Args:
+            rollouts: B responses and what they are judged by.
+            read_answers: also say what each response answers, see `RewardResult.answers`.
+        """
         ...
 
     def close(self) -> None:

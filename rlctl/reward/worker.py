@@ -17,7 +17,7 @@ from numbers import Real
 
 from rlctl.errors import UsageError
 from rlctl.reward.function import text_of
-from rlctl.reward.graders import GRADERS, load_grader
+from rlctl.reward.graders import GRADERS, answer_of, load_grader
 from rlctl.reward.protocol import Sample
 
 MEMORY_LIMIT_BYTES = 4 << 30
@@ -55,10 +55,13 @@ def main(grader: str, deadline_s: float) -> None:
             grade(Sample("1", "1"))
     reply({"ready": True})
     for line in sys.stdin:
-        sample = Sample(**json.loads(line))
+        asked = json.loads(line)
+        sample = Sample(**asked["sample"])
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
         try:
             values = checked(grade(sample))
+            if asked["read_answer"] and "score" in values:
+                values["answer"] = answer_of(grader, sample.response)
         except Exception as error:
             values = {"error": text_of(error)}
         reply(values)

@@ -18,6 +18,8 @@ def rollouts(*samples, lengths=None):
         ground_truths=truths,
         data_sources=sources,
         prompt_texts=tuple(f"prompt {i}" for i in range(len(samples))),
+        extra_infos=(),
+        messages=(),
         response_mask=torch.arange(int(counts.max())) < counts[:, None],
     )
 

@@ -1,0 +1,134 @@
+"""vLLM for real, on the CPU: one engine in a process of its own, several questions to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from transformers import TopPLogitsWarper
+
+from rlctl.batch import Rollouts
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.vllm import VLLMRollout
+from tests.processes import Job
+from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_prompts, random_model, take
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+NUCLEUS = Sampling(max_response_length=9, temperature=0.7, top_p=0.9)
+
+
+def ask(path: str, answers: str) -> int:
+    """In the engine's process: sample in several ways; leave what came out."""
+    engine = VLLMRollout(path, TOKENIZER, dtype="fp32", max_model_len=64, max_num_seqs=8)
+
+    def sample(rows, sampling=NUCLEUS, n=4):
+        prompts = take(make_prompts(), rows)
+        return engine.generate(prompts, sampling, n=n, step_seed=11, num_groups_total=len(TEXTS))
+
+    everything = list(range(len(TEXTS)))
+    found = {
+        "whole": sample(everything),
+        "again": sample(everything),
+        "part": sample([4, 1]),
+        "plain": sample(everything, Sampling(max_response_length=9)),
+        "greedy": sample(everything, Sampling(max_response_length=9, greedy=True), n=1),
+    }
+    engine.close()
+    torch.save(found, answers)
+    return 0
+
+
+def refused(path: str, result: str) -> int:
+    try:
+        VLLMRollout(path, TOKENIZER, dtype="fp32", max_model_len=64)
+    except UsageError as error:
+        with open(result, "w") as file:  # noqa: PTH123
+            json.dump([error.what, error.where], file)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(1)
+
+
+@pytest.fixture(scope="module")
+def answers(model, tmp_path_factory) -> dict[str, Rollouts]:
+    directory = tmp_path_factory.mktemp("vllm")
+    model.save_pretrained(directory / "model")
+    TOKENIZER.save_pretrained(directory / "model")
+    job = Job(ask, str(directory / "model"), str(directory / "answers"), log=directory / "log")
+    assert job.wait() == 0, job.output[-3000:]
+    assert job.orphans() == []
+    return torch.load(directory / "answers", weights_only=False)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "temperature", "top_p"), [("whole", 0.7, 0.9), ("plain", 1.0, 1.0)], ids=["nucleus", "plain"]
+)
+def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, name, temperature, top_p):
+    rollouts = answers[name]
+    with torch.no_grad():
+        logits = model(
+            input_ids=rollouts.input_ids,
+            attention_mask=rollouts.attention_mask.long(),
+            position_ids=rollouts.position_ids,
+        ).logits[:, -rollouts.responses.shape[1] - 1 : -1]
+    kept = TopPLogitsWarper(top_p)(None, (logits / temperature).flatten(0, 1)).view_as(logits)
+    expected = kept.log_softmax(-1).gather(-1, rollouts.responses[..., None]).squeeze(-1)
+    mask = rollouts.response_mask
+    torch.testing.assert_close(rollouts.rollout_log_probs[mask], expected[mask], atol=2e-5, rtol=0)
+    assert (rollouts.rollout_log_probs[~mask] == 0).all()
+
+
+@needs_vllm
+def test_a_sample_depends_on_its_prompt_and_place_only(answers):
+    whole, part = answers["whole"].response_texts, answers["part"].response_texts
+    assert answers["again"].response_texts == whole
+    assert part == whole[16:20] + whole[4:8]
+    assert len(set(whole)) > 1
+
+
+@needs_vllm
+def test_greedy_is_the_other_engines_greedy(model, answers):
+    prompts, sampling = make_prompts(), Sampling(max_response_length=9, greedy=True)
+    expected = HFRollout(model, TOKENIZER, "cpu").generate(
+        prompts, sampling, n=1, step_seed=11, num_groups_total=len(TEXTS)
+    )
+    found = answers["greedy"]
+    assert found.response_texts == expected.response_texts
+    torch.testing.assert_close(found.rollout_log_probs, expected.rollout_log_probs, atol=2e-5, rtol=0)
+    assert found.truncated.tolist() == expected.truncated.tolist()
+
+
+@needs_vllm
+def test_truncated_means_the_limit_came_first(answers):
+    plain = answers["plain"]
+    lengths = plain.response_mask.sum(1)
+    last = plain.responses.gather(1, lengths[:, None] - 1).squeeze(1)
+    assert plain.truncated.tolist() == (last != TOKENIZER.eos_token_id).tolist()
+    assert (lengths[plain.truncated] == 9).all()
+    assert 0 < int(plain.truncated.sum()) < len(lengths)
+
+
+@needs_vllm
+def test_a_model_it_refuses_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    job = Job(refused, str(tmp_path), str(tmp_path / "said"), log=tmp_path / "log")
+    assert job.wait() == 0, job.output[-3000:]
+    what, where = json.loads((tmp_path / "said").read_text())
+    assert where == str(tmp_path)
+    assert "no-such-architecture" in what
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EnvironmentFailure, match="not installed") as caught:
+        VLLMRollout("anywhere", TOKENIZER, dtype="fp32", max_model_len=64)
+    assert "rlctl[vllm]" in str(caught.value.fix)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlctl.batch import Prompts
+from rlctl.data.render import Renderer, messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 
@@ -45,13 +46,12 @@ class PromptDataset:
         self.rows: list[Row] = []
         self._ids: list[list[int]] = []
         self._texts: list[str] = []
-        prefix = _start_text(tokenizer)
+        renderer = Renderer(tokenizer)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
-            texts = [_render(row, tokenizer, prefix) for row in chunk]
-            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            for row, text, ids in zip(chunk, texts, encoded, strict=True):
-                _check_start(row, ids, tokenizer.bos_token_id)
+            texts = [renderer.text(row) for row in chunk]
+            for row, text, ids in zip(chunk, texts, renderer.encode(texts), strict=True):
+                renderer.check_start(row, ids)
                 if len(ids) <= max_prompt_length:
                     self.rows.append(row)
                     self._ids.append(ids)
@@ -118,7 +118,7 @@ class PromptDataset:
             ground_truths=tuple(self.rows[i].ground_truth for i in indices),
             texts=tuple(self._texts[i] for i in indices),
             extra_infos=tuple(self.rows[i].extra for i in indices),
-            messages=tuple(_messages(self.rows[i]) for i in indices),
+            messages=tuple(messages_of(self.rows[i]) for i in indices),
         )
 
 
@@ -127,45 +127,6 @@ def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     # RandomState, not Generator: NumPy promises that its streams never change between versions.
     state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
     return state.permutation(size)
-
-
-def _render(row: Row, tokenizer: Any, prefix: str) -> str:
-    if not tokenizer.chat_template:
-        return prefix + "\n\n".join(message.content for message in row.prompt)
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(_messages(row)), add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # Jinja's own errors and whatever the template raises
-        raise UsageError(
-            f"the model's chat template refuses this prompt: {error}",
-            where=row.where or f"row {row.index}",
-            fix="use roles the template knows (many have no system role)",
-        ) from error
-    return text
-
-
-def _messages(row: Row) -> tuple[dict[str, str], ...]:
-    return tuple({"role": message.role, "content": message.content} for message in row.prompt)
-
-
-def _start_text(tokenizer: Any) -> str:
-    """The start token as text, where the tokenizer puts one before plain text."""
-    added = tokenizer("")["input_ids"]
-    starts = bool(added) and added[0] == tokenizer.bos_token_id
-    return str(tokenizer.bos_token) if starts else ""
-
-
-def _check_start(row: Row, ids: Sequence[int], bos_id: int | None) -> None:
-    where = row.where or f"row {row.index}"
-    if not ids:
-        raise UsageError("the prompt has no tokens", where=where)
-    if bos_id is not None and list(ids[:2]) == [bos_id, bos_id]:
-        raise UsageError(
-            "the rendered prompt starts with two start-of-sequence tokens",
-            where=where,
-            fix="remove the start token from the prompt or from the chat template",
-        )
 
 
 def _too_long(row: Row, length: int, limit: int) -> UsageError:

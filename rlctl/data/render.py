@@ -1,0 +1,84 @@
+"""What the model reads of a row: its messages through the chat template, then as token ids. No torch.
+
+Training, evaluation and data preparation share this, so that a length measured is a length trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from rlctl.data.schema import Row
+from rlctl.errors import UsageError
+
+
+class Renderer:
+    """Renders and tokenises rows as one tokenizer does.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
+            the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer("")["input_ids"]
+        #: whether the tokenizer puts its start token before plain text
+        self.adds_start = bool(added) and added[0] == tokenizer.bos_token_id
+
+    def text(self, row: Row, *, generation_prompt: bool = True) -> str:
+        """The row's prompt as text, special tokens included.
+
+        Raises:
+            UsageError: the template refuses it; names the row.
+        """
+        if not self.tokenizer.chat_template:
+            start = str(self.tokenizer.bos_token) if self.adds_start else ""
+            return start + "\n\n".join(message.content for message in row.prompt)
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages_of(row)), add_generation_prompt=generation_prompt, tokenize=False
+            )
+        except Exception as error:  # Jinja's own errors and whatever the template raises
+            raise UsageError(
+                f"the model's chat template refuses this prompt: {error}",
+                where=_where(row),
+                fix="use roles the template knows (many have no system role)",
+            ) from error
+        return text
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each rendered text; nothing is added, since the template wrote it all."""
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def check_start(self, row: Row, ids: Sequence[int]) -> None:
+        """Refuse what no run should train on.
+
+        Raises:
+            UsageError: there are no tokens, or two start tokens; names the row.
+        """
+        if not ids:
+            raise UsageError("the prompt has no tokens", where=_where(row))
+        start = self.tokenizer.bos_token_id
+        if start is not None and list(ids[:2]) == [start, start]:
+            raise UsageError(
+                "the rendered prompt starts with two start-of-sequence tokens",
+                where=_where(row),
+                fix="remove the start token from the prompt or from the chat template",
+            )
+
+
+def messages_of(row: Row) -> tuple[dict[str, str], ...]:
+    """The row's prompt as chat templates take it."""
+    return tuple({"role": message.role, "content": message.content} for message in row.prompt)
+
+
+def template_sha256(chat_template: str | None) -> str | None:
+    """The chat template's fingerprint; None without one."""
+    return hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else None
+
+
+def _where(row: Row) -> str:
+    return row.where or f"row {row.index}"

@@ -1,0 +1,233 @@
+"""What a look at data finds: one thing, how often, where first, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Severity = Literal["info", "warning", "error"]
+
+#: Places shown of each finding.
+EXAMPLES_SHOWN = 5
+_RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found in data.
+
+    Attributes:
+        code: its name, for scripts: `duplicates`, `leak-exact`, …
+        severity: `error`: training fails or learns the wrong thing; `warning`: look at it before training;
+            `info`: good to know.
+        what: one sentence.
+        count: rows (or files) it holds for.
+        examples: the first few, as `file:row` or `file:row: detail`.
+        fix: what to do about it; "" where nothing needs doing.
+    """
+
+    code: str
+    severity: Severity
+    what: str
+    count: int
+    examples: tuple[str, ...] = ()
+    fix: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types, for manifests and reports."""
+        return asdict(self) | {"examples": list(self.examples)}
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors, warnings, infos; the most frequent first in each."""
+    return sorted(findings, key=lambda finding: (_RANKS[finding.severity], -finding.count, finding.code))
+
+
+def reaches(findings: Iterable[Finding], level: Severity) -> bool:
+    """Whether one of them is at least that bad."""
+    return any(_RANKS[finding.severity] <= _RANKS[level] for finding in findings)
+
+
+def lines(findings: Iterable[Finding]) -> list[str]:
+    """The findings as plain text, worst first: a line each, examples and remedy indented below."""
+    result = []
+    for finding in worst_first(findings):
+        result.append(f"{finding.severity}: {finding.what}")
+        result += [f"    {example}" for example in finding.examples]
+        if finding.fix:
+            result.append(f"    fix: {finding.fix}")
+    return result
+
+
+class Places:
+    """Counts rows something holds for, and remembers the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, where: str, detail: str = "") -> None:
+        """One more."""
+        self.count += 1
+        if len(self.first) < EXAMPLES_SHOWN:
+            self.first.append(f"{where}: {detail}" if detail else where)
+
+    def finding(self, code: str, severity: Severity, what: str, fix: str = "") -> list[Finding]:
+        """As a finding, if there was any; `what` is completed by the number of rows."""
+        if not self.count:
+            return []
+        text = f"{rows(self.count)} {what}"
+        return [Finding(code, severity, text, self.count, tuple(self.first), fix)]
+
+
+def rows(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count:,} row{'s' if count != 1 else ''}"
+
+
+def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Rows that ask what an earlier row asks, of `total`."""
+    if not count:
+        return []
+    return [
+        Finding(
+            "duplicates",
+            "warning",
+            f"{rows(count)} of {total:,} ({count / total:.1%}) ask what an earlier row asks",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each",
+        )
+    ]
+
+
+def conflicts(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Rows that ask what an earlier row asks, and have another answer."""
+    if not count:
+        return []
+    return [
+        Finding(
+            "conflicting-answers",
+            "warning",
+            f"{rows(count)} ask what an earlier row asks, with another ground truth",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "find out which answer is right: one of them teaches the wrong thing",
+        )
+    ]
+
+
+def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Rows that ask almost what an earlier row asks."""
+    if not count:
+        return []
+    return [
+        Finding(
+            "near-duplicates",
+            "info",
+            f"{rows(count)} of {total:,} ({count / total:.1%}) ask almost what an earlier row asks",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "`--near-duplicates drop` keeps the first of each",
+        )
+    ]
+
+
+_LEAKS: dict[str, tuple[Severity, str]] = {
+    "exact": ("error", "ask a question of"),
+    "masked": ("warning", "ask, but for the numbers, a question of"),
+    "ngram": ("warning", "share 13 words in a row with a question of"),
+}
+
+
+def leaked(kind: str, file: str, count: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Rows that occur in the test split or a benchmark.
+
+    Args:
+        kind: `exact`, `masked` or `ngram`.
+        file: where they occur.
+        count: rows.
+        examples: the first few.
+    """
+    if not count:
+        return []
+    severity, words = _LEAKS[kind]
+    return [
+        Finding(
+            f"leak-{kind}",
+            severity,
+            f"{rows(count)} {words} {file}",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file "
+            "would measure memory",
+        )
+    ]
+
+
+def overlong(count: int, limit: int, done: str, examples: Sequence[str] = ()) -> list[Finding]:
+    """Prompts over the limit.
+
+    Args:
+        count: rows.
+        limit: tokens.
+        done: what became of them: `kept`, `dropped`, `cut`.
+        examples: the first few.
+    """
+    if not count:
+        return []
+    kept = done == "kept"
+    return [
+        Finding(
+            "overlong",
+            "warning" if kept else "info",
+            f"{rows(count)} {'have' if kept else 'had'} prompts of more than {limit:,} tokens: {done}",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            f"raise data.max_prompt_length above {limit}, or use --overlong drop or cut-left" if kept else "",
+        )
+    ]
+
+
+def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Prompts that leave the model no room."""
+    if not count:
+        return []
+    return [
+        Finding(
+            "beyond-context",
+            "error",
+            f"{rows(count)} have prompts that fill or exceed the model's context of {context:,} tokens",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
+        )
+    ]
+
+
+def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Ground truths their own grader does not accept."""
+    if not count:
+        return []
+    return [
+        Finding(
+            "ground-truth",
+            "error",
+            f"{rows(count)} have a ground truth that the grader cannot read: grader(ground truth) is not 1",
+            count,
+            tuple(examples[:EXAMPLES_SHOWN]),
+            "no response can be right: mend the ground truth, or name another data_source or reward",
+        )
+    ]
+
+
+def unknown_source(source: str, count: int) -> Finding:
+    """A data source no grader is registered for."""
+    return Finding(
+        "no-grader",
+        "warning",
+        f"{rows(count)} have data_source {source!r}, for which no grader is registered",
+        count,
+        fix="`reward.name: auto` grades them as mathematics: name the reward, or rename the source",
+    )

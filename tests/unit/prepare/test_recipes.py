@@ -1,0 +1,206 @@
+"""Each column layout: recognised, read, and refused with words when it is not what it seems."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.data.checks import RowError
+from rlctl.errors import UsageError
+from rlctl.prepare.boxed import last_boxed
+from rlctl.prepare.layouts import LAYOUTS
+from rlctl.prepare.recipes import Recipe, recognise
+
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put "
+    'your answer on its own line after "Answer:".'
+)
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1? Answer after ####."}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {
+        "split": "train",
+        "index": 7,
+        "question": "1 + 1?",
+        "answer": "#### 2",
+        "level": [1, None],
+    },
+}
+#: layout → (record, data source, last message's end, ground truth, question)
+RECORDS = {
+    "gsm8k": (
+        {"question": "Half of 3,000?", "answer": "Easy.\n#### 1,500"},
+        ("openai/gsm8k", '"####".', "1500", "Half of 3,000?"),
+    ),
+    "math": (
+        {
+            "problem": "Half?",
+            "solution": r"It is $\boxed{\frac{1}{2}}$.",
+            "level": "Level 1",
+            "type": "Algebra",
+        },
+        ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{}.", r"\frac{1}{2}", "Half?"),
+    ),
+    "dapo-math": (
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": DAPO.format("Find\n\n$x$.")}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "34"},
+            "extra_info": {"index": "9a9b6eb4-a1cb"},
+        },
+        ("math_dapo", 'after "Answer:".', "34", "Find\n\n$x$."),
+    ),
+    "countdown": (
+        {"nums": [44, 19, 35], "target": 98},
+        (
+            "countdown",
+            "(1 + 2) / 3 </answer>.",
+            '{"numbers": [44, 19, 35], "target": 98}',
+            "Using the numbers [44, 19, 35], create an equation that equals 98.",
+        ),
+    ),
+    "multiple-choice": (
+        {"question": "Which?", "choices": ["this", "that"], "answer": 1, "subject": "logic"},
+        ("file", "right choice.", "B", "Which?\n\nA. this\nB. that"),
+    ),
+    "verl": (VERL, ("openai/gsm8k", "after ####.", "2", "1 + 1?")),
+    "trl": (
+        {"prompt": [{"role": "user", "content": "2 + 2?"}], "solution": " 4 "},
+        ("file", "2 + 2?", "4", "2 + 2?"),
+    ),
+    "openrlhf": (
+        {"input": "2 + 3?", "label": 5, "datasource": "sums"},
+        ("sums", "2 + 3?", "5", "2 + 3?"),
+    ),
+    "generic": ({"prompt": "2 + 4?", "answer": "6"}, ("file", "2 + 4?", "6", "2 + 4?")),
+}
+
+
+def read(record, recipe="auto", **options):
+    name = recognise(record) if recipe == "auto" else recipe
+    return Recipe(name, **options).resolve().to_row(record, Path("some/file.v2.jsonl"), 3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_recognised_and_read(name):
+    record, expected = RECORDS[name]
+    assert recognise(record) == name
+    row = read(record)
+    assert row.prompt[-1].content.endswith(expected[1])
+    assert (row.data_source, row.ground_truth, row.question) == (expected[0], *expected[2:])
+    assert row.index == (7 if name == "verl" else 3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_options_hold_for_every_layout(name):
+    row = read(RECORDS[name][0], data_source="mine", system_prompt="Sys.", instruction="Do it.")
+    assert row.data_source == "mine"
+    assert (row.prompt[0].role, row.prompt[0].content) == ("system", "Sys.")
+    assert row.prompt[-1].content.endswith("\nDo it.")
+    assert read(RECORDS[name][0], instruction="").prompt[-1].content.count("\nDo it.") == 0
+
+
+def test_extra_info_is_kept_whole():
+    assert dict(read(VERL).extra) == VERL["extra_info"]
+    assert read(VERL).answer == "#### 2"
+    assert dict(read(RECORDS["dapo-math"][0]).extra) == {"original_index": "9a9b6eb4-a1cb"}
+    assert read(RECORDS["dapo-math"][0]).style == "rule-lighteval/MATH_v2"
+    assert dict(read(RECORDS["math"][0]).extra) == {"level": "Level 1", "type": "Algebra"}
+
+
+def test_structured_ground_truths_become_json():
+    truth = {"numbers": [1, 2], "target": 3}
+    for given, expected in [
+        (truth, json.dumps(truth)),
+        (["72"], "72"),
+        (["a", "b"], '["a", "b"]'),
+        (72, "72"),
+    ]:
+        assert read({**VERL, "reward_model": {"ground_truth": given}}).ground_truth == expected
+
+
+def test_a_column_can_name_the_source():
+    record = {"prompt": "p", "answer": "1", "meta": {"from": "amc"}}
+    assert read(record, source_key="meta.from").data_source == "amc"
+    with pytest.raises(RowError, match="no column 'src'"):
+        read(record, source_key="src")
+    with pytest.raises(UsageError, match="exclude"):
+        read(record, source_key="meta.from", data_source="x")
+
+
+def test_alternatives_and_dots_find_columns():
+    record = {"a": {"b": "q"}, "c.d": "1", "x|y": "2"}
+    assert read(record, "generic", prompt_key="nope|a.b", answer_key="c.d").ground_truth == "1"
+    assert read(record, "generic", prompt_key="a.b", answer_key="x|y").ground_truth == "2"
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices", "letter"),
+    [
+        (0, ["x", "y"], "A"),
+        ("B", ["x", "y"], "B"),
+        ("y", ["x", "y"], "B"),
+        ("1", ["x", "y"], "B"),
+        ("2", {"text": ["x", "y"], "label": ["1", "2"]}, "B"),
+        ("C", {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "C"),
+        ("D", {"A": "x", "D": "y", "E": None}, "B"),
+        ("10", ["9", "10"], "B"),
+    ],
+)
+def test_a_choice_is_named_by_number_label_or_text(answer, choices, letter):
+    row = read({"question": "Q?", "options": choices, "answerKey": answer})
+    assert row.ground_truth == letter
+    assert f"\n{letter}. {row.answer}" in row.prompt[0].content
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "words"),
+    [
+        ("gsm8k", {"question": "q", "answer": "#### seven"}, "not a number"),
+        ("gsm8k", {"question": "q", "answer": "7"}, "has no '####'"),
+        ("gsm8k", {"question": None, "answer": "#### 7"}, "prompt is null"),
+        ("math", {"problem": "q", "solution": "7"}, "no \\boxed"),
+        ("math", {"problem": "q", "solution": r"\boxed{\frac{1}{2}"}, "never closed"),
+        ("math", {"problem": "q", "solution": r"\boxed{ }"}, "empty"),
+        ("countdown", {"nums": [1, "2"], "target": 3}, "whole numbers"),
+        ("countdown", {"nums": [], "target": 3}, "whole numbers"),
+        ("countdown", {"nums": [1], "target": None}, "target' is null"),
+        ("multiple-choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "of 2"),
+        ("multiple-choice", {"question": "q", "choices": ["a", "b"], "answer": "Z"}, "none of the choices"),
+        ("multiple-choice", {"question": "q", "choices": ["a", "a"], "answer": "a"}, "none of the choices"),
+        ("multiple-choice", {"question": "q", "choices": "ab", "answer": 0}, "not a list"),
+        ("multiple-choice", {"question": "q", "choices": ["a", None], "answer": 0}, "a choice is null"),
+        ("verl", {**VERL, "reward_model": None}, "no column 'reward_model.ground_truth'"),
+        ("verl", {**VERL, "data_source": None}, "data_source is null"),
+        ("verl", {**VERL, "data_source": " "}, "data_source is empty"),
+        ("verl", {**VERL, "extra_info": {"note": "\ud800"}}, "UTF-8"),
+        ("trl", {"prompt": "p", "label": True}, "type bool"),
+        ("trl", {"prompt": []}, "no messages"),
+        ("openrlhf", {"input": "p"}, "no column 'label|answer'"),
+        ("generic", {"prompt": {"a": 1}, "answer": "1"}, "not text or a list"),
+    ],
+)
+def test_what_is_wrong_is_said(name, record, words):
+    with pytest.raises(RowError) as caught:
+        read(record, name)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"\boxed{1}, then \boxed{2}", "2"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a{b}{c}} and {d}", "a{b}{c}"),
+        (r"$\boxed 7$.", "7"),
+        (r"\fbox{3}", "3"),
+        (r"$\boxed{\text{A\}}}$", r"\text{A\}}"),
+        (r"\boxed{x} is \boxedly put", "x"),
+    ],
+)
+def test_the_last_box(solution, answer):
+    assert last_boxed(solution) == answer

@@ -1,20 +1,28 @@
 """Mathematical answers, read and compared by math-verify.
 
-This module only chooses *where* in a response the answer stands; what it means and whether it equals
-the ground truth is math-verify's business. Nothing here has a time limit: a response such as `9^9^9^9`
-keeps sympy busy for ever, so untrusted responses go through `rlctl.reward.pool`.
+Where in a response the answer stands is `rlctl.reward.answer`'s business, and how numbers are written in
+prose that of `rlctl.reward.numbers`; what an expression means and whether it equals the ground truth is
+math-verify's. Nothing here has a time limit: a response such as `9^9^9^9` keeps sympy busy for ever, so
+untrusted responses go through `rlctl.reward.pool`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache, lru_cache
 from typing import Any
 
+from rlctl.reward.answer import MATHS, Place, places
+from rlctl.reward.numbers import legible, measure, number_in, plain
+
 ANSWER_MARK = "####"
 BOX = "\\boxed"
-#: Characters read from where the answer is looked for; math-verify's patterns backtrack on long texts.
-MAX_ANSWER_CHARS = 2000
+_EQUALS = re.compile(r"(?<![<>!\\])=")
+_SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
+_BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
 def grade(response: str, ground_truth: str) -> float:
@@ -32,38 +40,68 @@ def grade(response: str, ground_truth: str) -> float:
 
 
 def answer_of(response: str) -> str | None:
-    """The answer as text: numbers by their value, anything else as sympy prints it; None without one."""
+    """The answer as text: numbers by their value (percent as its number), else as sympy prints it."""
     answers = _answers(response)
-    return str(answers[0]) if answers else None
+    if not answers:
+        return None
+    answer = answers[0]
+    if getattr(answer, "is_Relational", False) and not answer.rhs.free_symbols:
+        answer = answer.rhs
+    return _canonical(answer)
 
 
 @lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
 def _gold(ground_truth: str) -> list[Any]:
-    text = ground_truth.rpartition(ANSWER_MARK)[2].strip()
-    gold = _parse(_boxed(text)) or _parse(text)
+    text = legible(ground_truth.rpartition(ANSWER_MARK)[2]).strip()
+    gold = _readings(Place(text, is_whole=True)) or _parse(text)
     if not gold:
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is not a mathematical expression")
     return gold
 
 
 def _answers(response: str) -> list[Any]:
-    """Readings of the answer: after the last `####`, else the last box, else the end of the text."""
-    mark = response.rfind(ANSWER_MARK)
-    box = response.rfind(BOX)
-    if box > mark:  # also where `####` is a Markdown heading and the answer is boxed below it
-        return _parse(response[box : box + MAX_ANSWER_CHARS])
-    if mark < 0:
-        return _parse(response[-MAX_ANSWER_CHARS:])
-    lines = response[mark + len(ANSWER_MARK) :].strip().splitlines()
-    return _readings(lines[0][:MAX_ANSWER_CHARS]) if lines else []
+    """Readings of the first place that can be read."""
+    return next(filter(None, map(_readings, places(response))), [])
 
 
-def _readings(line: str) -> list[Any]:
-    """A line that is all answer: read whole, and as prose where that leaves unknowns ("72 dollars")."""
-    whole = _parse(_boxed(line))
-    if whole and not any(getattr(reading, "free_symbols", None) for reading in whole):
-        return whole
-    return whole + _parse(line)
+def _readings(place: Place) -> list[Any]:
+    number = _amount(place.text) if place.is_whole else _stated(place.text)
+    if number is not None:
+        return _parse(_boxed(number))
+    text = place.text if place.is_whole else _formula(place.text)
+    read = _parse(_boxed(text.strip().strip("$"))) if text else []
+    if not _WORD.search(plain(place.text)):
+        return read
+    # Prose in a box, or a unit taken for a product of unknowns.
+    in_words = number_in(plain(place.text), words=True)
+    return _parse(_boxed(in_words)) if in_words else read
+
+
+def _amount(text: str) -> str | None:
+    """The number of a text that says nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
+    shown = plain(text)
+    result = shown if _SEVERAL.search(shown) else _EQUALS.split(shown)[-1]
+    return measure(result)
+
+
+def _stated(sentence: str) -> str | None:
+    """The number that a sentence states, unless it states a formula."""
+    bold = _BOLD.findall(sentence)
+    if bold and (number := number_in(plain(bold[-1]))):
+        return number
+    formula = _formula(sentence)
+    if formula is not None and _amount(formula) is None and re.search(r"[A-Za-z\[\](]", plain(formula)):
+        return None
+    return number_in(plain(sentence))
+
+
+def _formula(sentence: str) -> str | None:
+    """The last formula of a sentence, or the whole of a sentence without words."""
+    found = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
+    found = [text for text in found if not _WORD.search(_COMMAND.sub("", text))]  # not "$5 and then $"
+    if found:
+        return found[-1]
+    return None if _WORD.search(plain(sentence)) else sentence
 
 
 def _boxed(text: str) -> str:
@@ -78,6 +116,15 @@ def _parse(text: str) -> list[Any]:
         text, _targets(), fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
     )
     return parsed
+
+
+def _canonical(answer: Any) -> str:
+    if getattr(answer, "is_number", False):
+        import sympy
+
+        value = sympy.nsimplify(answer, rational=True) if answer.has(sympy.Float) else answer.doit()
+        return str(value)
+    return str(answer)
 
 
 @cache

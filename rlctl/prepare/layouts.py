@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlctl.data.schema import GSM8K_SOURCE
-from rlctl.prepare import datasets, frameworks
+from rlctl.prepare import frameworks, tasks
 from rlctl.prepare.asked import Asked, Values
 
 RecipeName = Literal[
@@ -68,8 +68,8 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "worked solutions ending in '#### 72'",
         "question",
         "answer",
-        lambda values: "question" in values and datasets.ANSWER_MARK in str(values.get("answer")),
-        datasets.gsm8k,
+        lambda values: "question" in values and tasks.ANSWER_MARK in str(values.get("answer")),
+        tasks.gsm8k,
         GSM8K_SOURCE,
         'Think step by step, and put the final number on a last line after "####".',
     ),
@@ -87,7 +87,7 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "nums|numbers",
         "target",
         lambda values: _has(values, "target") and isinstance(values.get("nums", values.get("numbers")), list),
-        datasets.countdown,
+        tasks.countdown,
         "countdown",
         "Use only +, -, * and /, and each number exactly once. Think step by step, and put the equation in "
         "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
@@ -97,7 +97,7 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "question",
         "answer|answerKey|answer_idx",
         _is_multiple_choice,
-        datasets.multiple_choice,
+        tasks.multiple_choice,
         "",
         'Think step by step, and end with "Answer: X", where X is the letter of the right choice.',
     ),
@@ -106,7 +106,7 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "problem",
         "solution",
         lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
-        datasets.math,
+        tasks.math,
         "DigitalLearningGmbH/MATH-lighteval",
         r"Think step by step, and put the final answer in \boxed{}.",
     ),

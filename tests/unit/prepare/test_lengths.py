@@ -1,0 +1,148 @@
+"""Lengths with the model's own tokenizer and template, cutting, and templates that are wrong."""
+
+import pickle
+
+import pytest
+
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.schema import Message, Row
+from rlctl.errors import UsageError
+from rlctl.prepare.lengths import PromptLengths, question_span
+from rlctl.prepare.tokenizer import template_findings
+from tests.unit.prepare import small_models as templates
+from tests.unit.prepare.small_models import save_model
+
+WORDS = "one two three four five six seven eight nine ten"
+
+
+def row(question, *, instruction="", system="", where="f:1"):
+    content = f"{question}\n{instruction}" if instruction else question
+    prompt = (Message("user", content),)
+    if system:
+        prompt = (Message("system", system), *prompt)
+    return Row("src", prompt, "1", question=question, where=where)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_lengths_are_those_training_sees(model):
+    rows = [row("a b"), row(WORDS, system="Be brief.", instruction="Go."), row("é " * 20)]
+    lengths = PromptLengths(model)
+    measured = lengths.measure(rows)
+    dataset = PromptDataset(rows, lengths.renderer.tokenizer, max_prompt_length=999, filter_overlong=False)
+    masks = dataset.prompts(range(3), range(3)).prompt_mask
+    assert measured.num_tokens == masks.sum(1).tolist()
+    assert measured.num_tokens[0] == 10  # <s> [ user ] a _ b [ assistant ]
+    assert all(one is other for one, other in zip(measured.rows, rows, strict=True))
+    assert measured.problems == [""] * 3
+
+
+def test_it_travels_by_its_arguments(model):
+    lengths = PromptLengths(model, max_prompt_length=12, overlong="cut-left")
+    again = pickle.loads(pickle.dumps(lengths))
+    assert len(pickle.dumps(lengths)) < 1000
+    assert again.measure([row(WORDS)]) == lengths.measure([row(WORDS)])
+    assert again.describe() == lengths.describe()
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("cut-left", "eight nine ten"), ("cut-right", "one two three")])
+def test_cutting_takes_from_the_question_only(model, policy, kept):
+    lengths = PromptLengths(model, max_prompt_length=24, overlong=policy)
+    long = row(WORDS, system="Be brief.", instruction="Say it.")
+    measured = lengths.measure([long, row("a")])
+    cut = measured.rows[0]
+    assert [message.content for message in cut.prompt] == ["Be brief.", f"{kept}\nSay it."]
+    assert measured.num_tokens == lengths.measure(measured.rows).num_tokens
+    assert 22 <= measured.num_tokens[0] <= 24
+    assert cut.question == WORDS, "the split must not depend on the limit"
+    assert measured.rows[1].question == "a"
+
+
+def test_every_limit_is_kept_or_said_to_be_impossible(model):
+    long = row(WORDS, instruction="Say it.")
+    shortest = PromptLengths(model).measure([row("x", instruction="Say it.")]).num_tokens[0]
+    whole = PromptLengths(model).measure([long]).num_tokens[0]
+    for limit in range(1, whole + 2):
+        for policy in ("cut-left", "cut-right"):
+            measured = PromptLengths(model, max_prompt_length=limit, overlong=policy).measure([long])
+            if limit < shortest:
+                assert "cutting" in measured.problems[0]
+            else:
+                assert measured.problems == [""]
+                assert limit - 1 <= measured.num_tokens[0] <= limit or limit > whole
+                assert measured.rows[0].prompt[0].content.endswith("\nSay it.")
+
+
+def test_keep_and_drop_leave_rows_alone(model):
+    for policy in ("keep", "drop"):
+        measured = PromptLengths(model, max_prompt_length=5, overlong=policy).measure([row(WORDS)])
+        assert measured.num_tokens[0] > 5
+        assert measured.rows[0].prompt[0].content == WORDS
+
+
+def test_a_conversation_is_cut_in_its_last_question(model):
+    turns = (Message("user", "hello"), Message("assistant", "yes?"), Message("user", f"{WORDS}\nGo."))
+    dialogue = Row("s", turns, "1", question=f"hello\n\nyes?\n\n{WORDS}")
+    assert question_span(dialogue, 2) == (0, len(WORDS))
+    with_system = Row("s", (Message("system", "S"), *turns), "1", question=dialogue.question)
+    assert question_span(with_system, 3) == (0, len(WORDS))
+    lengths = PromptLengths(model, max_prompt_length=26, overlong="cut-left")
+    cut = lengths.measure([dialogue]).rows[0]
+    assert [message.content for message in cut.prompt] == ["hello", "yes?", "seven eight nine ten\nGo."]
+
+
+def test_the_question_inside_instructions_is_found():
+    wrapped = Row("s", (Message("user", "Solve:\n\nx = 1\n\nRemember."),), "1", question="x = 1")
+    assert question_span(wrapped, 0) == (8, 13)
+    unknown = Row("s", (Message("user", "whatever"),), "1", question="something else")
+    assert question_span(unknown, 0) == (0, 8)
+
+
+def test_templates_that_are_wrong_are_said_per_row(tmp_path):
+    refuses = PromptLengths(save_model(tmp_path / "a", templates.NO_SYSTEM))
+    measured = refuses.measure([row("a", system="Be brief."), row("a")])
+    assert "System role not supported" in measured.problems[0]
+    assert measured.problems[1] == ""
+    assert measured.num_tokens[0] == 0
+    doubled = PromptLengths(save_model(tmp_path / "b", templates.DOUBLE_START))
+    assert "two start-of-sequence tokens" in doubled.measure([row("a")]).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "adds_start", "codes"),
+    [
+        (templates.GOOD, False, []),
+        (templates.GOOD, True, ["start-token"]),
+        (templates.NO_GENERATION_PROMPT, False, ["no-generation-prompt"]),
+        (templates.DOUBLE_START, False, ["template"]),
+        (templates.NO_SYSTEM, False, []),
+        ("{{ raise_exception('no') }}", False, ["template"]),
+        ("{% for %}", False, ["template"]),
+        (None, False, ["no-template"]),
+    ],
+)
+def test_template_findings(tmp_path, template, adds_start, codes):
+    lengths = PromptLengths(save_model(tmp_path, template, adds_start=adds_start))
+    assert [finding.code for finding in template_findings(lengths.renderer)] == codes
+
+
+def test_what_lengths_depend_on_is_described(model, tmp_path):
+    described = PromptLengths(model).describe()
+    assert described["context"] == 64
+    copy = PromptLengths(save_model(tmp_path / "copy")).describe()
+    assert copy == described, "not where the model lies"
+    other = PromptLengths(save_model(tmp_path / "other", templates.NO_SYSTEM)).describe()
+    assert other["template_sha256"] != described["template_sha256"]
+    assert other["tokenizer_sha256"] == described["tokenizer_sha256"]
+
+
+def test_models_that_cannot_be_read_are_the_users_mistake(tmp_path):
+    with pytest.raises(UsageError, match="no such directory"):
+        PromptLengths(str(tmp_path / "nowhere"))
+    path = save_model(tmp_path / "broken")
+    (tmp_path / "broken/tokenizer.json").write_text("{oops")
+    with pytest.raises(UsageError, match="Expecting property name"):
+        PromptLengths(path)

@@ -74,6 +74,8 @@ _LABEL = re.compile(
 _SENTENCE_END = re.compile(
     r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)[.!?][\"')*\]$]*\s+(?=\S)|\n+"
 )
+#: A main clause that has not come to its number: "20 cups in the final meal, the total number of cups".
+_BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
 _DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
 
 
@@ -166,6 +168,8 @@ def _conclusion(text: str) -> Iterator[Place]:
     sentences = [s for s in _SENTENCE_END.split(tail) if s and s.strip()]
     for place, sentence in enumerate(reversed(sentences)):
         if re.search(r"\d", sentence) or MATHS.search(sentence):
+            if place == 0 and _BROKEN_OFF.search(sentence):
+                return
             yield Place(sentence, False)
             return
         if place == 0 and len(sentence.split()) > 3 and sentence.rstrip()[-1].isalnum():

@@ -67,25 +67,30 @@ _RESULT = re.compile(
     r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+(?:about\s+)?[($€£-]*\s*$"
     r"|=[($€£-]*$"
 )
-_FEW = r"(?:(?:the|a|an|all|his|her|their|its|these|those|just|only|about|another|each|next|first|last|of|\$)\s*)*$"
+_FEW = r"(?:(?:the|an?|all|his|her|their|its|these|those|just|only|about|another|each|next|first|last|of|\$)\s*)*$"
+_MAY_BE = r"(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )"
 #: Before a number that is there for the circumstances ("in 5 days") or for a purpose ("to make 2 robes").
 _ASIDE = re.compile(
-    r"\b(?:in|after|for|per|every|over|on|by|at|from|during|within|than|with|between|until|before|of"
-    r"|(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )to\s+[a-z]+"
-    rf"|day|week|month|year|step|part|question|grade|page|number|#)\s+{_FEW}|\b(?:the|these|those)\s+$",
+    r"\b(?:(?:in|after|for|per|every|over|on|by|at|from|during|within|than|with|between|until|before|of|when)"
+    rf"(?:\s+[a-z]+ing)?|or|{_MAY_BE}to\s+[a-z]+|from\b[^,]*\bto|day|week|month|year|step|part|question|grade|page"
+    rf"|number|#)\s+{_FEW}|\b(?:the|these|those)\s+$|\bthe (?-i:[A-Z])[a-z]+\s+$",
     re.IGNORECASE,
 )
+#: After one of these: "4 years from now", "5 PM".
+_ASIDE_OF = re.compile(r"\s*(?:[ap]\.?m\b|\w+\s+(?:ago|later|from now|earlier)\b)|-[A-Za-z]", re.IGNORECASE)
 #: Unless it says how much it comes to.
 _AMOUNT = re.compile(
     r"\b(?:total|sum|average|cost|price|profit|loss|amount|earnings|savings|speed|rate|balance|maximum|minimum"
     rf"|equal|comes?|came|amounts?|adds? up|up|left|ends? up)\s+(?:of|at|to|with|by)\s+{_FEW}",
     re.IGNORECASE,
 )
+_COPULA = re.compile(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
 #: Begins what only explains the rest of the sentence.
 _EXPLANATION = re.compile(
-    r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas)\b|[(]|\bto [a-z]+\b[^,;]*$"
+    r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
+    r"|before|once)\b|[(]|\bto [a-z]+\b[^,;]*$"
 )
-_NEVER, _FRONTED, _LESS, _BEST, _RESULT_RANK = 9, 3, 2, 1, 0
+_RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
@@ -114,13 +119,13 @@ def number_in(sentence: str, *, words: bool = False) -> str | None:
             lambda word: str(_WORDS[word[1].lower()] + _WORDS.get((word[2] or "").lower(), 0)), sentence
         )
     best: tuple[int, int, str] | None = None
+    previous = _NEVER
     for place, match in enumerate(_NUMBER.finditer(sentence)):
-        rank = _rank(sentence, match, is_first=best is None)
-        if rank == _NEVER:
-            continue
-        # Of those in passing the first, of the others the last; those in front of it all only for want of others.
-        key = (rank, -place if rank != _LESS else place)
-        if best is None or key < best[:2]:
+        rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
+        previous = rank
+        # Of those in passing the first, of the others the last.
+        key = (rank, place if rank == _LESS else -place)
+        if rank != _NEVER and (best is None or key < best[:2]):
             best = (*key, _latex(match))
     return best[2] if best else None
 
@@ -144,19 +149,22 @@ _UNIT = re.compile(
 )
 
 
-def _rank(sentence: str, match: re.Match[str], *, is_first: bool) -> int:
+def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
+    """How much a number looks like what the sentence says; `found` and `previous`: the best and last rank."""
     before, after = sentence[: match.start()], sentence[match.end() :]
     if match["stuck"] or _OPERAND_OF.match(after) or _OPERATOR.search(sentence[: match.start("digits")]):
         return _NEVER
     if _RESULT.search(before):
-        return _RESULT_RANK
+        return _RESULT_OF
     if _AMOUNT.search(before):
         return _BEST
-    if _ASIDE.search(before) or re.match(r"-[A-Za-z]", after):
-        return _FRONTED if is_first and len(before.split()) <= 4 else _LESS
-    if not is_first and _EXPLANATION.search(before):
+    if _ASIDE.search(before) or _ASIDE_OF.match(after):
+        return _FRONTED if found == _NEVER and len(before.split()) <= 4 else _LESS
+    if previous == _LESS and re.search(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$", before):
         return _LESS
-    return _BEST
+    if found <= _BEST and _EXPLANATION.search(before):
+        return _LESS
+    return _FAIR if _COPULA.search(before) and _EXPLANATION.search(before) else _BEST
 
 
 def _latex(match: re.Match[str]) -> str:

@@ -77,7 +77,7 @@ class WordKeys:
         question = np.repeat(np.arange(len(questions)), counts)
         sums = _Sums(words)
         self.exact = mixed(sums.of_runs(counts))
-        for place in np.flatnonzero(counts == 0):  # a text such as "?!" is compared as it is
+        for place in np.flatnonzero(counts == 0).tolist():  # a text such as "?!" is compared as it is
             digest = blake2b(questions[place].strip().encode(), digest_size=8).digest()
             self.exact[place] = int.from_bytes(digest, "little")
         is_kept = np.ones(len(words), dtype=np.bool_)  # not the second or a later number of a run

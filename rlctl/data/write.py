@@ -13,31 +13,50 @@ from typing import Any, Self
 
 import psutil
 
+from rlctl.data.batches import batch_of
 from rlctl.data.schema import Row, arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.files import sync
 
-ROW_GROUP_ROWS = 8192
-ROW_GROUP_CHARS = 32 << 20
+ROW_GROUP_ROWS = 16384
+ROW_GROUP_BYTES = 32 << 20
+#: Columns whose values repeat. Dictionaries and statistics of the others, all long texts, cost half of the
+#: time of writing and save nothing.
+_REPETITIVE = [
+    "data_source",
+    "datasource",
+    "ability",
+    "style",
+    "prompt.list.element.role",
+    "input.list.element.role",
+    "reward_model.style",
+    "extra_info.split",
+    "extra_info.index",
+]
 
 
-class RowWriter:
-    """One split's Parquet file, written a row group at a time; no file if no row comes."""
+class BatchWriter:
+    """One Parquet file, written a row group at a time; no file if no row comes.
 
-    def __init__(self, path: Path, split: str) -> None:
+    Args:
+        path: the file.
+        schema: Arrow schema of all batches.
+    """
+
+    def __init__(self, path: Path, schema: Any) -> None:
         self._path = path
-        self._split = split
+        self._schema = schema
         self._writer: Any = None
-        self._pending: list[dict[str, Any]] = []
-        self._pending_chars = 0
-        self.num_rows = 0
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
 
-    def add(self, row: Row) -> None:
-        """Append a row."""
-        self._pending.append(row.to_arrow(self._split))
-        self._pending_chars += len(row.question) + len(row.answer) + sum(len(m.content) for m in row.prompt)
-        self.num_rows += 1
-        if len(self._pending) >= ROW_GROUP_ROWS or self._pending_chars >= ROW_GROUP_CHARS:
+    def add(self, batch: Any) -> None:
+        """Append an Arrow record batch."""
+        self._pending.append(batch)
+        self._pending_rows += batch.num_rows
+        self._pending_bytes += batch.nbytes
+        if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
             self._flush()
 
     def _flush(self) -> None:
@@ -45,10 +64,51 @@ class RowWriter:
         import pyarrow.parquet as pq
 
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._path, arrow_schema(), compression="zstd")
-        self._writer.write_batch(pa.RecordBatch.from_pylist(self._pending, schema=arrow_schema()))
+            self._writer = pq.ParquetWriter(
+                self._path,
+                self._schema,
+                compression="zstd",
+                use_dictionary=_REPETITIVE,
+                write_statistics=_REPETITIVE,
+            )
+        table = pa.Table.from_batches(self._pending, schema=self._schema)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._pending_rows:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class RowWriter:
+    """One split's Parquet file in the row schema, for few rows made one by one.
+
+    Args:
+        path: the file.
+        split: name of the split, in every row.
+    """
+
+    def __init__(self, path: Path, split: str) -> None:
+        self._batches = BatchWriter(path, arrow_schema())
+        self._split = split
+        self._pending: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Append a row."""
+        self._pending.append(row)
+        if len(self._pending) == ROW_GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._batches.add(batch_of(self._pending, self._split))
         self._pending = []
-        self._pending_chars = 0
 
     def __enter__(self) -> Self:
         return self
@@ -58,8 +118,7 @@ class RowWriter:
     ) -> None:
         if kind is None and self._pending:
             self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        self._batches.__exit__(kind, error, trace)
 
 
 @contextmanager

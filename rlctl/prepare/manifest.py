@@ -6,26 +6,30 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rlctl.errors import UsageError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Attributes:
     made_from: inputs with their hashes, recipe, split, versions: everything the output depends on.
-    counts: rows in, in each split, and quarantined.
+    counts: rows in, in each split, quarantined, and dropped for each reason.
+    report: what was found: duplicates, leakage, lengths, findings.
+    splits: split → its Parquet files.
     outputs: file name → sha256.
     """
 
     made_from: Mapping[str, Any]
     counts: Mapping[str, int]
+    report: Mapping[str, Any]
+    splits: Mapping[str, list[str]]
     outputs: Mapping[str, str]
 
     def write(self, directory: Path) -> None:
@@ -34,6 +38,8 @@ class Manifest:
             "format": FORMAT,
             "made_from": self.made_from,
             "counts": self.counts,
+            "report": self.report,
+            "splits": self.splits,
             "outputs": self.outputs,
         }
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
@@ -53,7 +59,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             return None
-        return Manifest(content["made_from"], content["counts"], content["outputs"])
+        return Manifest(*(content[field.name] for field in fields(Manifest)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

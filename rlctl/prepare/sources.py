@@ -1,233 +1,268 @@
-"""Input files as a stream of records, each with the row it stands on; memory holds one batch at most."""
+"""From names to files, and from files to blocks; memory holds one block at most."""
 
 from __future__ import annotations
 
 import csv
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from rlctl.errors import UsageError
+from rlctl.prepare.blocks import (
+    BOM,
+    MAX_LINE_BYTES,
+    ArrowRows,
+    Block,
+    Content,
+    CsvRows,
+    FileRange,
+    OversizedLine,
+    Record,
+    records_of,
+    to_stream,
+)
+from rlctl.prepare.hub import HUB, hub_files, is_dataset, saved_files
+from rlctl.prepare.json_array import array_elements
 
-#: A JSON array is read in one piece; anything larger belongs in JSON Lines.
-MAX_JSON_BYTES = 1 << 30
+BLOCK_ROWS = 4096
+BLOCK_BYTES = 2 << 20
 MAX_CSV_FIELD_CHARS = 1 << 30
-BATCH_ROWS = 1024
-BOM = b"\xef\xbb\xbf"
+#: What is kept of a line that is too long to be read.
+HEAD_BYTES = 1000
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One row of input, readable or not.
+class Source:
+    """One input file.
 
     Attributes:
         path: the file.
-        number: line (text files) or row (JSON arrays, Parquet), from 1.
-        values: its columns; None when it could not be read.
-        problem: why not.
-        raw: the text as it stood in the file, where there is one.
+        name: what its rows are called where neither they nor the request say so.
     """
 
     path: Path
-    number: int
-    values: dict[str, Any] | None
-    problem: str = ""
-    raw: str = ""
-
-    @property
-    def where(self) -> str:
-        """`file:row`."""
-        return f"{self.path}:{self.number}"
+    name: str
 
 
-Advance = Callable[[int], None]  # told how many bytes of input have been read since the last call
-Reader = Callable[[Path, Advance], Iterator[Record]]
-
-
-def find_sources(names: Sequence[str]) -> list[Path]:
-    """The files meant: each as given, a directory as its readable files in order of name.
+def find_sources(names: Sequence[str]) -> list[Source]:
+    """The files meant: each as given, a directory as its readable files in order of name, a Hugging Face
+    dataset as its Arrow files.
 
     Raises:
-        UsageError: one does not exist, or is of no known format.
+        UsageError: one does not exist, is of no known format, or is a dataset of several splits.
+        EnvironmentFailure: a dataset of the hub cannot be had here.
     """
-    found: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.is_file() and _reader(file))
-            if not inside:
-                raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
-            found += inside
-        elif not path.exists():
-            raise UsageError("no such file or directory", where=name)
-        elif _reader(path) is None:
-            raise UsageError("the file's format is not known by its name", where=name, fix=_FORMATS)
-        else:
-            found.append(path)
-    return found
+    return [source for name in names for source in _find(name)]
 
 
-def read_records(path: Path, advance: Advance = lambda _: None) -> Iterator[Record]:
-    """Every row of one file, unreadable ones included.
+def _find(name: str) -> list[Source]:
+    if name.startswith(HUB):
+        files, called = hub_files(name)
+        return [Source(file, called) for file in files]
+    path = Path(name)
+    if is_dataset(path):
+        return [Source(file, path.resolve().name) for file in saved_files(path)]
+    if path.is_dir():
+        inside = sorted(file for file in path.iterdir() if file.is_file() and _reader(file))
+        if not inside:
+            raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
+        return [_file(file) for file in inside]
+    if not path.exists():
+        raise UsageError("no such file or directory", where=name)
+    if not path.is_file() or _reader(path) is None:
+        raise UsageError("the file's format is not known by its name", where=name, fix=_FORMATS)
+    return [_file(path)]
+
+
+def _file(path: Path) -> Source:
+    return Source(path, path.name.split(".")[0] or "data")
+
+
+def read_records(source: Source) -> Iterator[Record]:
+    """Every row of one file, unreadable ones included; raises as `read_blocks` does."""
+    for block in read_blocks(source):
+        yield from records_of(block)
+
+
+def read_blocks(source: Source) -> Iterator[Block]:
+    """A file's rows, in order.
 
     Raises:
         UsageError: the file as a whole cannot be read (empty, truncated, corrupt); names the row reached.
     """
-    reader = _reader(path)
+    import pyarrow as pa
+
+    reader = _reader(source.path)
     if reader is None:
-        raise UsageError("the file's format is not known by its name", where=str(path), fix=_FORMATS)
+        raise UsageError("the file's format is not known by its name", where=str(source.path), fix=_FORMATS)
     number = 0
-    try:
-        for record in reader(path, advance):
-            number = record.number
-            yield record
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _broken(path, number, f"the gzip data ends or breaks off: {error}") from error
-    except OSError as error:
-        raise _broken(path, number, str(error)) from error
-    if number == 0:
-        raise UsageError("the file is empty: it has no rows", where=str(path))
-
-
-def _broken(path: Path, number: int, reason: str) -> UsageError:
-    after = f" after row {number}" if number else ""
-    return UsageError(f"the file cannot be read{after}: {reason}", where=str(path), fix="get it again")
-
-
-def _open(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix.lower() == ".gz" else raw
-
-
-def _telling(records: Iterable[Record], raw: IO[bytes], advance: Advance) -> Iterator[Record]:
-    """Pass records on, and now and then the bytes read."""
     told = 0
-    for count, record in enumerate(records):
-        if count % BATCH_ROWS == 0:
-            advance(raw.tell() - told)
-            told = raw.tell()
-        yield record
-    advance(raw.tell() - told)
-
-
-def _read_jsonl(path: Path, advance: Advance) -> Iterator[Record]:
-    with path.open("rb") as raw, _open(path, raw) as lines:
-        records = (
-            _json_record(path, number, line)
-            for number, line in enumerate(lines, start=1)
-            if line.removeprefix(BOM).strip()
-        )
-        yield from _telling(records, raw, advance)
-
-
-def _json_record(path: Path, number: int, line: bytes) -> Record:
-    if number == 1:
-        line = line.removeprefix(BOM)
-    raw = line.decode(errors="backslashreplace").rstrip("\r\n")
     try:
-        values = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return Record(path, number, None, f"not valid UTF-8 at byte {error.start + 1}", raw)
-    except RecursionError:
-        return Record(path, number, None, "invalid JSON: nested too deeply", raw)
-    except ValueError as error:
-        return Record(path, number, None, f"invalid JSON: {error}", raw)
-    if not isinstance(values, dict):
-        return Record(path, number, None, "not a JSON object", raw)
-    return Record(path, number, values, raw=raw)
-
-
-def _read_json(path: Path, advance: Advance) -> Iterator[Record]:
-    """A JSON array of objects; or JSON Lines, which often go by this name."""
-    with path.open("rb") as raw, _open(path, raw) as file:
-        if not file.read(64).removeprefix(BOM).lstrip().startswith(b"["):
-            yield from _read_jsonl(path, advance)
-            return
-        file.seek(0)
-        content = file.read(MAX_JSON_BYTES + 1)
-        advance(raw.tell())
-    if len(content) > MAX_JSON_BYTES:
+        for first_number, last_number, content, position in reader(source.path):
+            yield Block(source.path, source.name, first_number, content, position - told)
+            number, told = last_number, position
+    except (OSError, EOFError, pa.ArrowException) as error:
+        after = f" after row {number}" if number else ""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        codec = CODECS.get(source.path.suffix.lower())
+        reason = f"the {codec} data ends or breaks off: {reason}" if codec else reason
         raise UsageError(
-            f"a JSON array of more than {MAX_JSON_BYTES >> 30} GiB",
-            where=str(path),
-            fix="convert it to JSON Lines",
-        )
-    try:
-        rows = json.loads(content.removeprefix(BOM).decode())
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise UsageError("not valid UTF-8", where=f"{path}:{line}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"invalid JSON: {error.msg}", where=f"{path}:{error.lineno}") from error
-    except RecursionError:
-        raise UsageError("invalid JSON: nested too deeply", where=str(path)) from None
-    for number, values in enumerate(rows, start=1):
-        raw_text = json.dumps(values)
-        if isinstance(values, dict):
-            yield Record(path, number, values, raw=raw_text)
+            f"the file cannot be read{after}: {reason}", where=str(source.path), fix="get it again"
+        ) from error
+    if number == 0:
+        raise UsageError("the file is empty: it has no rows", where=str(source.path))
+
+
+#: First row, last row, the rows, bytes of the file read so far.
+Piece = tuple[int, int, Content, int]
+#: Line, fields, what is wrong with them.
+CsvRow = tuple[int, list[str], str]
+Reader = Callable[[Path], Iterator[Piece]]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
+    """A file's bytes, decompressed, and a function that tells how many of the file were read for them."""
+    codec = CODECS.get(path.suffix.lower())
+    with path.open("rb") as raw:
+        if codec is None:
+            yield raw, raw.tell
+            return
+        import pyarrow as pa
+
+        with pa.CompressedInputStream(raw, codec) as plain:
+            yield BufferedReader(plain, BLOCK_BYTES), raw.tell
+
+
+def _read_jsonl(path: Path) -> Iterator[Piece]:
+    with _opened(path) as (file, position):
+        yield from _line_pieces(file, position, in_place=path.suffix.lower() not in CODECS)
+
+
+def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place: bool) -> Iterator[Piece]:
+    number, offset = 1, 0
+    for lines in _whole_lines(file):
+        if isinstance(lines, OversizedLine):
+            num_lines, length = 1, lines.length
         else:
-            yield Record(path, number, None, "not a JSON object", raw_text)
+            num_lines, length = lines.count(b"\n") + (not lines.endswith(b"\n")), len(lines)
+        content = FileRange(offset, length) if in_place and isinstance(lines, bytes) else lines
+        yield number, number + num_lines - 1, content, position()
+        number, offset = number + num_lines, offset + length
 
 
-def _read_csv(path: Path, advance: Advance) -> Iterator[Record]:
+def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
+    """A few lines at a time, the last newline perhaps missing."""
+    parts: list[bytes] = []  # the beginning of one line
+    while chunk := file.read(BLOCK_BYTES):
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield b"".join([*parts, chunk[:cut]])
+            parts = [chunk[cut:]] if cut < len(chunk) else []
+            continue
+        parts.append(chunk)
+        length = sum(map(len, parts))
+        if length > MAX_LINE_BYTES:
+            head, parts = parts[0][:HEAD_BYTES], []
+            while (more := file.readline(BLOCK_BYTES)) and not more.endswith(b"\n"):
+                length += len(more)
+            yield OversizedLine(head, length + len(more))
+    if parts:
+        yield b"".join(parts)
+
+
+def _read_json(path: Path) -> Iterator[Piece]:
+    """A JSON array of objects; or JSON Lines, which often go by this name."""
+    with _opened(path) as (file, position):
+        if not file.peek(64)[:64].removeprefix(BOM).lstrip().startswith(b"["):
+            yield from _line_pieces(file, position, in_place=path.suffix.lower() not in CODECS)
+            return
+        number = 1
+        for elements in array_elements(path, file, max_rows=BLOCK_ROWS):
+            yield number, number + len(elements) - 1, elements, position()
+            number += len(elements)
+
+
+def _read_csv(path: Path) -> Iterator[Piece]:
     csv.field_size_limit(MAX_CSV_FIELD_CHARS)
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    with path.open("rb") as raw, _open(path, raw) as file:
+    with _opened(path) as (file, position):
         # Bytes that are not UTF-8 come through as lone surrogates, which the row checks refuse by row.
         text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        yield from _telling(_csv_records(path, text, delimiter), raw, advance)
+        rows = _csv_rows(text, delimiter)
+        header = next(rows, (0, [], ""))[1]
+        while piece := list(_portion(rows, header)):
+            yield piece[0][0], piece[-1][0], CsvRows(header, delimiter, piece), position()
 
 
-def _csv_records(path: Path, text: Iterable[str], delimiter: str) -> Iterator[Record]:
+def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:
+    chars = 0
+    for line, fields, problem in islice(rows, BLOCK_ROWS):
+        wrong = f"{len(fields)} fields where the header has {len(header)}"
+        yield line, fields, problem or ("" if len(fields) == len(header) else wrong)
+        chars += sum(map(len, fields))
+        if chars > BLOCK_BYTES:
+            return
+
+
+def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
     reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header: list[str] | None = None
     while True:
-        number = reader.line_num + 1
+        line = reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield Record(path, number, None, f"invalid CSV: {error}")
+            yield line, [], f"invalid CSV: {error}"
             continue
-        if not fields:
-            continue
-        if header is None:
-            header = fields
-        elif len(fields) != len(header):
-            problem = f"{len(fields)} fields where the header has {len(header)}"
-            yield Record(path, number, None, problem, delimiter.join(fields))
-        else:
-            yield Record(path, number, dict(zip(header, fields, strict=True)), raw=delimiter.join(fields))
+        if fields:
+            yield line, fields, ""
 
 
-def _read_parquet(path: Path, advance: Advance) -> Iterator[Record]:
-    import pyarrow as pa
+def _read_parquet(path: Path) -> Iterator[Piece]:
     import pyarrow.parquet as pq
 
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                for place in range(batch.num_rows):
-                    number += 1
-                    yield _arrow_record(path, number, batch, place)
-                advance(int(bytes_per_row * batch.num_rows))
-    except pa.ArrowException as error:
-        raise _broken(path, number, str(error).splitlines()[0]) from error
+    # Without these two settings a row group is read in one piece, however large it is.
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+        groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
+        num_rows = max(1, file.metadata.num_rows)
+        row_bytes = sum(group.total_byte_size for group in groups) / num_rows
+        batches = file.iter_batches(batch_size=max(1, min(BLOCK_ROWS, int(BLOCK_BYTES / (row_bytes + 1)))))
+        yield from _arrow_pieces(batches, path.stat().st_size / num_rows)
 
 
-def _arrow_record(path: Path, number: int, batch: Any, place: int) -> Record:
-    try:
-        values = batch.slice(place, 1).to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return Record(path, number, None, f"not valid UTF-8: {error.reason}")
-    return Record(path, number, values)
+def _read_arrow(path: Path) -> Iterator[Piece]:
+    """A file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        try:
+            reader: Any = pa.ipc.open_stream(file)
+        except pa.ArrowInvalid:
+            opened = pa.ipc.open_file(file)
+            reader = (opened.get_batch(place) for place in range(opened.num_record_batches))
+        number = 0
+        for batch in reader:
+            step = max(1, min(BLOCK_ROWS, int(BLOCK_BYTES * batch.num_rows / max(1, batch.nbytes))))
+            slices = (batch.slice(start, step) for start in range(0, batch.num_rows, step))
+            for first, last, content, _ in _arrow_pieces(slices, 0):
+                yield number + first, number + last, content, file.tell()
+            number += batch.num_rows
+
+
+def _arrow_pieces(batches: Iterable[Any], row_bytes: float) -> Iterator[Piece]:
+    number = 1
+    for batch in batches:
+        if batch.num_rows:
+            last = number + batch.num_rows - 1
+            yield number, last, ArrowRows(to_stream(batch)), int(row_bytes * last)
+            number += batch.num_rows
 
 
 _READERS: dict[str, Reader] = {
@@ -237,13 +272,15 @@ _READERS: dict[str, Reader] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }
-_FORMATS = "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz) and .parquet"
+_COLUMNAR = (_read_parquet, _read_arrow)
+_FORMATS = "known: .jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet and .arrow"
 
 
 def _reader(path: Path) -> Reader | None:
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] == [".gz"]:
+    if suffixes and suffixes[-1] in CODECS:
         inner = _READERS.get(suffixes[-2]) if len(suffixes) > 1 else None
-        return None if inner is _read_parquet else inner
+        return None if inner in _COLUMNAR else inner
     return _READERS.get(suffixes[-1]) if suffixes else None

@@ -6,11 +6,15 @@ and exact duplicates never end up on both sides.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 HASH_RANGE = 1 << 64
 
@@ -33,7 +37,9 @@ def limit_for_fraction(fraction: float) -> int:
     return int(fraction * HASH_RANGE)
 
 
-def limit_for_size(hashes: Iterable[int], size: int) -> int:
-    """The limit below which `size` rows hash: more only where duplicates tie for the last place."""
-    smallest = heapq.nsmallest(size, hashes)
-    return smallest[-1] + 1 if smallest else 0
+def limit_for_size(hashes: NDArray[np.uint64], size: int) -> int:
+    """The limit below which `size` of the rows hash: more only where duplicates tie for the last place."""
+    if size == 0 or not len(hashes):
+        return 0
+    last = min(size, len(hashes)) - 1
+    return int(np.partition(hashes, last)[last]) + 1

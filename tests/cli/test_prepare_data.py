@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -51,7 +52,7 @@ def test_every_option_arrives(tmp_path, capsys):
     ]
     more = ["--data-source", "sums", "--system-prompt", "Sys.", "--instruction", "Go.", "--seed", "3"]
     assert prepare(*arguments, *more, "--val-fraction", "0", "--bad-rows", "quarantine") == 0
-    assert "quarantined           1" in capsys.readouterr().out
+    assert re.search(r"quarantined +1 ", capsys.readouterr().out)
     from rlctl.data.read import load_rows
 
     first, *_ = load_rows([str(tmp_path / "out/train.parquet")])

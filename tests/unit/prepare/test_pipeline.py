@@ -16,7 +16,9 @@ import pytest
 from rlctl.data.read import load_rows
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.prepare.pipeline import PrepareRequest, bytes_to_read, prepare
+from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.progress import Progress
+from rlctl.prepare.request import PrepareRequest
 from rlctl.reward import maths
 from tests.unit.prepare.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl
 
@@ -134,7 +136,9 @@ def test_the_split_follows_the_question_not_the_place(tmp_path):
     for name in "ab":
         source = str(tmp_path / f"{name}.jsonl")
         # another instruction must not move a row either
-        prepare(PrepareRequest((source,), tmp_path / name, instruction=name, val_fraction=0.2))
+        prepare(
+            PrepareRequest((source,), tmp_path / name, instruction=name, val_fraction=0.2, duplicates="keep")
+        )
 
     def side(name, split):
         return {row.prompt[0].content[:-2] for row in load_rows([str(tmp_path / name / f"{split}.parquet")])}
@@ -269,17 +273,33 @@ def test_a_split_that_leaves_nothing_is_refused(request_, changes):
     assert not request_.out.exists()
 
 
-def test_progress_adds_up_also_over_two_passes(request_):
-    for request in (request_, replace(request_, val_size=5, out=request_.out.with_name("two"))):
-        told = []
-        prepare(request, told.append)
-        assert sum(told) == bytes_to_read(request)
+class Watching(Progress):
+    def __init__(self):
+        self.phases = {}
+
+    def phase(self, name, total):
+        self.now = name
+        self.phases[name] = [total, 0]
+
+    def advance(self, amount, rows=0):
+        self.phases[self.now][1] += amount
+
+
+def test_every_phase_ends_where_it_said(request_):
+    watching = Watching()
+    prepare(request_, watching)
+    assert watching.phases["reading"][0] == Path(request_.sources[0]).stat().st_size
+    assert {"reading", "duplicates", "near duplicates", "writing train", "writing test"} <= set(
+        watching.phases
+    )
+    assert all(total == told for total, told in watching.phases.values())
 
 
 def run_in_child(source, out, before=""):
     code = (
-        f"{before}\nfrom pathlib import Path\nfrom rlctl.prepare.pipeline import PrepareRequest, prepare\n"
-        f"prepare(PrepareRequest(({str(source)!r},), Path({str(out)!r})))"
+        f"{before}\nfrom pathlib import Path\nfrom rlctl.prepare.pipeline import prepare\n"
+        f"from rlctl.prepare.request import PrepareRequest\n"
+        f"prepare(PrepareRequest(({str(source)!r},), Path({str(out)!r}), check_graders=False))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
@@ -288,7 +308,7 @@ def run_in_child(source, out, before=""):
 def test_killed_midway_leaves_no_half_output(tmp_path, source, moment):
     out = tmp_path / "out"
     stop = {
-        "writing": "rlctl.data.write.RowWriter.add",  # nothing but a partial directory
+        "writing": "rlctl.prepare.staging.Staging.add",  # nothing but a partial directory
         "replacing": "pathlib.Path.rename",  # complete, but not yet in its place
     }[moment]
     owner, name = stop.rsplit(".", 1)
@@ -338,8 +358,9 @@ def test_memory_stays_flat(tmp_path):
         source = write_jsonl(tmp_path / f"{copies}.jsonl", gsm8k_rows(copies))
         code = (
             "import resource, sys\nfrom pathlib import Path\n"
-            "from rlctl.prepare.pipeline import PrepareRequest, prepare\n"
-            f"prepare(PrepareRequest(({str(source)!r},), Path({str(tmp_path / f'out{copies}')!r})))\n"
+            "from rlctl.prepare.pipeline import prepare\nfrom rlctl.prepare.request import PrepareRequest\n"
+            f"prepare(PrepareRequest(({str(source)!r},), Path({str(tmp_path / f'out{copies}')!r}),"
+            " check_graders=False))\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
         )
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,15 +8,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.prepare.sources import find_sources, read_records
+from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
 CSV = 'q,a\n"one, two",3\n"say ""hi""\nagain",4\n'
 
 
+def records_in(path):
+    return list(read_records(Source(path, "name")))
+
+
 def values(path):
-    records = list(read_records(path))
+    records = records_in(path)
     assert all(record.values is not None for record in records)
     return [record.values for record in records]
 
@@ -40,9 +44,16 @@ def test_text_formats(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text.encode())
     assert values(path) == ROWS
-    zipped = tmp_path / f"{name}.gz"
-    zipped.write_bytes(gzip.compress(text.encode()))
-    assert values(zipped) == ROWS
+    half = len(text) // 2
+    for suffix, compress in ((".gz", gzip.compress), (".zst", zstd)):
+        zipped = tmp_path / f"{name}{suffix}"
+        # two members one after the other, as `cat a.gz b.gz` makes them
+        zipped.write_bytes(compress(text[:half].encode()) + compress(text[half:].encode()))
+        assert values(zipped) == ROWS
+
+
+def zstd(data):
+    return pa.compress(data, codec="zstd", asbytes=True)
 
 
 def test_parquet(tmp_path):
@@ -54,10 +65,10 @@ def test_parquet(tmp_path):
 def test_numbers_are_lines_an_editor_shows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert [record.where for record in read_records(path)] == [f"{path}:1", f"{path}:3"]
+    assert [record.where for record in records_in(path)] == [f"{path}:1", f"{path}:3"]
     table = tmp_path / "a.csv"
     table.write_text('q,a\n"x\ny",1\nz,2\n')
-    assert [record.number for record in read_records(table)] == [2, 4]
+    assert [record.number for record in records_in(table)] == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,7 @@ def test_numbers_are_lines_an_editor_shows(tmp_path):
 def test_a_bad_row_is_named_and_the_rest_read(tmp_path, name, content, number, problem):
     path = tmp_path / name
     path.write_bytes(content)
-    records = list(read_records(path))
+    records = records_in(path)
     assert len(records) == 3
     (bad,) = [record for record in records if record.values is None]
     assert bad.number == number
@@ -101,13 +112,14 @@ def _corrupt_parquet(path, at):
         ("a.parquet", lambda path: _corrupt_parquet(path, 8), "cannot be read"),
         ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(JSONL.encode() * 99)[:-20]), "gzip"),
         ("a.jsonl.gz", lambda path: path.write_bytes(b"plain text"), "gzip"),
+        ("a.jsonl.zst", lambda path: path.write_bytes(zstd(JSONL.encode() * 99)[:-20]), "zstd"),
     ],
 )
 def test_a_broken_file_is_refused_by_name(tmp_path, name, make, message):
     path = tmp_path / name
     make(path)
     with pytest.raises(UsageError, match=message) as caught:
-        list(read_records(path))
+        records_in(path)
     assert str(path) in caught.value.where
 
 
@@ -115,7 +127,7 @@ def test_finding(tmp_path):
     (tmp_path / "b.jsonl").write_text(JSONL)
     (tmp_path / "a.csv").write_text(CSV)
     (tmp_path / "LICENSE").write_text("free")
-    assert [path.name for path in find_sources([str(tmp_path)])] == ["a.csv", "b.jsonl"]
+    assert [source.path.name for source in find_sources([str(tmp_path)])] == ["a.csv", "b.jsonl"]
     for missing, message in [
         ("nothing.jsonl", "no such file"),
         ("LICENSE", "format"),
@@ -127,8 +139,7 @@ def test_finding(tmp_path):
 
 def test_progress_adds_up(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(JSONL * 3000)
-    told = []
-    list(read_records(path, told.append))
-    assert sum(told) == path.stat().st_size
-    assert len(told) > 2
+    path.write_text(JSONL * 50_000)
+    blocks = list(read_blocks(Source(path, "name")))
+    assert sum(block.num_bytes for block in blocks) == path.stat().st_size
+    assert len(blocks) > 1

@@ -1,0 +1,212 @@
+"""Pieces of input that travel: cheap to make, cheap to send, parsed where the work is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+BOM = b"\xef\xbb\xbf"
+#: A longer line is no record anyone meant; it is set aside without being read into memory.
+MAX_LINE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Whole lines of JSON in an uncompressed file; whoever parses them reads them."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class OversizedLine:
+    """A line over `MAX_LINE_BYTES`.
+
+    Attributes:
+        head: how it begins.
+        length: bytes of all of it.
+    """
+
+    head: bytes
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CsvRows:
+    """Rows of a CSV file, each with the line it begins on.
+
+    Attributes:
+        rows: (line, fields, problem); the problem is empty where there is none.
+    """
+
+    header: list[str]
+    delimiter: str
+    rows: list[tuple[int, list[str], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowRows:
+    """Rows of a Parquet or Arrow file, as one Arrow IPC stream."""
+
+    stream: bytes
+
+
+#: `bytes`: lines of JSON; a list: elements of a JSON array.
+Content = FileRange | bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive rows of one file.
+
+    Attributes:
+        path: the file.
+        source: what rows without a `data_source` of their own are called.
+        first_number: line (text files) or row (the others) the first one stands on, from 1.
+        content: the rows, or where they are.
+        num_bytes: bytes of the file that were read for it, for progress.
+    """
+
+    path: Path
+    source: str
+    first_number: int
+    content: Content
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of input, readable or not.
+
+    Attributes:
+        path: the file.
+        number: line (text files) or row (JSON arrays, Parquet), from 1.
+        values: its columns; None when it could not be read.
+        problem: why not.
+        source: the text as it stood in the file, where there is one.
+    """
+
+    path: Path
+    number: int
+    values: dict[str, Any] | None
+    problem: str = ""
+    source: bytes | str | None = None
+
+    @property
+    def where(self) -> str:
+        """`file:row`."""
+        return f"{self.path}:{self.number}"
+
+    @property
+    def raw(self) -> str:
+        """The row as text; bytes that are not UTF-8 are escaped."""
+        if isinstance(self.source, bytes):
+            return self.source.decode(errors="backslashreplace").strip("\r\n")
+        return json.dumps(self.values, default=str) if self.source is None else self.source
+
+
+def to_stream(batch: Any, compression: str | None = None) -> bytes:
+    """One Arrow record batch as an IPC stream: bytes that any process can read."""
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def records_of(block: Block) -> Iterator[Record]:
+    """Every row of a block, unreadable ones included; blank lines are none.
+
+    Raises:
+        OSError: the block's file cannot be read any more.
+    """
+    match block.content:
+        case FileRange(offset, length):
+            with block.path.open("rb") as file:
+                file.seek(offset)
+                return _json_lines(block, file.read(length))
+        case bytes() as lines:
+            return _json_lines(block, lines)
+        case list() as rows:
+            return _json_values(block, rows)
+        case CsvRows() as table:
+            return _csv_records(block, table)
+        case ArrowRows(stream):
+            return _arrow_records(block, stream)
+        case OversizedLine(head, length):
+            problem = f"a line of {length / 2**20:.0f} MiB (the limit is {MAX_LINE_BYTES >> 20})"
+            return iter([Record(block.path, block.first_number, None, problem, head + b"...")])
+
+
+def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
+    if block.first_number == 1:
+        lines = lines.removeprefix(BOM)
+    for number, line in enumerate(lines.split(b"\n"), start=block.first_number):
+        try:
+            values = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            if line.strip():
+                yield _strange_line(block.path, number, line)
+            continue
+        yield _checked(block.path, number, values, line)
+
+
+def _strange_line(path: Path, number: int, line: bytes) -> Record:
+    """What orjson refuses: `json` takes NaN and huge numbers, and says better what is wrong."""
+    bad = partial(Record, path, number, None, source=line)
+    try:
+        values = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return bad(f"not valid UTF-8 at byte {error.start + 1}")
+    except RecursionError:
+        return bad("invalid JSON: nested too deeply")
+    except ValueError as error:
+        return bad(f"invalid JSON: {error}")
+    return _checked(path, number, values, line)
+
+
+def _checked(path: Path, number: int, values: object, source: bytes | str) -> Record:
+    if isinstance(values, dict):
+        return Record(path, number, values, source=source)
+    return Record(path, number, None, "not a JSON object", source)
+
+
+def _json_values(block: Block, rows: list[Any]) -> Iterator[Record]:
+    for number, values in enumerate(rows, start=block.first_number):
+        if isinstance(values, dict):
+            yield Record(block.path, number, values)
+        else:
+            yield Record(block.path, number, None, "not a JSON object", json.dumps(values))
+
+
+def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
+    for number, fields, problem in table.rows:
+        raw = table.delimiter.join(fields).encode(errors="surrogateescape")
+        values = None if problem else dict(zip(table.header, fields, strict=True))
+        yield Record(block.path, number, values, problem, raw)
+
+
+def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
+    import pyarrow as pa
+
+    table = pa.ipc.open_stream(stream).read_all()
+    try:
+        rows = table.to_pylist()
+    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot hold: find the rows
+        rows = None
+    for place in range(table.num_rows):
+        number = block.first_number + place
+        try:
+            values = rows[place] if rows is not None else table.slice(place, 1).to_pylist()[0]
+        except (UnicodeDecodeError, ValueError) as error:
+            yield Record(block.path, number, None, f"a value cannot be read: {error}")
+        else:
+            yield Record(block.path, number, values)

@@ -1,0 +1,200 @@
+"""What becomes of each row, decided over the keys of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.errors import UsageError
+from rlctl.prepare import findings
+from rlctl.prepare.duplicates import nearly_repeated, repeated
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding
+from rlctl.prepare.progress import Progress
+from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.split import limit_for_fraction, limit_for_size
+from rlctl.prepare.staging import Staging
+from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rlctl.prepare.duplicates import Pairs
+
+#: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
+MAX_DUPLICATES = 0.05
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+HISTOGRAM_BINS = 20
+
+
+class Fate(IntEnum):
+    """What becomes of a row that could be read; its name is the count's in the manifest."""
+
+    KEPT = 0
+    QUARANTINED = 1
+    OVERLONG_DROPPED = 2
+    DUPLICATES_DROPPED = 3
+    NEAR_DUPLICATES_DROPPED = 4
+    LEAKED_DROPPED = 5
+
+
+@dataclass(slots=True)
+class Decision:
+    """What was decided so far.
+
+    Attributes:
+        fates: (rows,) a `Fate` each.
+        is_test: (rows,) on the test side of the split.
+        report: figures for the manifest.
+        findings: what the user should know.
+    """
+
+    fates: NDArray[np.uint8]
+    is_test: NDArray[np.bool_]
+    report: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_kept(self) -> NDArray[np.bool_]:
+        """(rows,) rows still in."""
+        return self.fates == Fate.KEPT
+
+    def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
+        """Rows by what became of them.
+
+        Args:
+            num_records: rows of the input.
+            num_bad: those of them that were never staged.
+        """
+        of = np.bincount(self.fates, minlength=len(Fate))
+        dropped = {fate.name.lower(): int(of[fate]) for fate in Fate if fate > Fate.QUARANTINED}
+        num_test = int((self.is_kept & self.is_test).sum())
+        counts = {
+            "train": int(of[Fate.KEPT]) - num_test,
+            "test": num_test,
+            "quarantined": num_bad + int(of[Fate.QUARANTINED]),
+            **dropped,
+        }
+        if sum(counts.values()) != num_records:
+            raise AssertionError(f"{num_records} rows came in, but {counts} are accounted for")
+        return {"input": num_records, **counts}
+
+
+def decide(request: PrepareRequest, staging: Staging, spoiled: Sequence[int], progress: Progress) -> Decision:
+    """Lengths, duplicates and the split; leakage comes after, since it needs to know the split.
+
+    Args:
+        request: what was asked for.
+        staging: all rows.
+        spoiled: places of rows that turned out to be bad after they were staged.
+        progress: told of the phases.
+
+    Raises:
+        UsageError: too many duplicates.
+    """
+    decision = Decision(np.zeros(staging.num_rows, np.uint8), np.zeros(staging.num_rows, np.bool_))
+    decision.fates[list(spoiled)] = Fate.QUARANTINED
+    if request.model is not None:
+        _lengths(request, staging, decision)
+    progress.phase("duplicates", 0)
+    _duplicates(request, staging, decision)
+    if request.near_duplicates != "off":
+        progress.phase("near duplicates", 0)
+        _near_duplicates(request, staging, decision)
+    _split(request, staging, decision)
+    return decision
+
+
+def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    tokens, is_cut, limit = staging.key("tokens"), staging.key("is_cut"), request.max_prompt_length
+    is_kept = decision.is_kept
+    over = np.flatnonzero(is_kept & (tokens > limit)) if limit is not None else np.empty(0, np.int64)
+    if request.overlong == "drop":
+        decision.fates[over] = Fate.OVERLONG_DROPPED
+    if limit is not None:
+        done = "dropped" if request.overlong == "drop" else "kept"
+        decision.findings += findings.overlong(len(over), limit, done, _places(staging, over))
+        cut = np.flatnonzero(is_kept & is_cut)
+        decision.findings += findings.overlong(len(cut), limit, "cut", _places(staging, cut))
+    kept = tokens[decision.is_kept]
+    decision.report["lengths"] = {
+        "overlong": len(over),
+        "cut": int((is_kept & is_cut).sum()),
+        **_distribution(kept),
+    }
+
+
+def _distribution(tokens: NDArray[np.int32]) -> dict[str, Any]:
+    if not len(tokens):
+        return {}
+    numbers, edges = np.histogram(tokens, bins=HISTOGRAM_BINS)
+    return {
+        "mean": round(float(tokens.mean()), 2),
+        "max": int(tokens.max()),
+        "quantiles": {f"{q:g}": float(np.quantile(tokens, q)) for q in QUANTILES},
+        "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
+    }
+
+
+def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    here = np.flatnonzero(decision.is_kept)
+    pairs = repeated(staging.key("exact")[here])
+    later, first = here[pairs[0]], here[pairs[1]]
+    split, answers = staging.key("split"), staging.key("answer")
+    is_other = answers[later] != answers[first]
+    decision.report["duplicates"] = {
+        "rows": len(later),
+        "word_for_word": int((split[later] == split[first]).sum()),
+        "conflicting": int(is_other.sum()),
+    }
+    examples = _pair_examples(staging, (later, first), "repeats")
+    if request.duplicates == "check" and len(later) > MAX_DUPLICATES * len(here):
+        share = f"{findings.rows(len(later))} of {len(here):,} ({len(later) / len(here):.1%})"
+        raise UsageError(
+            f"{share} ask what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
+            + "".join(f"\n  {line}" for line in examples),
+            fix="pass --duplicates drop to keep the first of each, or --duplicates keep to keep them all",
+        )
+    disputed = (later[is_other], first[is_other])
+    decision.findings += findings.conflicts(int(is_other.sum()), _pair_examples(staging, disputed, "and"))
+    if request.duplicates == "drop":
+        decision.fates[later] = Fate.DUPLICATES_DROPPED
+    else:
+        decision.findings += findings.duplicates(len(later), len(here), examples)
+
+
+def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    is_left = decision.is_kept
+    num_rows = int(is_left.sum())
+    # Equal rows are near too: only the first of each takes part, or they would be counted twice.
+    here = np.flatnonzero(is_left)
+    is_left[here[repeated(staging.key("exact")[here])[0]]] = False
+    bands = [staging.file(name) for name in BAND_KEYS]
+    pairs = nearly_repeated(bands, staging.file(SIGNATURE), is_left)
+    decision.report["near_duplicates"] = {"rows": len(pairs[0])}
+    if request.near_duplicates == "drop":
+        decision.fates[pairs[0]] = Fate.NEAR_DUPLICATES_DROPPED
+    else:
+        examples = _pair_examples(staging, pairs, "is like")
+        decision.findings += findings.near_duplicates(len(pairs[0]), num_rows, examples)
+
+
+def _split(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    keys = staging.key("split")
+    if request.val_size is None:
+        limit = limit_for_fraction(request.val_fraction)
+    else:
+        limit = limit_for_size(keys[decision.is_kept], request.val_size)
+    decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
+
+
+def _places(staging: Staging, rows: NDArray[Any]) -> list[str]:
+    return [staging.where(int(row)) for row in rows[:EXAMPLES_SHOWN]]
+
+
+def _pair_examples(staging: Staging, pairs: Pairs | tuple[Any, Any], words: str) -> list[str]:
+    later, earlier = (_places(staging, side) for side in pairs)
+    return [f"{row} {words} {other}" for row, other in zip(later, earlier, strict=True)]

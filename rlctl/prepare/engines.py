@@ -1,0 +1,151 @@
+"""Where work is done: here, in local processes, or on Ray. Results come in the order of the tasks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+
+Shared = TypeVar("Shared")
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+#: Tasks handed out per worker before the oldest result is asked for.
+AHEAD = 2
+#: Tasks of one Ray Data run: enough to keep a cluster busy, few enough to be held in memory.
+RAY_TASKS = 256
+RAY_INSTALL = 'pip install "rlctl[ray]"'
+
+
+def run(
+    engine: Literal["local", "ray"],
+    function: Callable[[Shared, Task], Result],
+    shared: Shared,
+    tasks: Iterable[Task],
+    workers: int,
+) -> Iterator[tuple[Task, Result]]:
+    """`function(shared, task)` of every task, in order, each with its task.
+
+    Args:
+        engine: `local` or `ray`.
+        function: of a module, so that another process finds it.
+        shared: sent to each worker once.
+        tasks: taken one by one, only a few ahead of the results.
+        workers: local processes; up to 1: none but this one.
+
+    Raises:
+        RunFailure: a worker died.
+        EnvironmentFailure: Ray is not installed or does not start.
+    """
+    if engine == "ray":
+        return _on_ray(function, shared, tasks)
+    if workers <= 1:
+        return ((task, function(shared, task)) for task in tasks)
+    return _in_processes(function, shared, tasks, workers)
+
+
+def _in_processes(
+    function: Callable[[Shared, Task], Result], shared: Shared, tasks: Iterable[Task], workers: int
+) -> Iterator[tuple[Task, Result]]:
+    # A server forks the workers: they share the libraries it imported, and nothing of this process, whose
+    # threads a fork would break.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rlctl.prepare.transform", "pyarrow.parquet"])
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (function, shared))
+    waiting: deque[tuple[Task, Future[Any]]] = deque()
+    left = iter(tasks)
+    try:
+        while True:
+            for task in islice(left, AHEAD * workers - len(waiting)):
+                waiting.append((task, pool.submit(_work, task)))
+            if not waiting:
+                return
+            task, future = waiting.popleft()
+            yield task, future.result()
+    except BrokenProcessPool as error:
+        raise RunFailure(
+            "a worker process died: it was killed, or out of memory",
+            fix="lower --workers, or give it more memory",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_function: Callable[[Any, Any], Any]
+_shared: Any
+
+
+def _start_worker(function: Callable[[Any, Any], Any], shared: Any) -> None:
+    global _function, _shared
+    _function, _shared = function, shared
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and they would wait for tasks for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(task: Any) -> Any:
+    return _function(_shared, task)
+
+
+def _on_ray(
+    function: Callable[[Shared, Task], Result], shared: Shared, tasks: Iterable[Task]
+) -> Iterator[tuple[Task, Result]]:
+    ray = _start_ray()
+    held = ray.put(pickle.dumps((function, shared)))
+    left = iter(tasks)
+    while batch := list(islice(left, RAY_TASKS)):
+        items = [{"task": pickle.dumps(task)} for task in batch]
+        done = ray.data.from_items(items, override_num_blocks=len(items)).map(
+            _ray_work, fn_kwargs={"held": held}
+        )
+        try:
+            yield from zip(batch, (pickle.loads(row["result"]) for row in done.iter_rows()), strict=True)
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise RunFailure(f"a Ray task failed: {reason}", fix="look at Ray's logs") from error
+
+
+def _start_ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise EnvironmentFailure("Ray is not installed", where="--engine ray", fix=RAY_INSTALL) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False)
+        except Exception as error:  # connection, port and memory errors have no common base
+            reason = str(error).splitlines()[0]
+            raise EnvironmentFailure(f"Ray does not start: {reason}", fix="see `ray status`") from error
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    return ray
+
+
+@lru_cache(maxsize=1)  # a worker process makes its tokenizer once
+def _opened(held: bytes) -> Any:
+    return pickle.loads(held)
+
+
+def _ray_work(row: dict[str, bytes], held: bytes) -> dict[str, bytes]:
+    function, shared = _opened(held)  # Ray has put the object in place of its reference
+    return {"result": pickle.dumps(function(shared, pickle.loads(row["task"])))}

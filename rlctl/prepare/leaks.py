@@ -1,0 +1,129 @@
+"""Training rows that occur in the test split or in a benchmark: found, counted, left out or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.data.checks import RowError
+from rlctl.errors import UsageError
+from rlctl.prepare import findings
+from rlctl.prepare.decide import Decision, Fate
+from rlctl.prepare.engines import run
+from rlctl.prepare.findings import EXAMPLES_SHOWN
+from rlctl.prepare.leakage import Kind, Reference
+from rlctl.prepare.progress import Progress
+from rlctl.prepare.recipes import Recipe, recognise
+from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.sources import Source, find_sources, read_records
+from rlctl.prepare.staging import StagedBlock, Staging
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TEST = "the test split"
+#: So many rows are compared here and not in processes of their own.
+LOCAL_ROWS = 20_000
+#: From sure to suspicious: a row counts once for each file, as the surest.
+KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
+
+Found = dict[tuple[str, Kind], list[int]]
+
+
+def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
+    """Compare the training rows with the test split and `request.against`, and do with them what was asked.
+
+    Raises:
+        UsageError: a file of `against` cannot be read, or rows leak and `refuse` was asked for.
+    """
+    is_train = decision.is_kept & ~decision.is_test
+    is_test = decision.is_kept & decision.is_test
+    progress.phase("leakage", int(is_train.sum()))
+    reference = Reference.build(_guarded(request, staging, is_test))
+    tasks = ((block, is_train[block.rows]) for block in staging.blocks if is_train[block.rows].any())
+    found: Found = {}
+    for (block, wanted), matches in run("local", scan, reference, tasks, _workers(request, is_train)):
+        for key, places in matches.items():
+            found.setdefault(key, []).extend(block.first_row + place for place in places)
+        progress.advance(int(wanted.sum()))
+    rows = np.unique(np.array([row for places in found.values() for row in places], dtype=np.int64))
+    by_file: dict[str, dict[str, int]] = {}
+    for (file, kind), places in sorted(found.items()):
+        by_file.setdefault(file, {})[kind] = len(places)
+    decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
+    if len(rows) and request.leakage == "refuse":
+        lines = "".join(f"\n  {line}" for line in findings.lines(_findings(staging, found)))
+        raise UsageError(
+            f"{findings.rows(len(rows))} to train on occur where they must not:{lines}",
+            fix="pass --leakage drop to leave them out",
+        )
+    if request.leakage == "drop":
+        decision.fates[rows] = Fate.LEAKED_DROPPED
+    else:
+        decision.findings += _findings(staging, found)
+
+
+def scan(
+    reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]
+) -> dict[tuple[str, Kind], list[int]]:
+    """Places in a block of the wanted rows that occur in the reference, by file and surest kind."""
+    import pyarrow as pa
+
+    block, wanted = task
+    batch, _ = block.read()
+    questions = batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()
+    found: Found = {}
+    for place, matches in zip(np.flatnonzero(wanted), reference.matches(questions), strict=True):
+        for file in {file for _, file in matches}:
+            surest = min((kind for kind, other in matches if other == file), key=KINDS.index)
+            found.setdefault((file, surest), []).append(int(place))
+    return found
+
+
+def _guarded(
+    request: PrepareRequest, staging: Staging, is_test: NDArray[np.bool_]
+) -> Iterator[tuple[str, str]]:
+    """(file, question) of everything that must not be trained on."""
+    for question in staging.questions(is_test):
+        yield TEST, question
+    for source in find_sources(request.against):
+        for question in questions_of(source):
+            yield str(source.path), question
+
+
+def questions_of(source: Source) -> Iterator[str]:
+    """The questions of a benchmark file, whose layout is recognised by its first row.
+
+    Raises:
+        UsageError: none of its rows has a question.
+    """
+    recipe: Recipe | None = None
+    problem, num_good = "", 0
+    for record in read_records(source):
+        if record.values is None:
+            problem = problem or f"{record.where}: {record.problem}"
+            continue
+        recipe = recipe or Recipe(recognise(record.values)).resolve()
+        try:
+            yield recipe.to_row(record.values, source.path, 0).question
+            num_good += 1
+        except RowError as error:
+            problem = problem or f"{record.where}: {error}"
+    if not num_good:
+        raise UsageError(f"no question can be read from it: {problem}", where=str(source.path))
+
+
+def _workers(request: PrepareRequest, is_train: NDArray[np.bool_]) -> int:
+    return request.num_workers if request.workers or is_train.sum() > LOCAL_ROWS else 1
+
+
+def _findings(staging: Staging, found: Found) -> list[findings.Finding]:
+    return [
+        finding
+        for (file, kind), places in sorted(found.items(), key=lambda item: KINDS.index(item[0][1]))
+        for finding in findings.leaked(
+            kind, file, len(places), [staging.where(row) for row in sorted(places)[:EXAMPLES_SHOWN]]
+        )
+    ]

@@ -1,0 +1,108 @@
+"""Kept rows into shards of Parquet; each shard is a task of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.data.batches import placed
+from rlctl.data.write import BatchWriter
+from rlctl.prepare.engines import run
+from rlctl.prepare.formats import Format, convert, schema
+from rlctl.prepare.progress import Progress
+from rlctl.prepare.staging import StagedBlock, Staging
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file to write.
+
+    Attributes:
+        path: the file.
+        split: `train` or `test`.
+        parts: where its rows are: blocks, and places in each.
+    """
+
+    path: Path
+    split: str
+    parts: list[tuple[StagedBlock, NDArray[np.int32]]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows it will have."""
+        return sum(len(places) for _, places in self.parts)
+
+
+def write_split(
+    split: str,
+    staging: Staging,
+    is_in: NDArray[np.bool_],
+    stage: Path,
+    *,
+    to: Format,
+    rows_per_shard: int,
+    workers: int,
+    progress: Progress,
+) -> list[str]:
+    """Write the rows of a split, in the order of the input.
+
+    Args:
+        split: `train` or `test`.
+        staging: all rows.
+        is_in: (rows,) those of the split.
+        stage: the directory to write to.
+        to: columns of the files.
+        rows_per_shard: rows of one file; a split that fits is one file named after it.
+        workers: processes that write.
+        progress: told of the rows.
+
+    Returns:
+        Names of the files: none if there are no rows.
+    """
+    num_rows = int(is_in.sum())
+    num_shards = -(-num_rows // rows_per_shard)
+    names = (
+        [f"{split}.parquet"]
+        if num_shards == 1
+        else [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
+    )[:num_shards]
+    progress.phase(f"writing {split}", num_rows)
+    shards = _shards(staging, is_in, rows_per_shard)
+    tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
+    for shard, _ in run("local", write_shard, to, tasks, min(workers, num_shards)):
+        progress.advance(shard.num_rows)
+    return names
+
+
+def write_shard(to: Format, shard: Shard) -> None:
+    """Write one file."""
+    with BatchWriter(shard.path, schema(to)) as writer:
+        for block, places in shard.parts:
+            batch, index = block.read()
+            if len(places) < block.num_rows:
+                batch, index = batch.take(places), index.take(places)
+            writer.add(convert(placed(batch, shard.split, index), to))
+
+
+def _shards(
+    staging: Staging, is_in: NDArray[np.bool_], rows_per_shard: int
+) -> Iterator[list[tuple[StagedBlock, NDArray[np.int32]]]]:
+    parts: list[tuple[StagedBlock, NDArray[np.int32]]] = []
+    room = rows_per_shard
+    for block in staging.blocks:
+        places = np.flatnonzero(is_in[block.rows]).astype(np.int32)
+        while len(places):
+            parts.append((block, places[:room]))
+            places, room = places[room:], room - len(parts[-1][1])
+            if not room:
+                yield parts
+                parts, room = [], rows_per_shard
+    if parts:
+        yield parts

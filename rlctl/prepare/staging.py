@@ -1,0 +1,134 @@
+"""Rows and keys on their way through: on disk, in the directory that will become the output.
+
+Nothing here grows with the input but a few numbers per block.
+"""
+
+from __future__ import annotations
+
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rlctl.prepare.blocks import Block
+from rlctl.prepare.transform import Transformed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Hidden from the output's listing, and removed before it is published.
+NAME = ".work"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """Where the rows of one block are.
+
+    Attributes:
+        file: of Arrow IPC streams.
+        offset, length: of this block's stream, in bytes.
+        first_row: place of its first row among all staged rows.
+        num_rows: how many there are.
+        first_index: records of the whole input before it.
+        source: the input file.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    first_row: int
+    num_rows: int
+    first_index: int
+    source: Path
+
+    @property
+    def rows(self) -> slice:
+        """Its rows among all."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    def read(self) -> tuple[Any, Any]:
+        """The rows as an Arrow record batch, and their final indices."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            batch = pa.ipc.open_stream(file.read(self.length)).read_next_batch()
+        index = batch.column("extra_info").field("index")
+        by_place = pc.subtract(self.first_index - 1, index)  # −1 is the block's first record
+        return batch, pc.if_else(pc.less(index, 0), by_place, index)
+
+
+class Staging:
+    """Everything that was transformed.
+
+    Attributes:
+        blocks: in the order of the input.
+        num_records: rows of the input.
+        num_rows: those that were usable.
+    """
+
+    def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
+        self._directory = stage / NAME
+        self._types = dict(keys)
+        self._files: dict[str, IO[bytes]] = {}
+        self.blocks: list[StagedBlock] = []
+        self.num_records = 0
+        self.num_rows = 0
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir()
+        for name in ("rows", *self._types):
+            self._files[name] = (self._directory / name).open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def add(self, block: Block, done: Transformed) -> None:
+        """Append a block's rows."""
+        rows = self._files["rows"]
+        if done.num_rows:
+            place = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
+            self.blocks.append(StagedBlock(self._directory / "rows", *place, block.path))
+            rows.write(done.rows)
+            for name, values in done.keys.items():
+                self._files[name].write(np.ascontiguousarray(values).tobytes())
+        self.num_records += done.num_records
+        self.num_rows += done.num_rows
+
+    def finish(self) -> None:
+        """No more rows will come."""
+        for file in self._files.values():
+            file.close()
+
+    def file(self, name: str) -> Path:
+        """The file of one key."""
+        return self._directory / name
+
+    def key(self, name: str) -> NDArray[Any]:
+        """One key of all rows."""
+        return np.fromfile(self._directory / name, dtype=self._types[name])
+
+    def where(self, row: int) -> str:
+        """`file:row` of a staged row."""
+        block = self.blocks[bisect_right(self.blocks, row, key=lambda block: block.first_row) - 1]
+        with (self._directory / "number").open("rb") as file:
+            file.seek(8 * row)
+            number = int.from_bytes(file.read(8), "little")
+        return f"{block.source}:{number}"
+
+    def questions(self, is_wanted: NDArray[np.bool_]) -> Iterator[str]:
+        """Questions of some rows, in order."""
+        import pyarrow as pa
+
+        for block in self.blocks:
+            wanted = is_wanted[block.rows]
+            if wanted.any():
+                batch, _ = block.read()
+                yield from batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()

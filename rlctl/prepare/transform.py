@@ -1,0 +1,168 @@
+"""One block of input into rows and what must be known of each: a pure function, run anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+
+from rlctl.data.batches import batch_of
+from rlctl.data.checks import RowError
+from rlctl.data.schema import Row
+from rlctl.prepare.blocks import Block, Record, records_of, to_stream
+from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
+from rlctl.prepare.recipes import Recipe
+from rlctl.prepare.split import row_hash
+
+if TYPE_CHECKING:
+    from rlctl.prepare.lengths import PromptLengths
+
+#: What is known of each row: name → type. Each is a file of its own, so that one at a time is in memory.
+KEYS: dict[str, Any] = {
+    "number": np.uint64,  # where it stands in its file
+    "split": np.uint64,  # hash of the question and the seed
+    "exact": np.uint64,  # hash of the normalised question
+    "answer": np.uint32,  # hash of the ground truth
+    "tokens": np.int32,  # of the rendered prompt; -1 where not measured
+    "is_cut": np.bool_,  # the prompt was shortened
+}
+BAND_KEYS: dict[str, Any] = {f"band-{band:02}": np.uint32 for band in range(BANDS)}
+SIGNATURE = "signature"
+NEAR_KEYS: dict[str, Any] = BAND_KEYS | {SIGNATURE: np.dtype((np.uint8, NUM_VALUES))}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `transform` does; sent to every worker once.
+
+    Attributes:
+        recipe: resolved.
+        seed: of the split.
+        find_near: make the keys by which near duplicates are found.
+        lengths: measures prompts; None: they are not measured.
+    """
+
+    recipe: Recipe
+    seed: int
+    find_near: bool
+    lengths: PromptLengths | None = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Names and types of the keys of each row."""
+        return KEYS | (NEAR_KEYS if self.find_near else {})
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used.
+
+    Attributes:
+        number: where it stands in its file.
+        reason: why.
+        raw: its text.
+    """
+
+    number: int
+    reason: str
+    raw: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transformed:
+    """What became of a block.
+
+    Attributes:
+        num_records: rows of the input.
+        rows: the usable ones, as an Arrow IPC stream of one batch; an index below 0 is a place in the block,
+            −1 being its first record.
+        keys: `Plan.keys`, an array each.
+        bad: the others.
+        truths: the distinct (data source, ground truth) of rows that are judged by rule.
+        truth_of: (rows,) place in `truths`; −1 for a row that is judged otherwise.
+        sources: rows per data source.
+    """
+
+    num_records: int
+    rows: bytes
+    keys: dict[str, Any]
+    bad: list[BadRow]
+    truths: list[tuple[str, str]]
+    truth_of: Any
+    sources: Counter[str]
+
+    @property
+    def num_rows(self) -> int:
+        """Usable rows."""
+        return len(self.keys["number"])
+
+
+def transform(plan: Plan, block: Block) -> Transformed:
+    """The rows of a block, checked, laid out, measured and hashed.
+
+    Raises:
+        OSError: the block's file cannot be read any more.
+    """
+    bad: list[BadRow] = []
+    rows, records, num_records = _rows(plan.recipe, block, bad)
+    tokens, is_cut = [-1] * len(rows), [False] * len(rows)
+    if plan.lengths is not None:
+        measured = plan.lengths.measure(rows)
+        is_cut = [now is not before for now, before in zip(measured.rows, rows, strict=True)]
+        rows, tokens = measured.rows, measured.num_tokens
+        fine = [place for place, problem in enumerate(measured.problems) if not problem]
+        bad += [_bad(record, why) for record, why in zip(records, measured.problems, strict=True) if why]
+        if len(fine) < len(rows):
+            rows, records = [rows[i] for i in fine], [records[i] for i in fine]
+            tokens, is_cut = [tokens[i] for i in fine], [is_cut[i] for i in fine]
+    texts = [normalise(row.question) for row in rows]
+    found = {
+        "number": [record.number for record in records],
+        "split": [row_hash(row.question, plan.seed) for row in rows],
+        "exact": [text_key(text) for text in texts],
+        "answer": [crc32(row.ground_truth.encode()) for row in rows],
+        "tokens": tokens,
+        "is_cut": is_cut,
+    }
+    keys = {name: np.array(values, dtype=KEYS[name]) for name, values in found.items()}
+    if plan.find_near:
+        bands, signature = signatures(texts)
+        keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
+    truths, truth_of = _truths(rows)
+    stream = to_stream(batch_of(rows), compression="lz4")
+    bad.sort(key=lambda row: row.number)
+    sources = Counter(row.data_source for row in rows)
+    return Transformed(num_records, stream, keys, bad, truths, truth_of, sources)
+
+
+def _rows(recipe: Recipe, block: Block, bad: list[BadRow]) -> tuple[list[Row], list[Record], int]:
+    rows, records, place = [], [], -1
+    name = Path(block.source)
+    for place, record in enumerate(records_of(block)):
+        if record.values is None:
+            bad.append(_bad(record, record.problem))
+            continue
+        try:
+            rows.append(recipe.to_row(record.values, name, -1 - place))
+        except RowError as error:
+            bad.append(_bad(record, str(error)))
+        else:
+            records.append(record)
+    return rows, records, place + 1
+
+
+def _bad(record: Record, reason: str) -> BadRow:
+    return BadRow(record.number, reason, record.raw)
+
+
+def _truths(rows: list[Row]) -> tuple[list[tuple[str, str]], Any]:
+    known: dict[tuple[str, str], int] = {}
+    places = [
+        known.setdefault((row.data_source, row.ground_truth), len(known)) if row.style == "rule" else -1
+        for row in rows
+    ]
+    return list(known), np.array(places, dtype=np.int32)

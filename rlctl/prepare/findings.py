@@ -166,26 +166,31 @@ def leaked(kind: str, file: str, count: int, examples: Sequence[str] = ()) -> li
     ]
 
 
-def overlong(count: int, limit: int, done: str, examples: Sequence[str] = ()) -> list[Finding]:
+def overlong(
+    count: int, limit: int, done: str, examples: Sequence[str] = (), unit: str = "tokens"
+) -> list[Finding]:
     """Prompts over the limit.
 
     Args:
         count: rows.
-        limit: tokens.
+        limit: the longest a prompt may be.
         done: what became of them: `kept`, `dropped`, `cut`.
         examples: the first few.
+        unit: of the limit.
     """
     if not count:
         return []
     kept = done == "kept"
+    have = "have" if kept else f"were {done}: they had"
+    fix = "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right"
     return [
         Finding(
             "overlong",
             "warning" if kept else "info",
-            f"{rows(count)} {'have' if kept else 'had'} prompts of more than {limit:,} tokens: {done}",
+            f"{rows(count)} {have} prompts of more than {limit:,} {unit}",
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
-            f"raise data.max_prompt_length above {limit}, or use --overlong drop or cut-left" if kept else "",
+            fix if kept else "",
         )
     ]
 

@@ -63,14 +63,17 @@ def generic(values: Values, prompt_key: str, answer_key: str) -> Asked:
 
 def _with_extra(asked: Asked, values: Values) -> Asked:
     extra = extra_info(values)
-    index = extra.get("index")
     return replace(
         asked,
         question=text_of(extra.get("question")),
         answer=text_of(extra.get("answer")) or asked.answer,
         extra=extra,
-        index=index if is_integer(index) else None,
+        index=_place(extra.get("index")),
     )
+
+
+def _place(index: Any) -> int | None:
+    return index if is_integer(index) and int(index) >= 0 else None
 
 
 def _any_truth(value: Any, name: str) -> str:

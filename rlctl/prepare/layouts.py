@@ -124,5 +124,11 @@ LAYOUTS: dict[RecipeName, Layout] = {
         _is_trl,
         frameworks.trl,
     ),
-    "generic": Layout("any prompt and answer column", "prompt", "answer", lambda _: True, frameworks.generic),
+    "generic": Layout(
+        "any prompt and answer column",
+        "prompt|question|problem",
+        "answer",
+        lambda _: True,
+        frameworks.generic,
+    ),
 }

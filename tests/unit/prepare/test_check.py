@@ -1,0 +1,236 @@
+"""`check`: files that are fine say nothing, and each fault is found with its place, all at once."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.errors import UsageError
+from rlctl.prepare import columns
+from rlctl.prepare.check import CheckRequest, check
+from rlctl.prepare.findings import reaches
+from rlctl.prepare.histogram import Histogram
+from tests.unit.prepare import small_models
+from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
+
+
+def verl_rows(count=6, split="train", source="openai/gsm8k"):
+    """As verl's own script for GSM8K writes them."""
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    return [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": f"How much is {i} plus {split} {i}? {instruction}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+            "extra_info": {
+                "split": split,
+                "index": i,
+                "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}",
+                "question": f"How much is {i} plus {split} {i}?",
+            },
+        }
+        for i in range(count)
+    ]
+
+
+def write(path, rows, schema=None):
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return str(path)
+
+
+def codes(*files, **options):
+    return [finding.code for finding in check(CheckRequest(tuple(map(str, files)), **options)).findings]
+
+
+def the(code, *files, **options):
+    found = check(CheckRequest(tuple(map(str, files)), **options)).findings
+    [finding] = [finding for finding in found if finding.code == code]
+    return finding
+
+
+def test_verls_own_files_pass_clean(tmp_path):
+    train = write(tmp_path / "train.parquet", verl_rows())
+    test = write(tmp_path / "test.parquet", verl_rows(split="test"))
+    report = check(CheckRequest((train, test)))
+    assert report.findings == []
+    first = report.files[0]
+    assert (first.recipe, first.num_rows, first.sources) == ("verl", 6, {"openai/gsm8k": 6})
+    assert first.columns["prompt"].startswith("list<")
+    assert report.lengths.total == 12
+
+
+def test_what_prepare_writes_passes_clean(tmp_path):
+    from rlctl.prepare.pipeline import prepare
+    from rlctl.prepare.request import PrepareRequest
+
+    source = write_jsonl(tmp_path / "gsm8k.jsonl", gsm8k_rows(copies=3))
+    for to in ("verl", "trl", "openrlhf"):
+        prepare(PrepareRequest((str(source),), tmp_path / to, val_size=4, near_duplicates="off", to=to))
+        assert codes(tmp_path / to / "train.parquet", tmp_path / to / "test.parquet") == []
+    assert codes(source) == []
+
+
+def test_bad_rows_are_grouped_by_complaint(tmp_path):
+    rows = verl_rows(8)
+    rows[1]["prompt"] = None
+    rows[3]["prompt"] = []
+    rows[4]["reward_model"]["ground_truth"] = None
+    rows[5]["reward_model"]["ground_truth"] = None
+    rows[6]["prompt"][0]["content"] = "  "
+    path = write(tmp_path / "a.parquet", rows)
+    found = check(CheckRequest((path,))).findings
+    assert {finding.code for finding in found} == {"bad-rows"}
+    assert sorted((finding.count, finding.examples[0].partition(": ")[0]) for finding in found) == [
+        (1, f"{path}:2"),
+        (1, f"{path}:4"),
+        (1, f"{path}:7"),
+        (2, f"{path}:5"),
+    ]
+    assert reaches(found, "error")
+
+
+def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    lines = [json.dumps({"prompt": "a", "answer": 1}), "{oops", json.dumps({"prompt": 3, "answer": 1}), "[]"]
+    path.write_text("\n".join(lines) + "\n")
+    report = check(CheckRequest((str(path),)))
+    bad = [finding for finding in report.findings if finding.code == "bad-rows"]
+    assert sorted(finding.examples[0].split(":")[1] for finding in bad) == ["2", "3", "4"]
+    assert report.files[0].num_rows == 4
+    assert report.files[0].columns == {"prompt": "str", "answer": "int"}
+
+
+def test_missing_and_surplus_columns(tmp_path):
+    rows = [{**row, "difficulty": 3, "nothing": None} for row in verl_rows()]
+    for row in rows:
+        del row["reward_model"]
+    path = write(tmp_path / "a.parquet", rows)
+    assert set(codes(path)) == {"missing-columns", "unknown-columns", "null-type"}
+    assert "reward_model" in the("missing-columns", path).what
+    assert "difficulty, nothing" in the("unknown-columns", path).what
+
+
+def test_duplicates_and_conflicting_answers(tmp_path):
+    rows = verl_rows(6)
+    rows[4] = rows[1]
+    rows[5] = {**rows[1], "reward_model": {"style": "rule", "ground_truth": "77"}}
+    path = write(tmp_path / "a.parquet", rows)
+    finding = the("duplicates", path)
+    assert (finding.count, finding.examples) == (2, (f"{path}:5: as row 2", f"{path}:6: as row 2"))
+    assert the("conflicting-answers", path).examples == (f"{path}:6: as row 2",)
+
+
+def test_questions_shared_between_splits(tmp_path):
+    train = write(tmp_path / "train.parquet", verl_rows())
+    rows = verl_rows(3, split="test")
+    rows[2]["extra_info"]["question"] = verl_rows()[5]["extra_info"]["question"]
+    finding = the("shared-questions", train, write(tmp_path / "test.parquet", rows))
+    assert (finding.severity, finding.count) == ("error", 1)
+    assert finding.examples == (f"{tmp_path / 'test.parquet'}:3",)
+
+
+def test_leaks_from_a_benchmark_of_another_format(tmp_path):
+    train = write(tmp_path / "train.parquet", verl_rows())
+    benchmark = write_jsonl(
+        tmp_path / "bench.jsonl", [{"question": "how much is 3 plus TRAIN 3", "answer": "#### 6"}]
+    )
+    finding = the("leak-exact", train, against=(str(benchmark),))
+    assert (finding.severity, finding.examples) == ("error", (f"{train}:4",))
+    assert "bench.jsonl" in finding.what
+
+
+def test_sources_without_a_grader_and_truths_no_grader_reads(tmp_path):
+    rows = verl_rows(3) + verl_rows(2, source="my/riddles")
+    rows[1]["reward_model"]["ground_truth"] = "no number at all, sorry"
+    path = write(tmp_path / "a.parquet", rows)
+    assert "'my/riddles'" in the("no-grader", path).what
+    finding = the("ground-truth", path)
+    assert finding.count == 1
+    assert finding.examples[0].startswith(f"{path}:2: 'no number")
+
+
+def test_splits_index_styles_and_characters(tmp_path):
+    rows = verl_rows(6)
+    rows[0]["extra_info"]["split"] = "test"
+    rows[1]["extra_info"]["index"] = 2
+    rows[2]["reward_model"]["style"] = "rule-lighteval/MATH_v2"
+    rows[3]["prompt"][0]["content"] += "\x00"
+    rows[4]["reward_model"]["ground_truth"] = "8\ufffd"
+    path = write(tmp_path / "test-3.parquet", rows)
+    found = set(codes(path))
+    expected = {
+        "mixed-splits",
+        "split-name",
+        "repeated-index",
+        "style",
+        "control-characters",
+        "lost-characters",
+    }
+    assert expected <= found <= expected | {"ground-truth"}
+    assert the("control-characters", path).examples == (f"{path}:4: U+0000",)
+
+
+def test_lengths_template_and_context(tmp_path):
+    model = small_models.save_model(tmp_path / "model", small_models.NO_GENERATION_PROMPT, context=60)
+    rows = verl_rows(5)
+    rows[3]["prompt"][0]["content"] = "word " * 30
+    rows[4]["prompt"][0]["content"] = "word " * 10
+    path = write(tmp_path / "a.parquet", rows)
+    report = check(CheckRequest((path,), model=model, max_prompt_length=40))
+    assert {finding.code for finding in report.findings} == {
+        "no-generation-prompt",
+        "overlong",
+        "beyond-context",
+    }
+    assert the("beyond-context", path, model=model).examples == (f"{path}:4: 64 tokens",)
+    assert report.lengths.unit == "tokens"
+    assert report.lengths.summary()["max"] == 64
+    assert report.model["context"] == 60
+    assert json.loads(json.dumps(report.to_json()))["lengths"]["max"] == 64
+
+
+def test_rows_the_template_refuses_are_bad_rows(tmp_path):
+    model = small_models.save_model(tmp_path / "model", small_models.NO_SYSTEM)
+    rows = verl_rows(3)
+    rows[1]["prompt"].insert(0, {"role": "system", "content": "Be kind."})
+    path = write(tmp_path / "a.parquet", rows)
+    assert the("bad-rows", path, model=model).examples[0].startswith(f"{path}:2: the model's chat template")
+
+
+def test_text_beyond_32_bit_offsets(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "OFFSET_BYTES", 100)
+    small = write(tmp_path / "small.parquet", verl_rows(50))
+    finding = the("small-offsets", small)
+    assert "prompt.content" in finding.what
+    assert "data_source" not in finding.what, "a dictionary of one name is short"
+    table = pq.read_table(small)
+    wide = pa.struct([("role", pa.string()), ("content", pa.large_string())])
+    column = table["prompt"].cast(pa.list_(wide))
+    pq.write_table(table.set_column(1, "prompt", column), tmp_path / "wide.parquet")
+    found = check(CheckRequest((str(tmp_path / "wide.parquet"),))).findings
+    assert "prompt" not in "".join(finding.what for finding in found if finding.code == "small-offsets")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1garbagePAR1"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(UsageError, match="cannot be read"):
+        check(CheckRequest((str(tmp_path / "a.parquet"),)))
+
+
+def test_histogram_against_sorted_lengths():
+    lengths = [3, 9, 9, 10, 14, 50, 51, 51, 90, 200]
+    histogram = Histogram("tokens")
+    histogram.add(lengths[:4])
+    histogram.add(lengths[4:])
+    assert [histogram.quantile(share) for share in (0, 0.1, 0.5, 0.9, 1)] == [3, 3, 14, 90, 200]
+    for number in (1, 3, 7, 500):
+        bins = histogram.bins(number)
+        assert len(bins) <= number
+        assert [sum(low <= length <= high for length in lengths) for low, high, _ in bins] == [
+            count for _, _, count in bins
+        ]
+        assert (bins[0][0], bins[-1][1]) == (3, 200)
+    assert Histogram("tokens").bins(5) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.spec.run import RunSpec
+
+Framework = Literal["rlctl", "verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl", "unknown"]
+Level = Literal["token", "sequence", "geometric", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +61,124 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a column comes from.
+
+    Attributes:
+        name: what the log called it.
+        meaning: one sentence on what the figure is where it differs from rlctl's definition; empty where it
+            is the same.
+    """
+
+    name: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a run, whatever wrote its log; None where it is unknown.
+
+    From the run's spec, from the configuration a log carries, or from what a framework always does.
+
+    Attributes:
+        bypass_mode: π_old is the rollout's own, so "training" in a gap means the policy as it moves.
+        updates_per_batch: optimizer steps on one batch.
+        ppo_epochs: passes over one batch.
+        rollout_is: level of the importance weights.
+        rollout_is_threshold: upper bound of a weight.
+        rollout_rs: rejection criteria, comma separated, or `off`.
+        batch_size: responses per step.
+        group_size: responses per prompt.
+        has_critic: a value function is trained.
+        max_response_length: tokens.
+        kl_coef: the reference penalty's, in loss or reward; 0.0 where there is none.
+        dtype: of the trainer's forward pass: `bf16`, `fp16`, `fp32`.
+        lr: the policy's peak learning rate.
+        ess_after_truncation: the logged effective sample size is of bounded weights, which hide a tail.
+        ess_length_weighted: it counts tokens where the weights are per sequence.
+        weights_are: whether `rollout_corr/rollout_is_*` describes weights before or after their bound.
+        dialect: whose rejection criteria and bounds the names in `rollout_rs` mean.
+    """
+
+    bypass_mode: bool | None = None
+    updates_per_batch: int | None = None
+    ppo_epochs: int | None = None
+    rollout_is: Level | None = None
+    rollout_is_threshold: float | None = None
+    rollout_rs: str | None = None
+    batch_size: int | None = None
+    group_size: int | None = None
+    has_critic: bool | None = None
+    max_response_length: int | None = None
+    kl_coef: float | None = None
+    dtype: str | None = None
+    lr: float | None = None
+    ess_after_truncation: bool | None = None
+    ess_length_weighted: bool | None = None
+    weights_are: Literal["raw", "applied"] | None = None
+    dialect: Literal["guide", "verl"] | None = None
+
+
+def facts_of(spec: RunSpec) -> Facts:
+    """What a spec of rlctl says of its run."""
+    from rlctl.spec.resolve import correction_rules
+
+    correction = spec.algorithm.rollout_correction
+    in_verls_terms = correction.dialect == "verl"
+    penalties = (
+        (spec.actor.use_kl_loss, spec.actor.kl_loss_coef),
+        (
+            spec.algorithm.use_kl_in_reward,
+            spec.algorithm.kl_ctrl.kl_coef,
+        ),
+    )
+    return Facts(
+        bypass_mode=correction.bypass_mode,
+        updates_per_batch=spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs,
+        ppo_epochs=spec.actor.ppo_epochs,
+        rollout_is=correction.rollout_is or "off",
+        rollout_is_threshold=correction_rules(correction).weight.upper,
+        rollout_rs=correction.rollout_rs or "off",
+        batch_size=spec.data.train_batch_size * spec.rollout.n,
+        group_size=spec.rollout.n,
+        has_critic=spec.trains_critic,
+        max_response_length=spec.data.max_response_length,
+        kl_coef=max(coefficient if is_on else 0.0 for is_on, coefficient in penalties),
+        dtype=spec.engine.dtype,
+        lr=spec.actor.lr,
+        ess_after_truncation=True,
+        ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
+        weights_are="applied",
+        dialect=correction.dialect,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RunLog:
     """What is diagnosed.
 
     Attributes:
         path: the log file.
-        table: its content.
+        table: its content, under canonical names.
         spec: of the run, if its `spec.yaml` lies beside the log.
         notes: what had to be tolerated when reading.
+        framework: what wrote the log.
+        origins: canonical metric → what the log called it, for every column.
+        facts: what is known of the run; rules read these and the columns, never the framework's name.
     """
 
     path: Path
     table: Table
     spec: RunSpec | None = None
     notes: tuple[str, ...] = ()
+    framework: Framework = "rlctl"
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    facts: Facts = Facts()
 
     @property
     def updates_per_batch(self) -> int | None:
-        """Optimizer steps on one batch; None without a spec."""
-        spec = self.spec
-        if spec is None:
-            return None
-        return spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs
+        """Optimizer steps on one batch; None where nothing tells."""
+        return self.facts.updates_per_batch
 
     @property
     def gap_is_mismatch(self) -> bool:
@@ -88,9 +187,7 @@ class RunLog:
         In bypass mode the trained policy is compared as it moves through a batch's updates, and stale
         samples come from older weights: there the gap holds the policy's own progress too.
         """
-        if self.spec is None:
-            return False
         staleness = self.table.series("training/staleness_max").values
         if len(staleness) and staleness.max() > 0.0:
             return False
-        return not self.spec.algorithm.rollout_correction.bypass_mode or self.updates_per_batch == 1
+        return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1

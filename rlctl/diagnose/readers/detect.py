@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from rlctl.diagnose.readers import own
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import Facts, Origin, RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec
@@ -43,7 +43,14 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(log)) from error
     spec, spec_notes = _spec_beside(log)
-    return RunLog(log, table, spec, notes + spec_notes)
+    return RunLog(
+        log,
+        table,
+        spec,
+        notes + spec_notes,
+        origins={key: Origin(key) for key in table.columns},
+        facts=facts_of(spec) if spec else Facts(),
+    )
 
 
 def _refuse(log: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from rlctl.cli.prepare_data_inspect import check, show
 from rlctl.errors import UsageError
 
 Recipe = Literal[
@@ -158,3 +159,7 @@ def parquet(
     with show_progress() as progress:
         summary = prepare(request, progress)
     typer.echo("\n".join(summary_lines(request, summary)))
+
+
+app.command()(check)
+app.command()(show)

@@ -10,6 +10,12 @@ from rlctl.reward.numbers import legible, plain
 
 #: Characters read of one place; patterns backtrack on long texts.
 MAX_CHARS = 2000
+#: What stands in a box or tag and is longer is prose.
+MAX_LABELLED_CHARS = 200
+#: Words of an answer without a sentence around it, as in "18 dollars per day".
+MAX_WORDS = 4
+#: Marks of one kind that are looked at, the last ones.
+MAX_MARKS = 16
 #: Characters of a response that are looked at, from its end.
 MAX_RESPONSE_CHARS = 200_000
 
@@ -27,6 +33,7 @@ class Place:
     is_whole: bool
 
 
+_DIGIT = re.compile(r"\d")
 #: What ends an answer: a chat template's marks, as text.
 _TURN_END = re.compile(
     r"<\|(?:eot_id|im_end|im_start|endoftext|end_of_text|end|eom_id|start_header_id|user|assistant)\|>"
@@ -34,14 +41,15 @@ _TURN_END = re.compile(
 )
 #: A line that begins the next exercise of a model that goes on after its answer.
 _NEXT_QUESTION = re.compile(
-    r"^[#*\s>\-\[]*(?:Q|(?:Next |New |Another )?(?:Question|Problem|Exercise|Example)|Human|User|Instruction)"
-    r"(?P<number>\s*#?\d+)?[\]*\s]*[:.](?!\d)",
+    r"^[#* \t>\-\[]*(?:Q|(?:Next |New |Another )?(?:Question|Problem|Exercise|Example)|Human|User"
+    r"|Instruction)(?P<number>\s*#?\d+)?[\]*\s]*[:.](?!\d)",
     re.MULTILINE | re.IGNORECASE,
 )
 #: A line that begins what comes after the answer: a check, a remark.
 _AFTERWORD = re.compile(
-    r"^[#*\s>\-(]*(?:note\b|check\b|verif|double[- ]check|to (?:verify|check)|let(?:'|’)?s (?:verify|check|double)"
-    r"|explanation\b|(?:i )?hope (?:this|that)|let me know|P\.?S\b|disclaimer)",
+    r"^[#* \t>\-(]*(?:note\b|check\b|verif|double[- ]check|to (?:verify|check)"
+    r"|let(?:'|’)?s (?:verify|check|double)|explanation\b|(?:i )?hope (?:this|that)"
+    r"|let me know|P\.?S\b|disclaimer)",
     re.MULTILINE | re.IGNORECASE,
 )
 _CORRECTION = re.compile(
@@ -53,6 +61,7 @@ _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
 _TAG = re.compile(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z]{2,}")
 _JOINT = r"[\"'*_`\s]*"
 _IS = re.compile(
     r"\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
@@ -79,37 +88,63 @@ _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$"
 _DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
 
 
+#: Mathematics set apart in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollars are not money.
+MATHS = re.compile(
+    r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
+)
+
+
 def places(response: str) -> Iterator[Place]:
     """Where the answer may stand, the likeliest first.
 
     Explicit marks win over prose, and later ones over earlier ones. What a model writes after its answer,
     such as the next exercise of a few-shot prompt, does not count.
     """
-    text = _own_part(legible(response[-MAX_RESPONSE_CHARS:]))
-    explicit = sorted([*_boxes(text), *_hashes(text), *_tags(text)], key=lambda found: -found[0])
-    yield from (Place(found[:MAX_CHARS], True) for _, found in explicit if found.strip())
-    for start, rest, is_label in _announcements(text):
-        yield from _announced(rest, is_label)
+    text = own_part(response)
+    marked = sorted([*_boxes(text), *_hashes(text), *_tags(text)], key=lambda found: -found[0])
+    for _, found in marked:
+        if len(found) <= MAX_LABELLED_CHARS:
+            yield Place(found, True)
+        else:
+            yield from _conclusion(found)
+    announced = [(m.end(), False) for m in _last(_IS, text)] + [(m.end(), True) for m in _last(_LABEL, text)]
+    for start, is_label in sorted(announced, reverse=True):
+        yield from _announced(text[start:], is_label)
+    if _is_terse(text):
+        yield Place(text, True)
     yield from _conclusion(text)
 
 
-def _own_part(text: str) -> str:
-    """The response proper: thoughts before it and other exercises after it removed."""
-    text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2].replace("\r\n", "\n"))
-    end = next((m.start() for m in _TURN_END.finditer(text) if text[: m.start()].strip()), len(text))
+def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
+    """The response proper, in legible characters: thoughts before it and other exercises after it removed.
+
+    Args:
+        response: of a model.
+        evidence: what must stand before another exercise for it to be another one.
+    """
+    text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
+    text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2]).strip()
+    end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
     starts = list(_NEXT_QUESTION.finditer(text))
-    if starts and not text[: starts[0].start()].strip():  # it repeats the question, or numbers its steps
+    if starts and starts[0].start() == 0:  # it repeats the question, or numbers its steps
         starts = [] if starts[0]["number"] else starts[1:]
-    for start in starts:
-        if re.search(r"\d", text[: start.start()]):
-            text = text[: start.start()]
-            break
-    return text
+    first = _first(evidence, text)
+    return text[: next((m.start() for m in starts if m.start() > first), len(text))]
+
+
+def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    return list(mark.finditer(text))[-MAX_MARKS:]
+
+
+def _first(pattern: re.Pattern[str], text: str) -> int:
+    """Its place, or the text's length."""
+    found = pattern.search(text)
+    return found.start() if found else len(text)
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    for match in _BOX.finditer(text):
+    for match in _last(_BOX, text):
         depth, end = 1, match.end()
         while end < len(text) and depth and end - match.end() < MAX_CHARS:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -122,60 +157,52 @@ def _hashes(text: str) -> Iterator[tuple[int, str]]:
     last_end = None
     for match in _HASH.finditer(text):
         line = match["line"].strip()
-        is_last = not text[match.end() :].strip()
-        if not line or (_HEADING.match(line) and not is_last):
+        if not line or (_HEADING.match(line) and match.end() < len(text.rstrip())):
             continue
-        between = "" if last_end is None else text[last_end : match.start()]
-        if between.strip() and not _CORRECTION.search(between):
-            return
+        if last_end is not None:
+            between = text[last_end : match.start()]
+            if between.strip() and not _CORRECTION.search(between):
+                return
         last_end = match.end()
         yield match.start(), line
 
 
 def _tags(text: str) -> Iterator[tuple[int, str]]:
-    for match in _TAG.finditer(text):
-        yield match.start(), match["text"]
-
-
-def _announcements(text: str) -> list[tuple[int, str, bool]]:
-    """(position, what follows, whether after a label) of every "the answer is" and "Answer:", last first."""
-    found = [(m.end(), text[m.end() :], False) for m in _IS.finditer(text)]
-    found += [(m.end(), text[m.end() :], True) for m in _LABEL.finditer(text)]
-    return sorted(found, key=lambda entry: -entry[0])
+    for match in _last(_TAG, text):
+        yield match.start(), match["text"].strip()
 
 
 def _announced(rest: str, is_label: bool) -> Iterator[Place]:
-    rest = rest.lstrip()
-    first = _SENTENCE_END.split(rest[:MAX_CHARS], maxsplit=1)[0].strip()
+    first = _SENTENCE_END.split(rest.lstrip()[:MAX_CHARS], maxsplit=1)[0].strip()
     if not first:
         return
     if not is_label:
         yield Place(first, False)
-    elif len(re.findall(r"[A-Za-z]{2,}", plain(first))) <= 4 and "=" not in first:
+    elif _is_terse(first) and "=" not in first:
         yield Place(first, True)
     else:  # reasoning that begins with "Answer:"
         yield from _conclusion(rest)
 
 
+def _is_terse(text: str) -> bool:
+    """Whether a text is an answer and perhaps its unit, rather than a sentence."""
+    return (
+        len(text) <= MAX_LABELLED_CHARS and "\n" not in text and len(_WORD.findall(plain(text))) <= MAX_WORDS
+    )
+
+
 def _conclusion(text: str) -> Iterator[Place]:
     """The last sentence with a number in it; nothing of a text that breaks off."""
-    cut = next(
-        (m.start() for m in _AFTERWORD.finditer(text) if re.search(r"\d", text[: m.start()])), len(text)
-    )
+    first_digit = _first(_DIGIT, text)
+    cut = next((m.start() for m in _AFTERWORD.finditer(text) if m.start() > first_digit), len(text))
     tail = text[:cut][-MAX_CHARS:]
     if _DANGLING.search(plain(tail)):
         return
-    sentences = [s for s in _SENTENCE_END.split(tail) if s and s.strip()]
+    sentences = [sentence for sentence in _SENTENCE_END.split(tail) if sentence.strip()]
     for place, sentence in enumerate(reversed(sentences)):
-        if re.search(r"\d", sentence) or MATHS.search(sentence):
-            if place == 0 and _BROKEN_OFF.search(sentence):
-                return
-            yield Place(sentence, False)
+        if _DIGIT.search(sentence) or MATHS.search(sentence):
+            if place > 0 or not _BROKEN_OFF.search(sentence):
+                yield Place(sentence, False)
             return
         if place == 0 and len(sentence.split()) > 3 and sentence.rstrip()[-1].isalnum():
             return
-
-
-MATHS = re.compile(
-    r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
-)

@@ -12,7 +12,7 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.metric_names import OVERLONG
 from rlctl.reward.code import CodeScorer
-from rlctl.reward.graders import GRADERS, GraderName, answer_of, grader_for
+from rlctl.reward.graders import GRADERS, GraderName, SourceGrader, answer_of, grader_for
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.overlong import OverlongPenalty
 from rlctl.reward.pool import GradingPool
@@ -133,10 +133,13 @@ class GradedScorer:
 
     Args:
         grader: who grades; None: by `data_source`.
+        limits: of programs, where a source is graded by running them.
     """
 
-    def __init__(self, grader: GraderName | None) -> None:
+    def __init__(self, grader: GraderName | None, limits: Limits) -> None:
         self._grader = grader
+        self._limits = limits
+        self._code: CodeScorer | None = None
         self._pools: dict[GraderName, GradingPool] = {}
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
@@ -161,13 +164,16 @@ class GradedScorer:
                 judged[position] = value
         return judged
 
-    def _positions_by_grader(self, samples: Sequence[Sample]) -> dict[GraderName, list[int]]:
-        positions: dict[GraderName, list[int]] = {}
+    def _positions_by_grader(self, samples: Sequence[Sample]) -> dict[SourceGrader, list[int]]:
+        positions: dict[SourceGrader, list[int]] = {}
         for position, sample in enumerate(samples):
             positions.setdefault(self._grader or grader_for(sample.data_source), []).append(position)
         return positions
 
-    def _grade(self, grader: GraderName, samples: Sequence[Sample], read_answers: bool) -> list[_Judged]:
+    def _grade(self, grader: SourceGrader, samples: Sequence[Sample], read_answers: bool) -> list[_Judged]:
+        if grader == "code":
+            self._code = self._code or CodeScorer(self._limits)
+            return [(verdict, None) for verdict in self._code.judge(samples)]
         if grader in NEEDS_DEADLINE:
             pool = self._pools.setdefault(grader, GradingPool(grader))
             if read_answers:
@@ -179,15 +185,16 @@ class GradedScorer:
 
 
 def _scorer(term: RewardTerm, spec: RewardSpec, device: torch.device) -> Scorer:
+    limits = Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb)
     if term.name == "code":
-        return CodeScorer(Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb))
+        return CodeScorer(limits)
     if term.name == "model":
         return ModelScorer(spec.model, device)
     for grader in GRADERS:
         if term.name == grader:
-            return GradedScorer(grader)
+            return GradedScorer(grader, limits)
     if term.name == "auto":
-        return GradedScorer(None)
+        return GradedScorer(None, limits)
     pool = GradingPool(term.name, deadline_s=FUNCTION_DEADLINE_S)
     pool.check()
     return pool

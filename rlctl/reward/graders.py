@@ -1,33 +1,31 @@
-"""The graders by name, and what `auto` means; no torch, so that a grading process starts fast."""
+"""The graders by name; no torch, so that a grading process starts fast."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Literal
 
-from rlctl.reward import exact, function, maths
+from rlctl.reward import choice, countdown, exact, function, maths
 from rlctl.reward.protocol import Sample
+from rlctl.reward.sources import GraderName, SourceGrader, grader_for, knows_source
 
-GraderName = Literal["exact", "maths"]
+__all__ = ["GRADERS", "GraderName", "SourceGrader", "answer_of", "grader_for", "knows_source", "load_grader"]
+
 Grader = Callable[[str, str], float]
 
 #: name → grade(response, ground_truth), the one function training and evaluation share
-GRADERS: dict[GraderName, Grader] = {"exact": exact.grade, "maths": maths.grade}
+GRADERS: dict[GraderName, Grader] = {
+    "exact": exact.grade,
+    "maths": maths.grade,
+    "multiple_choice": choice.grade,
+    "countdown": countdown.grade,
+}
 #: name → answer_of(response), see below
-_READERS: dict[str, Callable[[str], str | None]] = {"exact": exact.answer_of, "maths": maths.answer_of}
-
-EXACT_SOURCES = frozenset({"embedded/addition"})
-
-
-def grader_for(data_source: str) -> GraderName:
-    """Who grades rows of this source when the spec says `auto`."""
-    return "exact" if data_source in EXACT_SOURCES else "maths"
-
-
-def knows_source(data_source: str) -> bool:
-    """Whether `auto` has a grader registered for this source; rows of others are graded as mathematics."""
-    return data_source in EXACT_SOURCES or bool(re.search(r"gsm8k|math", data_source, re.IGNORECASE))
+_READERS: dict[str, Callable[[str], str | None]] = {
+    "exact": exact.answer_of,
+    "maths": maths.answer_of,
+    "multiple_choice": choice.answer_of,
+    "countdown": countdown.answer_of,
+}
 
 
 def answer_of(grader: str, response: str) -> str | None:

@@ -40,14 +40,20 @@ def grade(response: str, ground_truth: str) -> float:
 
 
 def answer_of(response: str) -> str | None:
-    """The answer as text: numbers by their value (percent as its number), else as sympy prints it."""
+    """The answer as text: numbers by their value ("1/2" and "0.5" alike, percent without its sign), anything
+    else as sympy prints it; None without one.
+    """
     answers = _answers(response)
     if not answers:
         return None
     answer = answers[0]
-    if getattr(answer, "is_Relational", False) and not answer.rhs.free_symbols:
+    if getattr(answer, "is_Relational", False) and not answer.rhs.free_symbols:  # x = 5
         answer = answer.rhs
-    return _canonical(answer)
+    if getattr(answer, "is_number", False):
+        percent = _percent(answer)
+        answer = answer.doit() if percent is None else percent
+        answer = _sympy().nsimplify(answer, rational=True) if answer.has(_sympy().Float) else answer
+    return str(answer)
 
 
 @lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
@@ -65,16 +71,31 @@ def _answers(response: str) -> list[Any]:
 
 
 def _readings(place: Place) -> list[Any]:
-    number = _amount(place.text) if place.is_whole else _stated(place.text)
-    if number is not None:
+    return _whole(place.text) if place.is_whole else _prose(place.text)
+
+
+def _whole(text: str) -> list[Any]:
+    """Readings of a text that is all answer."""
+    if number := _amount(text):
         return _parse(_boxed(number))
-    text = place.text if place.is_whole else _formula(place.text)
-    read = _parse(_boxed(text.strip().strip("$"))) if text else []
-    if not _WORD.search(plain(place.text)):
-        return read
-    # Prose in a box, or a unit taken for a product of unknowns.
-    in_words = number_in(plain(place.text), words=True)
-    return _parse(_boxed(in_words)) if in_words else read
+    shown = plain(text)
+    if _SEVERAL.search(shown) and (several := _parse(_boxed(shown))):
+        return several
+    if _WORD.search(shown) and (in_words := number_in(shown, words=True)):
+        return _parse(_boxed(in_words))  # a sentence in a box
+    return _parse(_boxed(text.strip().strip("$")))
+
+
+def _prose(sentence: str) -> list[Any]:
+    """Readings of the number or formula that a sentence states."""
+    bold = _BOLD.findall(sentence)
+    if bold and (number := number_in(plain(bold[-1]))):
+        return _parse(_boxed(number))
+    formula = _formula(sentence)
+    if formula and not _amount(formula) and re.search(r"[A-Za-z\[\](]", plain(formula)):
+        return _parse(sentence) if formula != sentence else _parse(_boxed(sentence.strip().rstrip(".")))
+    in_words = number_in(plain(sentence), words=True)
+    return _parse(_boxed(in_words)) if in_words else []
 
 
 def _amount(text: str) -> str | None:
@@ -82,17 +103,6 @@ def _amount(text: str) -> str | None:
     shown = plain(text)
     result = shown if _SEVERAL.search(shown) else _EQUALS.split(shown)[-1]
     return measure(result)
-
-
-def _stated(sentence: str) -> str | None:
-    """The number that a sentence states, unless it states a formula."""
-    bold = _BOLD.findall(sentence)
-    if bold and (number := number_in(plain(bold[-1]))):
-        return number
-    formula = _formula(sentence)
-    if formula is not None and _amount(formula) is None and re.search(r"[A-Za-z\[\](]", plain(formula)):
-        return None
-    return number_in(plain(sentence))
 
 
 def _formula(sentence: str) -> str | None:
@@ -118,13 +128,17 @@ def _parse(text: str) -> list[Any]:
     return parsed
 
 
-def _canonical(answer: Any) -> str:
-    if getattr(answer, "is_number", False):
-        import sympy
+def _percent(answer: Any) -> Any:
+    """The number in front of a percent sign, which math-verify reads as a product; None for other numbers."""
+    hundredth = _sympy().UnevaluatedExpr(_sympy().Rational(1, 100))
+    return answer.as_independent(hundredth)[0] if answer.has(hundredth) else None
 
-        value = sympy.nsimplify(answer, rational=True) if answer.has(sympy.Float) else answer.doit()
-        return str(value)
-    return str(answer)
+
+@cache
+def _sympy() -> Any:
+    import sympy  # type: ignore[import-untyped]
+
+    return sympy
 
 
 @cache

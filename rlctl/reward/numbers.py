@@ -21,7 +21,7 @@ _PLAIN = [
         (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2 "),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)", r" \1/\2 "),
         (r"\\(?:text\w*|math\w+|mbox|boldsymbol|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:times|cdot|ast)(?![a-z])", "*"),
+        (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
         (r"\\(?:approx|simeq|implies|to|[Rr]ightarrow|Longrightarrow)(?![a-z])|[≈→⇒]|=>|->", "="),
         (r"\^\{?\\circ\}?|\\degree|°", " degrees "),
@@ -47,16 +47,17 @@ _NUMBER = re.compile(
     r"(?P<stuck>(?:st|nd|rd|th)\b|:\d)?",
     re.IGNORECASE,
 )
-_WORDS = dict(
-    zip(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety".split(),
-        [*range(20), *range(20, 100, 10)],
-        strict=True,
-    )
-)
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(list(_WORDS)[1:10])}))?\b", re.IGNORECASE)
+_UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
+_TEENS = ["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\b", re.IGNORECASE)
 
+#: After a number: its unit, and nothing else.
+_UNIT = re.compile(
+    r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
+    r"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{2,}\b\.?|\s+[cCdgGhKLlmsVWN]\b|\s*[/$¢%€£'\"]|\s*[a-z]+\^\d)*[\s.)}\]$*]*"
+)
 #: After a number: it is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
@@ -64,10 +65,14 @@ _OPERAND_OF = re.compile(
 #: Before a number: likewise.
 _OPERATOR = re.compile(r"[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*\s*$")
 _RESULT = re.compile(
-    r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+(?:about\s+)?[($€£-]*\s*$"
+    r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+"
+    r"(?:about\s+)?[($€£-]*\s*$"
     r"|=[($€£-]*$"
 )
-_FEW = r"(?:(?:the|an?|all|his|her|their|its|these|those|just|only|about|another|each|next|first|last|of|\$)\s*)*$"
+_FEW = (
+    r"(?:(?:the|an?|all|his|her|their|its|these|those|just|only|about|another|each|next|first|last|of"
+    r"|\$)\s*)*$"
+)
 _MAY_BE = r"(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )"
 #: Before a number that is there for the circumstances ("in 5 days") or for a purpose ("to make 2 robes").
 _ASIDE = re.compile(
@@ -84,12 +89,18 @@ _AMOUNT = re.compile(
     rf"|equal|comes?|came|amounts?|adds? up|up|left|ends? up)\s+(?:of|at|to|with|by)\s+{_FEW}",
     re.IGNORECASE,
 )
+#: Between two numbers that are there for the same reason: "for 5 dogs and 3 cats".
+_AND = re.compile(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$")
 _COPULA = re.compile(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
 #: Begins what only explains the rest of the sentence.
 _EXPLANATION = re.compile(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
     r"|before|once)\b|[(]|\bto [a-z]+\b[^,;]*$"
 )
+#: Numbers of a sentence that are looked at, the last ones.
+MAX_NUMBERS = 64
+#: How far around a number is looked.
+MAX_CHARS_BEFORE = 200
 _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
@@ -120,7 +131,7 @@ def number_in(sentence: str, *, words: bool = False) -> str | None:
         )
     best: tuple[int, int, str] | None = None
     previous = _NEVER
-    for place, match in enumerate(_NUMBER.finditer(sentence)):
+    for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
         rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
         previous = rank
         # Of those in passing the first, of the others the last.
@@ -143,28 +154,24 @@ def measure(text: str) -> str | None:
     return _latex(match) if _UNIT.fullmatch(text, match.end()) else None
 
 
-_UNIT = re.compile(
-    r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
-    r"(?:(?:\s*[/$%¢]?\s*|\s*\bper\s+|-)[A-Za-z]{2,}\.?|\s+[cCdgGhKLlmsVWN]\b|\s*[/$¢%€£'\"]|\s*[a-z]+\^\d)*[\s.!)}\]$*]*"
-)
-
-
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
     """How much a number looks like what the sentence says; `found` and `previous`: the best and last rank."""
-    before, after = sentence[: match.start()], sentence[match.end() :]
-    if match["stuck"] or _OPERAND_OF.match(after) or _OPERATOR.search(sentence[: match.start("digits")]):
+    since = max(0, match.start() - MAX_CHARS_BEFORE)
+    before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
+    is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
+    if match["stuck"] or is_operand:
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF
+    explains = _EXPLANATION.search(before)
+    rank = _FAIR if explains and _COPULA.search(before) else _BEST
     if _AMOUNT.search(before):
-        return _BEST
-    if _ASIDE.search(before) or _ASIDE_OF.match(after):
-        return _FRONTED if found == _NEVER and len(before.split()) <= 4 else _LESS
-    if previous == _LESS and re.search(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$", before):
-        return _LESS
-    if found <= _BEST and _EXPLANATION.search(before):
-        return _LESS
-    return _FAIR if _COPULA.search(before) and _EXPLANATION.search(before) else _BEST
+        rank = _BEST
+    elif _ASIDE.search(before) or _ASIDE_OF.match(after):
+        rank = _FRONTED if found == _NEVER and len(before.split()) <= 4 else _LESS
+    elif (previous == _LESS and _AND.search(before)) or (found <= _BEST and explains):
+        rank = _LESS
+    return rank
 
 
 def _latex(match: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from rlctl.spec.base import NullWord, Section
 
-GRADER_NAMES = ("auto", "maths", "exact", "code", "model")
+GRADER_NAMES = ("auto", "maths", "exact", "multiple_choice", "countdown", "code", "model")
 
 
 def _is_grader(name: str) -> str:
@@ -74,8 +74,9 @@ class RewardSpec(Section):
     """Grading of responses."""
 
     name: GraderName = "auto"
-    """`maths`: math-verify; `exact`: text equals ground truth; `code`: runs the response against tests;
-    `model`: a reward model; `file.py:function`: your own; `auto`: by each row's `data_source`."""
+    """`maths`: math-verify; `exact`: text equals ground truth; `multiple_choice`: the option's letter;
+    `countdown`: an equation; `code`: runs the response against tests; `model`: a reward model;
+    `file.py:function`: your own; `auto`: by each row's `data_source`."""
     terms: Annotated[list[RewardTerm] | None, NullWord] = None
     """Several rewards with weights, added up; null: `name` alone."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)

@@ -51,13 +51,8 @@ class HFRollout:
         """
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
         self._is_int8 = dtype == "int8"
-        if dtype in _DTYPES:
-            # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be
-            # another model.
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(_DTYPES[dtype])
-        if self._is_int8:
-            _round_to_int8(self._model)
+        if dtype is not None:
+            into_precision(self._model, dtype)
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._max_num_seqs = max_num_seqs
@@ -154,6 +149,16 @@ class HFRollout:
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
         body = getattr(self._model, self._model.base_model_prefix)
         return shared_prefix(body, ids, mask, positions(mask))
+
+
+def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
+    """Change `model` in place to the precision an engine of this dtype has."""
+    if dtype == "int8":
+        _round_to_int8(model)
+        return
+    # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be another model.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(_DTYPES[dtype])
 
 
 @torch.no_grad()

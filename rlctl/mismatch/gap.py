@@ -1,0 +1,68 @@
+"""How far apart two log-probs of the same tokens are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.correction import correct
+from rlctl.algos.correction_metrics import correction_metrics
+from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
+
+#: Mean |log-ratio| up to which two float32 computations of one distribution agree.
+AGREE = 1e-5
+_NO_CORRECTION = CorrectionRules(WeightRule(level=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Statistics of r = log π_trainer − log π_engine, in nats, over response tokens.
+
+    Attributes:
+        mean, abs_mean, std, abs_max: of r.
+        k3: mean of ρ − 1 − log ρ, an estimate of KL(engine ‖ trainer).
+        ess_token: effective sample size of ρ_t over tokens, as a fraction.
+        ess_sequence: the same of Π ρ_t over sequences.
+        num_tokens: tokens compared.
+        num_nonfinite: sequences left out, a log-prob of theirs being NaN or infinite.
+    """
+
+    mean: float
+    abs_mean: float
+    std: float
+    abs_max: float
+    k3: float
+    ess_token: float
+    ess_sequence: float
+    num_tokens: int
+    num_nonfinite: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing is left to explain."""
+        return self.abs_mean <= AGREE
+
+
+def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
+    """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool holds."""
+    correction = correct(trainer, engine, mask, _NO_CORRECTION)
+    tally = correction.tally.to_host()
+    metrics = correction_metrics(tally, _NO_CORRECTION)
+    counted = mask & ~correction.nonfinite[:, None]
+    log_ratio = (trainer - engine)[counted].double()
+    if not len(log_ratio):
+        log_ratio = torch.zeros(1, dtype=torch.float64)
+    return Gap(
+        mean=float(log_ratio.mean()),
+        # Clamped as every ratio is: one impossible token shall not outweigh the rest.
+        abs_mean=float(log_ratio.abs().clamp(max=LOG_RATIO_CLAMP).mean()),
+        std=float(log_ratio.std(unbiased=False)),
+        abs_max=float(log_ratio.abs().max()),
+        k3=metrics["rollout_corr/k3_kl"],
+        ess_token=tally.moments("rho_token", 1.0).ess,
+        ess_sequence=tally.moments("rho_seq", 1.0).ess,
+        num_tokens=int(counted.sum()),
+        num_nonfinite=int(correction.nonfinite.sum()),
+    )

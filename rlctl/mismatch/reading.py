@@ -1,0 +1,83 @@
+"""Hypotheses: in which ways an engine may have computed other log-probs than the trainer does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+#: A factor in the state it has in the trainer.
+OWN = "trainer"
+
+#: What two sides may differ in, from the coarse to the fine: among equals the first is named.
+Factor = Literal["prompt", "shift", "sampling", "positions", "weights", "dtype", "steps", "attention", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a distribution is truncated before it is drawn from, and renormalised.
+
+    Attributes:
+        kind: `none`, or the processor's name.
+        value: its parameter; 0 for `none`.
+    """
+
+    kind: Literal["none", "top_p", "top_k", "min_p"] = "none"
+    value: float = 0.0
+
+    def __str__(self) -> str:
+        """As settings are written, e.g. `top_p 0.9`."""
+        return "no truncation" if self.kind == "none" else f"{self.kind} {self.value:.3g}"
+
+    def is_like(self, other: Cut) -> bool:
+        """Equal up to what can be told from samples."""
+        near = abs(self.value - other.value) <= (0 if self.kind == "top_k" else 0.025)
+        return self.kind == other.kind and near
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A distribution derived from logits: divided by `temperature`, then cut."""
+
+    temperature: float
+    cut: Cut = Cut()
+
+    def __str__(self) -> str:
+        """As settings are written, e.g. `temperature 0.7, top_p 0.9`."""
+        cut = "" if self.cut.kind == "none" else f", {self.cut}"
+        return f"temperature {self.temperature:.3g}{cut}"
+
+    def is_like(self, other: Settings) -> bool:
+        """Equal up to what can be told from samples."""
+        near = abs(self.temperature / other.temperature - 1.0) <= 0.03
+        return near and self.cut.is_like(other.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to compute log-probs of the engine's tokens with the trainer's model.
+
+    Attributes:
+        sampling: of which distribution.
+        prompt: which rendering of the prompts is read.
+        shift: reported log-prob t belongs to response token t + shift.
+        positions: how padding and position ids are treated, see `rlctl.mismatch.layout`.
+        weights: which weights.
+        dtype: precision they are cast to.
+        steps: one pass over the response, or token by token with a cache (`decode`).
+        attention: kernel.
+        rows: all at once with padding, or one by one without (`single`).
+    """
+
+    sampling: Settings
+    prompt: str = OWN
+    shift: int = 0
+    positions: str = OWN
+    weights: str = OWN
+    dtype: str = OWN
+    steps: str = OWN
+    attention: str = OWN
+    rows: str = OWN
+
+    def with_factor(self, factor: Factor, other: Reading) -> Reading:
+        """This reading with one factor as in `other`."""
+        return replace(self, **{factor: getattr(other, factor)})

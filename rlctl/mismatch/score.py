@@ -1,0 +1,264 @@
+"""The trainer's model scores the engine's tokens under a `Reading`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from rlctl.engine.inputs import body_inputs, body_of
+from rlctl.engine.log_probs import MAX_LOGITS, PolicyModule
+from rlctl.errors import RunFailure
+from rlctl.mismatch.gap import Gap, measure
+from rlctl.mismatch.layout import Layout, lay_out
+from rlctl.mismatch.reading import OWN, Cut, Reading, Settings
+from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
+from rlctl.prefix import shared_prefix
+from rlctl.rollout.hf import into_precision
+
+#: Puts other weights into a copy of the trainer's model.
+Weights = Callable[[Any], None]
+#: `bf16 weights`: rounded to bfloat16, the arithmetic being the trainer's.
+DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
+#: Tokens that settings are fitted to, at most.
+_FITTED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the engine sampled.
+
+    Attributes:
+        n: responses per prompt, adjacent.
+        prompts: (B) token ids the engine says it read.
+        responses: (B, T) int64.
+        mask: (B, T) bool, response tokens.
+        reported: (B, T) float32, the engine's log-probs.
+    """
+
+    n: int
+    prompts: Sequence[Sequence[int]]
+    responses: Tensor
+    mask: Tensor
+    reported: Tensor
+
+    def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
+        """Log-prob of each token if report t is of token t + shift, and where there is one; both (B, T)."""
+        if not shift:
+            return self.reported, self.mask
+        moved, has_one = self.reported.roll(shift, 1), self.mask & self.mask.roll(shift, 1)
+        edge = slice(0, shift) if shift > 0 else slice(shift, None)
+        has_one[:, edge] = False
+        return moved, has_one
+
+
+class Scorer:
+    """Scores one sample in many ways, remembering each.
+
+    Args:
+        model: the trainer's; never changed.
+        sample: tensors on the model's device.
+        prompts: renderings by name, each (B) token ids; `OWN` is the trainer's.
+        weights: other weights by name.
+        pad_id: fills rows up.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sample: Sample,
+        prompts: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Weights],
+        pad_id: int,
+    ) -> None:
+        self.sample = sample
+        self.prompts = prompts
+        self.weights = weights
+        self._pad_id = pad_id
+        self._own = PolicyModule(model, 1.0)
+        self._changed: tuple[tuple[str, str, str], PolicyModule] | None = None
+        self._scores: dict[Reading, Tensor] = {}
+        self._fits: dict[Reading, Settings] = {}
+
+    @property
+    def model(self) -> Any:
+        """The trainer's model."""
+        return self._own.model
+
+    def gap(self, reading: Reading) -> Gap:
+        """What is left between the engine and the trainer reading so.
+
+        Raises:
+            RunFailure: the model cannot be run so; says why.
+        """
+        reported, mask = self.sample.shifted(reading.shift)
+        return measure(self.log_probs(reading), reported, mask)
+
+    def effect(self, reading: Reading, other: Reading) -> float:
+        """Mean |difference| of the trainer's own log-probs between two readings, nats per token."""
+        difference = self.log_probs(reading) - self.log_probs(other)
+        return float(difference[self.sample.mask].abs().mean())
+
+    @torch.no_grad()
+    def log_probs(self, reading: Reading) -> Tensor:
+        """(B, T) float32 of the sampled tokens, 0.0 on padding."""
+        reading = replace(reading, shift=0)  # which says what the reports mean, not how the model reads
+        if reading not in self._scores:
+            score = self._as_trainer if _is_plain(reading) else self._from_logits
+            found = torch.zeros_like(self.sample.reported)
+            policy = self._policy(reading)
+            for rows in self._rows(reading):
+                score(policy, reading, rows, found)
+            self._scores[reading] = found
+        return self._scores[reading]
+
+    def fitted(self, reading: Reading, asked: Settings) -> Settings:
+        """The settings that best explain the reported log-probs, all else being as in `reading`."""
+        if reading not in self._fits:
+            self._fits[reading] = fit_reported(*self.ranked(reading, asked.cut), asked)
+        return self._fits[reading]
+
+    @torch.no_grad()
+    def ranked(self, reading: Reading, asked: Cut) -> tuple[RankedLogits, Tensor]:
+        """Logits under this reading of some tokens, and those tokens' reported log-probs (N,)."""
+        reported, mask = self.sample.shifted(reading.shift)
+        logits, tokens, values = [], [], []
+        policy = self._policy(reading)
+        size = policy.model.config.get_text_config().vocab_size
+        wanted = _thinned(mask, min(_FITTED_TOKENS, max(MAX_LOGITS // size, 1)))
+        for rows in self._rows(reading):
+            for columns, found in self._logits(policy, reading, rows):
+                here = wanted[rows, columns]
+                logits.append(found[here])
+                tokens.append(self.sample.responses[rows, columns][here])
+                values.append(reported[rows, columns][here])
+        return RankedLogits(torch.cat(logits), torch.cat(tokens), [asked]), torch.cat(values)
+
+    def _as_trainer(self, policy: PolicyModule, reading: Reading, rows: slice, out: Tensor) -> None:
+        """By the code that training runs."""
+        layout, responses, mask = self._layout(reading, rows)
+        policy.temperature = reading.sampling.temperature
+        log_probs, _ = policy(
+            layout.input_ids,
+            layout.attention_mask,
+            layout.position_ids,
+            responses,
+            mask,
+            policy.chunks_needed(int(mask.sum())),
+        )
+        out[rows, : layout.horizon] = log_probs
+
+    def _from_logits(self, policy: PolicyModule, reading: Reading, rows: slice, out: Tensor) -> None:
+        """From full logits, which truncation and decoding need."""
+        for columns, logits in self._logits(policy, reading, rows):
+            tokens = self.sample.responses[rows, columns]
+            mask = self.sample.mask[rows, columns]
+            ranked = RankedLogits(logits[mask], tokens[mask], [reading.sampling.cut])
+            out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(reading.sampling))
+
+    def _logits(self, policy: PolicyModule, reading: Reading, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of the response and their logits (b, t, V), of the given rows."""
+        layout, _, _ = self._layout(reading, rows)
+        step = _decoded if reading.steps == "decode" else _prefilled
+        return step(policy, layout)
+
+    def _layout(self, reading: Reading, rows: slice) -> tuple[Layout, Tensor, Tensor]:
+        """What is read, the responses and their mask, without columns that no row uses."""
+        mask = self.sample.mask[rows]
+        horizon = max(int(mask.sum(1).max()), 1)
+        responses, mask = self.sample.responses[rows, :horizon], mask[:, :horizon]
+        prompts = self.prompts[reading.prompt][rows]
+        return lay_out(prompts, responses, mask, self._pad_id, reading.positions), responses, mask
+
+    def _rows(self, reading: Reading) -> Iterator[slice]:
+        """Rows that are run together; those of logits so large that they do not fit, in several parts."""
+        count, horizon = self.sample.responses.shape
+        size = count
+        if reading.rows == "single":
+            size = self.sample.n
+        elif reading.steps == OWN and not _is_plain(reading):
+            vocabulary = self.model.config.get_text_config().vocab_size
+            size = max(1, MAX_LOGITS * 4 // (horizon * vocabulary))
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+    def _policy(self, reading: Reading) -> PolicyModule:
+        """The trainer's model, or a changed copy (one is kept)."""
+        change = (reading.weights, reading.dtype, reading.attention)
+        if change == (OWN, OWN, OWN):
+            return self._own
+        if self._changed is None or self._changed[0] != change:
+            self._changed = None  # gone before the next takes memory
+            policy = copy.deepcopy(self._own)
+            policy.model = self._change(policy.model, *change)
+            self._changed = (change, policy)
+        return self._changed[1]
+
+    def _change(self, model: Any, weights: str, dtype: str, attention: str) -> Any:
+        try:
+            if weights != OWN:
+                self.weights[weights](model)
+            if attention != OWN:
+                model.set_attn_implementation(attention)
+        except (RuntimeError, ValueError, ImportError, KeyError) as error:
+            raise RunFailure(f"the model cannot be run so: {str(error).splitlines()[0]}") from error
+        if dtype == "bf16 weights":
+            own = next(model.parameters()).dtype
+            into_precision(model, "bf16")
+            return model.to(own)
+        if dtype != OWN:
+            into_precision(model, cast(Literal["fp32", "bf16", "int8"], dtype))
+        return model
+
+
+def _is_plain(reading: Reading) -> bool:
+    """Whether the trainer's own code can read so."""
+    return reading.steps == OWN and reading.sampling.cut.kind == "none"
+
+
+def _prefilled(policy: PolicyModule, layout: Layout) -> Iterator[tuple[slice, Tensor]]:
+    """One pass over prompts and responses."""
+    inputs = body_inputs(
+        body_of(policy.model),
+        layout.input_ids,
+        layout.attention_mask,
+        layout.position_ids,
+        horizon=layout.horizon,
+        share_prompts=policy.shares_prompts,
+    )
+    yield slice(0, layout.horizon), policy.model(**inputs, logits_to_keep=layout.horizon).logits
+
+
+def _decoded(policy: PolicyModule, layout: Layout) -> Iterator[tuple[slice, Tensor]]:
+    """Token by token with a cache, as engines sample."""
+    ids, mask, positions = layout.input_ids, layout.attention_mask, layout.position_ids
+    prompt = ids.shape[1] - layout.horizon
+    start, cache = 0, None
+    if policy.shares_prompts:
+        head = slice(0, prompt - 1)
+        cache = shared_prefix(body_of(policy.model), ids[:, head], mask[:, head], positions[:, head])
+        start = 0 if cache is None else prompt - 1
+    for column in range(layout.horizon):
+        end = prompt + column
+        output = policy.model(
+            input_ids=ids[:, start:end],
+            attention_mask=mask[:, :end].long(),
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache, start = output.past_key_values, end
+        yield slice(column, column + 1), output.logits
+
+
+def _thinned(mask: Tensor, most: int) -> Tensor:
+    """(B, T) bool: at most so many of the cells that hold, evenly spread."""
+    cells = mask.flatten().nonzero().flatten()
+    kept = cells[:: max(-(-len(cells) // most), 1)]
+    thinned = torch.zeros_like(mask).flatten()
+    thinned[kept] = True
+    return thinned.view_as(mask)

@@ -1,0 +1,214 @@
+"""Which changes of reading, together, close the gap: stepwise, each change tried on top of those found.
+
+Forward: the change that explains most is taken, and the others are tried again on top of it; where no
+single one helps, pairs of arithmetic changes are tried, since rounding noise hides each behind the other.
+Backward: a change that the rest does without is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import get_args
+
+import torch
+
+from rlctl.errors import RunFailure
+from rlctl.mismatch.gap import AGREE, Gap
+from rlctl.mismatch.layout import POSITION_MISTAKES
+from rlctl.mismatch.reading import OWN, Factor, Reading, Settings
+from rlctl.mismatch.score import DTYPES, Scorer
+
+FACTORS: tuple[Factor, ...] = get_args(Factor)
+_ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
+ARITHMETIC: tuple[Factor, ...] = ("dtype", *_ROUNDING)
+#: A change counts when it takes this share of the mean |log-ratio| that is left; two equal and independent
+#: causes take 29 % each, three 18 %, and a temperature fitted to noise a few percent.
+_MATERIAL = 0.2
+#: A change is dropped when the gap grows by no more than this without it.
+_SLACK = 1.1
+#: Fitted settings that leave more than this share of the gap are no explanation.
+_CONFIRMED = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One change, tried alone.
+
+    Attributes:
+        factor: what was changed.
+        value: to what.
+        after: the gap with it; None: it could not be run.
+        effect: mean |difference| it makes to the trainer's own log-probs, nats per token.
+        why_not: why it could not be run.
+    """
+
+    factor: Factor
+    value: str
+    after: Gap | None = None
+    effect: float = 0.0
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One change that explains a part of the gap, on top of those before it."""
+
+    factor: Factor
+    before: Gap
+    after: Gap
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the trainer's side alone can tell.
+
+    Attributes:
+        start: how the trainer reads.
+        reading: how it would have to read to come closest to the engine.
+        taken: the changes in between, in the order taken.
+        tried: every change on its own.
+    """
+
+    start: Reading
+    reading: Reading
+    taken: tuple[Taken, ...]
+    tried: tuple[Tried, ...]
+
+
+def explain(scorer: Scorer, asked: Settings) -> Explanation:
+    """Search for the changes that close the gap between the engine and the trainer.
+
+    Args:
+        scorer: of the engine's sample.
+        asked: the settings the engine was asked to sample with; the trainer applies its temperature.
+    """
+    return _Search(scorer, asked).run()
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(self, scorer: Scorer, asked: Settings) -> None:
+        self._scorer = scorer
+        self._asked = asked
+        self._start = Reading(Settings(asked.temperature))
+        changes = [(factor, other) for factor in FACTORS for other in self._changes(self._start, factor)]
+        self._tried = {other: self._try(factor, other) for factor, other in changes}
+
+    def run(self) -> Explanation:
+        reading = self._found(FACTORS)
+        fitted = reading.sampling != self._start.sampling
+        if fitted and self._left(reading) > _CONFIRMED * self._left(self._start):
+            # Free parameters fit a part of any gap, that of other weights above all.
+            reading = self._found(tuple(factor for factor in FACTORS if factor != "sampling"))
+        reading = self._pruned(reading)
+        return Explanation(self._start, reading, self._in_order(reading), tuple(self._tried.values()))
+
+    def _found(self, factors: tuple[Factor, ...]) -> Reading:
+        """Forward: take the best change as long as one helps."""
+        reading = self._start
+        for _ in range(2 * len(factors)):  # what was taken may be taken again, differently
+            if self._scorer.gap(reading).agrees:
+                break
+            changes = [other for factor in factors for other in self._changes(reading, factor)]
+            better = self._best(reading, changes) or self._best(reading, list(self._pairs(reading)))
+            if better is None:
+                break
+            reading = better
+        return reading
+
+    def _changes(self, base: Reading, factor: Factor) -> Iterator[Reading]:
+        """Readings that differ from `base` in this factor and might explain what is left."""
+        if factor == "sampling":
+            if not self._scorer.gap(base).agrees:
+                fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
+                yield from () if fitted == base else (fitted,)
+            return
+        for value in _values(self._scorer, factor):
+            if value != getattr(base, factor) and (base == self._start or self._matters(factor, value, base)):
+                yield replace(base, **{factor: value})
+
+    def _matters(self, factor: Factor, value: str | int, base: Reading) -> bool:
+        """A change cannot take more off the gap than it changes the trainer's own log-probs by."""
+        if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
+            return True  # it changes none of them; or was tried in another precision
+        effect = self._tried[replace(self._start, **{factor: value})].effect
+        return effect > 0.5 * _MATERIAL * self._left(base)
+
+    def _pairs(self, base: Reading) -> Iterator[Reading]:
+        """`base` with two arithmetic factors changed."""
+        changes = [(factor, value) for factor in ARITHMETIC for value in _values(self._scorer, factor)]
+        for (one, first), (two, second) in combinations(changes, 2):
+            matter = self._matters(one, first, base) or self._matters(two, second, base)
+            if one != two and matter:
+                yield replace(base, **{one: first, two: second})
+
+    def _best(self, base: Reading, others: list[Reading]) -> Reading | None:
+        """The reading that leaves the smallest gap, if that is materially smaller; among equals the first."""
+        left = [(self._left(other), other) for other in others]
+        limit = (1.0 - _MATERIAL) * self._left(base)
+        smallest = min((gap for gap, _ in left), default=limit)
+        if smallest >= limit:
+            return None
+        return next(other for gap, other in left if gap <= smallest * _SLACK + AGREE / 10)
+
+    def _left(self, reading: Reading) -> float:
+        """Mean |log-ratio|; infinite where the model cannot be run so."""
+        try:
+            return self._scorer.gap(reading).abs_mean
+        except RunFailure:
+            return math.inf
+
+    def _try(self, factor: Factor, other: Reading) -> Tried:
+        value = str(getattr(other, factor))
+        try:
+            return Tried(factor, value, self._scorer.gap(other), self._scorer.effect(self._start, other))
+        except RunFailure as failure:
+            return Tried(factor, value, why_not=failure.what)
+
+    def _pruned(self, reading: Reading) -> Reading:
+        """Backward: the reading without what it can do without, the fine changes first."""
+        for factor in reversed(FACTORS):
+            without = reading.with_factor(factor, self._start)
+            if self._left(without) <= self._left(reading) * _SLACK + AGREE / 10:
+                reading = without
+        return reading
+
+    def _in_order(self, reading: Reading) -> tuple[Taken, ...]:
+        """What each change explains, on top of those that explain more."""
+        left = [f for f in FACTORS if getattr(reading, f) != getattr(self._start, f)]
+        taken: list[Taken] = []
+        now = self._start
+        while left:
+            factor = min(left, key=lambda factor: self._left(now.with_factor(factor, reading)))
+            left.remove(factor)
+            after = now.with_factor(factor, reading)
+            taken.append(Taken(factor, self._scorer.gap(now), self._scorer.gap(after)))
+            now = after
+        return tuple(taken)
+
+
+def _values(scorer: Scorer, factor: Factor) -> tuple[str | int, ...]:
+    """What a factor may be instead of the trainer's own."""
+    if factor == "prompt":
+        return tuple(name for name in scorer.prompts if name != OWN)
+    if factor == "weights":
+        return tuple(scorer.weights)
+    if factor == "positions":
+        lengths = {len(ids) for ids in scorer.prompts[OWN]}
+        return tuple(POSITION_MISTAKES) if len(lengths) > 1 else ()
+    if factor == "dtype":
+        own = next(scorer.model.parameters()).dtype
+        same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
+        return tuple(name for name in DTYPES if name not in same)
+    if factor == "attention":
+        return ("sdpa",) if scorer.model.config._attn_implementation == "eager" else ("eager",)
+    others: dict[Factor, tuple[str | int, ...]] = {
+        "shift": (1, -1),
+        "steps": ("decode",),
+        "rows": ("single",),
+    }
+    return others[factor]

@@ -1,0 +1,177 @@
+"""Which temperature and truncation explain the engine's log-probs, and which the tokens it drew.
+
+The two are asked apart: an engine may sample from one distribution and report the log-probs of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.mismatch.gap import AGREE
+from rlctl.mismatch.reading import Cut, Settings
+
+_TOP_P = [round(0.5 + 0.01 * i, 2) for i in range(50)] + [0.995, 0.999]
+_TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 512, 1000]
+_MIN_P = [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3]
+#: One reported log-prob that is far off shall not decide the fit.
+_LARGEST_ERROR = 5.0
+#: Share of draws that may fall just outside of a truncation, two kernels rounding differently.
+_STRAY = 1e-3
+
+
+class RankedLogits:
+    """Logits of some positions, sorted, and where the token drawn stands among them.
+
+    Args:
+        logits: (N, V) float, before any temperature.
+        tokens: (N,) int64, drawn.
+        cuts: truncations to try besides the usual values, such as the one asked for.
+    """
+
+    def __init__(self, logits: Tensor, tokens: Tensor, cuts: Iterable[Cut] = ()) -> None:
+        logits = logits.float()
+        self._chosen = logits.gather(1, tokens[:, None])
+        self._rank = (logits > self._chosen).sum(1, keepdim=True)
+        self._sorted = logits.sort(dim=1, descending=True).values
+        grid = {Cut()} | {cut for cut in cuts if cut.kind != "none"}
+        grid |= {Cut("top_p", p) for p in _TOP_P} | {Cut("min_p", m) for m in _MIN_P}
+        grid |= {Cut("top_k", k) for k in _TOP_K if k < logits.shape[1]}
+        #: from the mildest to the strictest, `none` first
+        self.cuts = sorted(grid, key=lambda cut: (cut.kind != "none", cut.kind, cut.value))
+
+    def log_probs(self, settings: Settings) -> Tensor:
+        """(N,) of the drawn tokens; a token that is cut off is taken as the last one kept."""
+        log_probs, log_masses, _ = self._at(settings.temperature, [settings.cut])
+        return log_probs - log_masses[:, 0]
+
+    def errors(self, reported: Tensor, temperature: float, cuts: Sequence[Cut] | None = None) -> Tensor:
+        """Mean |log-prob − reported| for every cut, (K,); `reported` is (N,)."""
+        log_probs, log_masses, _ = self._at(temperature, cuts or self.cuts)
+        gaps = log_probs[:, None] - log_masses - reported[:, None]
+        return gaps.abs().nan_to_num(_LARGEST_ERROR).clamp(max=_LARGEST_ERROR).mean(0)
+
+    def likelihoods(self, temperature: float, cuts: Sequence[Cut] | None = None) -> Tensor:
+        """Log-likelihood of all draws together for every cut, (K,)."""
+        log_probs, log_masses, outside = self._at(temperature, cuts or self.cuts)
+        inside = torch.where(outside, -torch.inf, log_probs[:, None] - log_masses) + np.log1p(-_STRAY)
+        stray = (log_probs + np.log(_STRAY))[:, None]
+        return torch.logaddexp(inside, stray).double().sum(0)
+
+    def _at(self, temperature: float, cuts: Sequence[Cut]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs (N,), log of the mass kept (N, K), whether the token is cut off (N, K)."""
+        scaled = self._sorted / temperature
+        falling = -scaled
+        total = scaled.logsumexp(1, keepdim=True)
+        cumulative = (scaled - total).exp().cumsum(1)
+        kinds = groupby(cuts, key=lambda cut: cut.kind)
+        last = torch.cat([_last_kept(list(group), falling, cumulative) for _, group in kinds], dim=1)
+        outside = self._rank > last
+        mass = cumulative.gather(1, torch.maximum(last, self._rank).clamp(max=scaled.shape[1] - 1))
+        log_mass = torch.where(last >= scaled.shape[1] - 1, 0.0, mass.clamp(max=1.0).log())
+        return (self._chosen / temperature - total).squeeze(1), log_mass, outside
+
+
+def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tensor:
+    """(N, K) rank of the unlikeliest token that survives, from 0.
+
+    Args:
+        cuts: K truncations of one kind.
+        falling: (N, V) negated logits, ascending.
+        cumulative: (N, V) probability of each token and those likelier.
+    """
+    size = falling.shape[1]
+    values = falling.new_tensor([cut.value for cut in cuts]).expand(len(falling), len(cuts))
+    if cuts[0].kind == "top_p":
+        return torch.searchsorted(cumulative, values.contiguous()).clamp(max=size - 1)
+    if cuts[0].kind == "min_p":
+        return torch.searchsorted(falling, falling[:, :1] - values.log(), right=True) - 1
+    last = values.long() - 1 if cuts[0].kind == "top_k" else torch.full_like(values, size - 1).long()
+    return last.clamp(max=size - 1)
+
+
+def fit_reported(ranked: RankedLogits, reported: Tensor, asked: Settings) -> Settings:
+    """The simplest settings that explain the reported log-probs (N,) about as well as any.
+
+    Args:
+        ranked: the same tokens' logits.
+        reported: what the engine says of them.
+        asked: what it was asked to sample with; preferred, then the raw distribution.
+    """
+    temperature = _best(lambda t: float(ranked.errors(reported, t).min()), asked.temperature)
+    best = float(ranked.errors(reported, temperature).min())
+    enough = 1.1 * best + AGREE
+
+    def error(settings: Settings) -> float:
+        return float(ranked.errors(reported, settings.temperature, [settings.cut]))
+
+    for simple in (Settings(asked.temperature), Settings(1.0), asked):
+        if error(simple) <= enough:
+            return simple
+    for value in (_rounded(temperature), temperature):
+        if error(Settings(value)) <= enough:
+            return Settings(value)
+    for value in (asked.temperature, 1.0, _rounded(temperature), temperature):
+        errors = ranked.errors(reported, value)
+        if float(errors.min()) <= enough:
+            return Settings(value, _chosen_cut(ranked.cuts, errors <= enough, asked.cut))
+    raise AssertionError("the best fit is as good as itself")
+
+
+def fit_drawn(ranked: RankedLogits, reported: Settings, asked: Settings) -> tuple[Settings, float]:
+    """Which settings the tokens were drawn with, by maximum likelihood.
+
+    Returns:
+        The simplest settings about as likely as any, and by how many nats they beat `reported`.
+    """
+    temperature = _best(lambda t: -float(ranked.likelihoods(t).max()), asked.temperature)
+    likelihoods = ranked.likelihoods(temperature)
+    best = float(likelihoods.max())
+
+    def likelihood(settings: Settings) -> float:
+        return float(ranked.likelihoods(settings.temperature, [settings.cut]))
+
+    # A free temperature and a choice among some eighty truncations: this much is won by chance.
+    enough = best - 8.0
+    for simple in (reported, asked, Settings(asked.temperature), Settings(1.0)):
+        if likelihood(simple) >= enough:
+            return simple, likelihood(simple) - likelihood(reported)
+    found = Settings(temperature, ranked.cuts[int(likelihoods.argmax())])
+    for value in (reported.temperature, asked.temperature):
+        at = ranked.likelihoods(value)
+        if float(at.max()) >= enough:
+            found = Settings(value, ranked.cuts[int(at.argmax())])
+            break
+    return found, likelihood(found) - likelihood(reported)
+
+
+def _best(loss: Callable[[float], float], asked: float) -> float:
+    """The temperature of the smallest loss: a grid, then a search around its best."""
+    from scipy.optimize import minimize_scalar
+
+    grid = sorted({*np.geomspace(0.2, 5.0, 25).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
+    losses = [loss(value) for value in grid]
+    place = int(np.argmin(losses))
+    low, high = grid[max(place - 1, 0)], grid[min(place + 1, len(grid) - 1)]
+    found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-5})
+    return float(found.x) if found.fun < losses[place] else grid[place]
+
+
+def _chosen_cut(cuts: Sequence[Cut], good: Tensor, asked: Cut) -> Cut:
+    """Of the cuts that fit: the one asked for, else the middle one of the first kind."""
+    fitting = [cut for cut, fits in zip(cuts, good.tolist(), strict=True) if fits]
+    if asked in fitting:
+        return asked
+    for kind in ("top_p", "top_k", "min_p"):
+        of_kind = [cut for cut in fitting if cut.kind == kind]
+        if of_kind:
+            return of_kind[len(of_kind) // 2]
+    return fitting[0]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")

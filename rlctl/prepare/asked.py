@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from rlctl.data.checks import RowError, check_text, kind_of
 from rlctl.data.read import extra_of
 from rlctl.data.schema import Message
@@ -78,7 +80,10 @@ def extra_info(values: Values) -> dict[str, Any]:
     extra = extra_of(given) if isinstance(given, Mapping) else {}
     if extra.get("index") is not None and not is_integer(extra["index"]):
         extra["original_index"] = extra.pop("index")
-    check_text(json.dumps(extra, ensure_ascii=False))
+    try:
+        orjson.dumps(extra)
+    except TypeError:  # it is strict about more than text: let the slower check decide
+        check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 
 

@@ -82,6 +82,7 @@ class FileCheck:
         self._sources: Counter[str] = Counter()
         self._bad, self._text = BadRows(), TextChecks()
         self._ungradable, self._overlong, self._beyond = Places(), Places(), Places()
+        self._structured = Places()
         self._leaks: dict[tuple[Kind, str], Places] = defaultdict(Places)
 
     def read(self, progress: Progress) -> None:
@@ -106,6 +107,11 @@ class FileCheck:
         if not any(finding.code == "missing-columns" for finding in found):
             found += self._bad.findings()
         found += self._text.findings() + self.splits.findings() + self.questions.findings(self.path)
+        structured = (
+            "have a ground truth that is a list or a structure, where training reads text or a number"
+        )
+        fix = "`rlctl prepare-data parquet` turns it into text"
+        found += self._structured.finding("structured-truth", "error", structured, fix)
         found += findings.ungradable(self._ungradable.count, self._ungradable.first)
         unknown = [source for source in self._sources if not knows_source(source)]
         found += [
@@ -156,10 +162,15 @@ class FileCheck:
                 str(name): type(value).__name__ for name, value in record.values.items()
             }
         try:
-            return self._recipe.to_row(record.values, self.path, record.number - 1)
+            row = self._recipe.to_row(record.values, self.path, record.number - 1)
         except RowError as error:
             self._bad.add(record.where, str(error))
             return None
+        judged = record.values.get("reward_model")
+        truth = judged.get("ground_truth") if isinstance(judged, dict) else None
+        if self._schema is not None and isinstance(truth, list | dict):
+            self._structured.add(record.where)
+        return row
 
     def _grade(self, records: list[Record], rows: list[Row]) -> None:
         ruled = [(record, row) for record, row in zip(records, rows, strict=True) if row.style == "rule"]

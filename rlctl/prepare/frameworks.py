@@ -19,14 +19,18 @@ def verl(values: Values, prompt_key: str, answer_key: str) -> Asked:
     """verl's five columns; all of `extra_info` is kept."""
     judged = values.get("reward_model")
     style = judged.get("style") if isinstance(judged, Mapping) else None
-    asked = Asked(
+    extra = extra_info(values)
+    return Asked(
         parse_messages(lookup(values, prompt_key)),
         _any_truth(lookup(values, answer_key), answer_key),
+        answer=text_of(extra.get("answer")),
+        question=text_of(extra.get("question")),
         data_source=source_named(values, "data_source"),
         ability=text_of(values.get("ability")),
         style=text_of(style) or "rule",
+        extra=extra,
+        index=_place(extra.get("index")),
     )
-    return _with_extra(asked, values)
 
 
 def dapo_math(values: Values, prompt_key: str, answer_key: str) -> Asked:
@@ -38,14 +42,17 @@ def dapo_math(values: Values, prompt_key: str, answer_key: str) -> Asked:
 
 def trl(values: Values, prompt_key: str, answer_key: str) -> Asked:
     """A prompt and an answer column, and what other columns of ours there are."""
-    asked = generic(values, prompt_key, answer_key)
-    asked = replace(
+    asked, extra = generic(values, prompt_key, answer_key), extra_info(values)
+    return replace(
         asked,
+        answer=text_of(extra.get("answer")) or asked.answer,
+        question=text_of(extra.get("question")),
         data_source=source_named(values, "data_source") if "data_source" in values else "",
         ability=text_of(values.get("ability")),
         style=text_of(values.get("style")) or "rule",
+        extra=extra,
+        index=_place(extra.get("index")),
     )
-    return _with_extra(asked, values)
 
 
 def openrlhf(values: Values, prompt_key: str, answer_key: str) -> Asked:
@@ -59,17 +66,6 @@ def generic(values: Values, prompt_key: str, answer_key: str) -> Asked:
     prompt = parse_messages(lookup(values, prompt_key))
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
     return Asked(prompt, answer.strip(), answer=answer)
-
-
-def _with_extra(asked: Asked, values: Values) -> Asked:
-    extra = extra_info(values)
-    return replace(
-        asked,
-        question=text_of(extra.get("question")),
-        answer=text_of(extra.get("answer")) or asked.answer,
-        extra=extra,
-        index=_place(extra.get("index")),
-    )
 
 
 def _place(index: Any) -> int | None:

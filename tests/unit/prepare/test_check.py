@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
 from rlctl.prepare import columns
 from rlctl.prepare.check import CheckRequest, check
@@ -89,6 +90,17 @@ def test_bad_rows_are_grouped_by_complaint(tmp_path):
         (2, f"{path}:5"),
     ]
     assert reaches(found, "error")
+
+
+def test_what_the_recipe_mends_but_training_refuses_is_found(tmp_path):
+    rows = verl_rows(3)
+    for row in rows:
+        row["reward_model"]["ground_truth"] = [row["reward_model"]["ground_truth"]]
+    path = write(tmp_path / "a.parquet", rows)
+    assert codes(path) == ["structured-truth"]
+    with pytest.raises(UsageError, match="type list"):
+        load_rows([path])
+    assert codes(write_jsonl(tmp_path / "a.jsonl", rows)) == [], "of other formats the recipe makes rows"
 
 
 def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):

@@ -17,7 +17,7 @@ import typer
 
 from rlctl.cli import prepare_data, presets
 from rlctl.cli.diagnose import diagnose
-from rlctl.cli.evaluate import evaluate
+from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.export import export
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
@@ -41,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
-app.command()(evaluate)
+app.command(cls=EvaluateCommand)(evaluate)
 app.command()(diagnose)
 app.command()(export)
 app.command()(schema)

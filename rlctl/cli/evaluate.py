@@ -4,21 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from rlctl.cli.compare import compare_command, numbers
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.evaluate.intervals import Estimate
     from rlctl.evaluate.report import Evaluation
 
 
+class Engine(StrEnum):
+    """Who samples."""
+
+    HF = "hf"
+    VLLM = "vllm"
+
+
+class EvaluateCommand(TyperCommand):
+    """`evaluate MODEL …`, and `evaluate compare A B` beside it."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Hand over to `compare` when that is the first word."""
+        if args[:1] == ["compare"]:
+            return compare_command().make_context(f"{info_name} compare", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+#: Options that say how to sample, which regrading does not.
+_OF_SAMPLING = (
+    *("data", "n", "temperature", "top_p", "max_response_length", "limit", "seed", "engine", "fresh"),
+    "batch_size",
+)
+
+
 def evaluate(
+    context: typer.Context,
     model_or_run: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="A run directory, a model directory or a hub id.")
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN",
+            help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory.",
+        ),
     ],
     data: Annotated[
         list[str] | None,
@@ -42,6 +73,19 @@ def evaluate(
         int | None, typer.Option(min=1, help="Only the first questions.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.py:FUNCTION", help="Who grades.", show_default="the run's, or by data source"
+        ),
+    ] = None,
+    engine: Annotated[
+        Engine | None, typer.Option(help="Who samples.", show_default="the run's, or hf")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Sample again what is stored.")] = False,
+    regrade: Annotated[
+        bool, typer.Option("--regrade", help="Grade an evaluation's samples again: no model, no sampling.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory to write, new or empty.", show_default="evaluations/TIME in the run"),
@@ -52,14 +96,24 @@ def evaluate(
 ) -> None:
     """Sample answers, grade them as in training, and say how good they are.
 
-    avg@n is the mean reward, pass@k the unbiased chance that one of k answers is right; both with
-    95 % intervals that count questions, not answers.
+    avg@n is the mean reward, pass@k the unbiased chance that one of k answers is
+    right, maj@n the reward of the most frequent answer; all with 95 % intervals
+    that count questions, not answers. Responses are stored as they arrive: the
+    same command goes on where a killed one stopped.
 
       rlctl evaluate runs/rlctl/rloo-seq-is-20260101-120000
 
       rlctl evaluate Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/test.parquet --n 4 --limit 200
+
+      rlctl evaluate evaluations/20260101-120000 --regrade --reward my_reward.py:grade
+
+    Two evaluations side by side: rlctl evaluate compare A B
     """
-    ks = None if k is None else _numbers(k)
+    ks = None if k is None else numbers(k)
+    if regrade:
+        _refuse_sampling_options(context)
+        _regrade(Path(model_or_run), ks, reward, out)
+        return
     if top_p == 0.0:
         raise UsageError(
             "--top-p 0 leaves no token", where="--top-p", fix="for the likeliest: --temperature 0"
@@ -77,23 +131,39 @@ def evaluate(
         max_response_length=max_response_length,
         limit=limit,
         seed=seed,
+        reward=reward,
+        engine=engine.value if engine else None,
+        fresh=fresh,
         out=out,
         batch_size=batch_size,
     )
     with _progress() as progress:
-        evaluation = run_evaluation(request, progress)
-    _print(evaluation)
+        found = run_evaluation(request, progress)
+    _print(*found)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"not a list of numbers: {text}", where="--k", fix="for example --k 1,4,8") from None
+def _regrade(directory: Path, ks: list[int] | None, reward: str | None, out: Path | None) -> None:
+    from rlctl.evaluate.regrade import RegradeRequest, regrade
+
+    with _progress() as progress:
+        found = regrade(RegradeRequest(directory, ks, reward, out), progress)
+    _print(*found)
+
+
+def _refuse_sampling_options(context: typer.Context) -> None:
+    for name in _OF_SAMPLING:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} is about sampling, and --regrade samples nothing",
+                where=option,
+                fix="leave it out, or leave --regrade out",
+            )
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error, on terminals only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -101,52 +171,11 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading the model", total=None)
-        yield lambda done, total: bar.update(task, description="questions", completed=done, total=total)
+        task = bar.add_task("reading the model", total=None)
+        yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
 
 
-def _print(evaluation: Evaluation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _print(out: Path, evaluation: Evaluation) -> None:
+    from rlctl.cli.evaluate_output import print_evaluation
 
-    console = Console(highlight=False)
-    target = evaluation.target
-    of_run = f", step {target.step} of {target.run_dir}" if target.run_dir else ""
-    console.print(Text(f"{target.model_path}{of_run}"), soft_wrap=True)
-    for score in evaluation.scores:
-        amount = f": {score.num_questions:,} questions × {evaluation.n} responses"
-        console.print(Text.assemble("\n", (score.data_source, "bold"), amount), soft_wrap=True)
-        table = Table(box=None, header_style="dim", pad_edge=False)
-        table.add_column("")
-        table.add_column("", justify="right")
-        table.add_column("95 % interval", justify="right")
-        table.add_row(f"avg@{evaluation.n}", *_shown(score.avg))
-        for k, passed in score.pass_at.items():
-            table.add_row(f"pass@{k}", *_shown(passed))
-        table.add_row("truncated", f"{score.truncated_fraction:.1%}")
-        table.add_row("mean length", f"{score.mean_length:.1f}", "tokens")
-        table.add_row("grader errors", f"{score.num_grader_errors:,}")
-        console.print(table)
-    console.print()
-    for note in _notes(evaluation):
-        console.print(Text(note, style="yellow"), soft_wrap=True)
-    console.print(f"{evaluation.out}/  results.json, samples.parquet", markup=False, soft_wrap=True)
-
-
-def _shown(estimate: Estimate | None) -> tuple[str, str]:
-    """A figure and its interval: `0.412`, `0.380 – 0.445`."""
-    if estimate is None:
-        return "—", "too few graded samples"
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3f}", "—"
-    return f"{estimate.value:.3f}", f"{estimate.low:.3f} – {estimate.high:.3f}"
-
-
-def _notes(evaluation: Evaluation) -> Iterator[str]:
-    yield from evaluation.target.notes
-    if evaluation.num_overlong:
-        yield f"{evaluation.num_overlong} questions were left out: their prompts are too long"
-    if evaluation.grader_errors:
-        first = evaluation.grader_errors[0].strip().splitlines()[-1]
-        yield f"samples the grader failed on are left out, not scored 0; the first failure: {first}"
+    print_evaluation(out, evaluation)

@@ -180,6 +180,13 @@ def known_intact(root: Path, step: int) -> Checkpoint:
     return Checkpoint(root / f"{_PREFIX}{step:06d}", state)
 
 
+def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:
+    """File of `model_dir` → its SHA-256, as recorded when the checkpoint was written."""
+    _, expected = _read_manifest(checkpoint.path)
+    place = checkpoint.model_dir.name + "/"
+    return {name.removeprefix(place): digest for name, digest in expected.items() if name.startswith(place)}
+
+
 def verify(path: Path) -> tuple[str, Checkpoint | None]:
     """Read one checkpoint back; what is wrong with it, or the checkpoint."""
     try:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlctl.errors import EnvironmentFailure, UsageError
+
+#: What a model directory holds beside its weights: configs, tokenizer, chat template, code.
+_TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 def load_policy(
@@ -37,6 +41,38 @@ def load_policy(
         model = _causal_lm(path, dtype=dtype, attn_implementation=attn_implementation, **shared)
     _check_embeddings(model, tokenizer, where, "use the tokenizer the model was trained with")
     return model, tokenizer
+
+
+def local_directory(path: str) -> Path:
+    """Where a model's files lie: the directory itself, or the hub's snapshot of it, fetched if need be.
+
+    Raises:
+        UsageError: no such directory, or not a name the hub can have.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+    """
+    with _explained(path, f"model.path={path}"):
+        if Path(path).is_dir():
+            return Path(path)
+        from huggingface_hub import snapshot_download
+
+        fetch = partial(snapshot_download, path, ignore_patterns=["*/*"])  # folders hold other formats
+        found = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
+        if not any(found.glob("*.safetensors")):
+            fetch(allow_patterns=["*.bin"])
+        return found
+
+
+def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """A model's tokenizer and config, without its weights.
+
+    Raises:
+        UsageError, EnvironmentFailure: as `load_policy`.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _explained(path, f"model.path={path}"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return tokenizer, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def load_beside(

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
+#: Chance to see a difference that exists.
+POWER = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,56 @@ def estimate(per_question: Sequence[float]) -> Estimate | None:
         return Estimate(mean, None, None, count)
     reach = quantile * math.sqrt(variance)
     return Estimate(mean, mean - reach, mean + reach, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean of per-question differences, its 95 % interval, and Student's paired test.
+
+    Attributes:
+        value: the mean difference.
+        low, high: the interval; None where all differences are alike and cannot tell.
+        p_value: chance of a mean this far from 0 if there were no difference; None without interval.
+        deviation: standard deviation of the differences; None for a single question.
+        num_questions: differences it is made of.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    p_value: float | None
+    deviation: float | None
+    num_questions: int
+
+
+def paired(differences: Sequence[float]) -> Difference | None:
+    """Mean, interval and test of one difference per question; None without any."""
+    count = len(differences)
+    if count == 0:
+        return None
+    mean = math.fsum(differences) / count
+    if count == 1:
+        return Difference(mean, None, None, None, None, count)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
+    if deviation == 0.0:
+        return Difference(mean, None, None, None, 0.0, count)
+    from scipy.stats import t
+
+    error = deviation / math.sqrt(count)
+    reach = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1)) * error
+    p_value = 2.0 * float(t.sf(abs(mean) / error, count - 1))
+    return Difference(mean, mean - reach, mean + reach, p_value, deviation, count)
+
+
+def questions_needed(deviation: float, difference: float) -> int:
+    """Questions with which a paired test sees this difference in 80 % of cases, at the level above.
+
+    The usual normal approximation, ((z₀.₉₇₅ + z₀.₈) · deviation / difference)².
+    """
+    from scipy.stats import norm
+
+    quantiles = float(norm.ppf((1.0 + LEVEL) / 2.0) + norm.ppf(POWER))
+    return math.ceil((quantiles * deviation / difference) ** 2)
 
 
 def _wilson(mean: float, variance: float, count: int, quantile: float) -> tuple[float, float]:

@@ -1,25 +1,28 @@
-"""`results.json`: the figures, and everything needed to say what they are figures of."""
+"""What an evaluation found, as a directory: `results.json`, `samples.parquet`, `samples.html`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
+from rlctl.errors import UsageError
 from rlctl.evaluate.intervals import LEVEL
+from rlctl.evaluate.page.write import PAGE_FILE, write_page
+from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-
-if TYPE_CHECKING:
-    from rlctl.evaluate.target import Target
-    from rlctl.rollout.protocol import Sampling
+from rlctl.evaluate.versions import version_of
+from rlctl.spec.reward import RewardSpec
 
 RESULTS_FILE = "results.json"
-_PACKAGES = ("rlctl", "torch", "transformers", "math-verify", "scipy")
+_FORMAT = 2
+_PACKAGES = ("rlctl", "torch", "transformers", "math-verify", "scipy", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,60 +30,110 @@ class Evaluation:
     """What an evaluation found.
 
     Attributes:
-        target: what was evaluated, on what.
-        out: where results and samples lie.
-        n: responses per question.
-        sampling, seed: how they were sampled.
+        about: what was sampled, and how: `model`, `data` and `sampling`, as in `results.json`.
+        reward: who graded.
         scores: one per data source; with several, the last is of all together.
-        num_overlong: questions left out because their prompt is too long.
         grader_errors: the first few failures, as text.
         seconds: of sampling and grading.
-        chat_template: the tokenizer's, if it has one.
+        num_stored: responses that were sampled by an earlier evaluation.
+        regraded: what it was graded from, and what changed; None: it was sampled.
+        notes: what the user should know.
     """
 
-    target: Target
-    out: Path
-    n: int
-    sampling: Sampling
-    seed: int
+    about: Mapping[str, Any]
+    reward: RewardSpec
     scores: list[Score]
-    num_overlong: int
     grader_errors: list[str]
     seconds: float
-    chat_template: str | None
+    num_stored: int = 0
+    regraded: Mapping[str, Any] | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def n(self) -> int:
+        """Responses per question."""
+        return int(self.about["sampling"]["n"])
 
 
-def results_text(evaluation: Evaluation) -> str:
-    """The content of `results.json`; standard JSON, null where there is no figure."""
-    target, template = evaluation.target, evaluation.chat_template
-    document: dict[str, Any] = {
+def write_evaluation(
+    out: Path, evaluation: Evaluation, samples: Sequence[EvalSample], *, page: bool = True
+) -> None:
+    """Write the directory: complete, or not at all.
+
+    Raises:
+        UsageError: the place lies below a file.
+        EnvironmentFailure: the disk is full, or the place cannot be written to.
+    """
+    clear_leftovers(out)
+    document = results_document(evaluation)
+    with staged_directory(out) as stage:
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        (stage / RESULTS_FILE).write_text(text.encode("utf-8", "replace").decode() + "\n", encoding="utf-8")
+        write_samples(stage / SAMPLES_FILE, samples)
+        if page:
+            write_page(stage / PAGE_FILE, document, samples)
+
+
+def read_evaluation(
+    directory: Path, *, without: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], list[EvalSample]]:
+    """`results.json` and the samples of an evaluation.
+
+    Args:
+        directory: what `write_evaluation` wrote.
+        without: columns of text to leave unread, see `read_samples`.
+
+    Raises:
+        UsageError: it is no evaluation, or damaged; says what is wrong.
+    """
+    path = directory / RESULTS_FILE
+    if not path.is_file():
+        what = f"holds no {RESULTS_FILE}" if directory.is_dir() else "no such directory"
+        fix = "name an evaluation's directory, such as RUN/evaluations/20260101-120000"
+        raise UsageError(f"not an evaluation: {what}", where=str(directory), fix=fix)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != _FORMAT:
+            raise ValueError(f"its format is {document['format']}, not {_FORMAT}")
+        _ = int(document["sampling"]["n"]), document["model"]["path"], document["reward"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(
+            f"not the results of an evaluation: {what}", where=str(path), fix="evaluate again"
+        ) from error
+    return document, read_samples(directory / SAMPLES_FILE, without=without)
+
+
+def default_out(parent: Path) -> Path:
+    """A new directory in `parent`, named after the time."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    candidates = (parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000)))
+    out = next(path for path in candidates if not path.exists())
+    check_vacant(out)
+    return out
+
+
+def results_document(evaluation: Evaluation) -> dict[str, Any]:
+    """The content of `results.json`; JSON, null where there is no figure."""
+    document = {
+        "format": _FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {
-            "path": target.model_path,
-            "run_dir": str(target.run_dir) if target.run_dir else None,
-            "step": target.step,
-            "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
-        },
-        "data": {"files": target.data_files, "num_overlong_prompts": evaluation.num_overlong},
-        "sampling": asdict(evaluation.sampling) | {"n": evaluation.n, "seed": evaluation.seed},
+        **evaluation.about,
+        "reward": evaluation.reward.model_dump(mode="json"),
         "interval_level": LEVEL,
-        "scores": [_score(score) for score in evaluation.scores],
+        "scores": [_score(score, evaluation.n) for score in evaluation.scores],
         "grader_errors": evaluation.grader_errors,
+        "num_stored": evaluation.num_stored,
         "seconds": round(evaluation.seconds, 3),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
     }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return document | ({"regraded": evaluation.regraded} if evaluation.regraded else {})
 
 
-def _score(score: Score) -> dict[str, Any]:
-    """One source's figures, `pass@k` under their own names."""
+def _score(score: Score, n: int) -> dict[str, Any]:
+    """One source's figures, `pass@k` and `maj@n` under their own names."""
     values = asdict(score)
     passed = values.pop("pass_at")
-    return values | {f"pass@{k}": value for k, value in passed.items()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    majority = {f"maj@{n}": values.pop("majority")} if n > 1 else {}
+    values.pop("majority", None)
+    return values | {f"pass@{k}": value for k, value in passed.items()} | majority

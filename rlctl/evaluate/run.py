@@ -1,41 +1,42 @@
-"""Evaluation: questions → n responses each → grades → figures with intervals.
+"""`evaluate`: questions → n responses each → grades → figures with intervals.
 
-The sampling, the tokenisation and the graders are those of training. Question by question the same
-seed gives the same responses, whatever `batch_size`: questions are drawn in blocks of `BLOCK`, each
-with random numbers of its own, and a batch never crosses a block.
+    Target ─▶ Policy ─▶ questions ─▶ responses ─────────▶ EvalSample ─▶ Score
+              tokenizer  PromptDataset  stored, or asked    graded        figures
+              identity                  for and stored
+
+Rendering, sampling and graders are those of training. A response is stored when it arrives, so what
+was sampled once is never sampled again, and a model is loaded only if something is missing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from rlctl.batch import Rollouts
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
-from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
-from rlctl.engine.model import load_policy
+from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
-from rlctl.evaluate.report import RESULTS_FILE, Evaluation, results_text
-from rlctl.evaluate.samples import SAMPLES_FILE, SampleWriter
-from rlctl.evaluate.scores import QuestionScores, summarise
+from rlctl.evaluate.ask import BLOCK, Pair, Response, as_samples, ask, rendered
+from rlctl.evaluate.grading import grade
+from rlctl.evaluate.policy import EngineName, Policy, find_policy, sampling_device
+from rlctl.evaluate.report import Evaluation, default_out, write_evaluation
+from rlctl.evaluate.rewards import chosen_reward
+from rlctl.evaluate.scores import summarise
+from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.evaluate.target import Target, find_target
-from rlctl.reward.build import MAX_ERRORS_KEPT, build_reward
-from rlctl.reward.protocol import Reward, RewardResult
-from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling, step_seed
+from rlctl.reward.build import build_reward
+from rlctl.reward.protocol import Reward
+from rlctl.rollout.protocol import Sampling
 from rlctl.spec.data import DataSpec
-from rlctl.spec.reward import OverlongSpec, RewardSpec
+from rlctl.spec.reward import RewardSpec
+from rlctl.tiny.embedded import cache_root
 
-BLOCK = 64
 DEFAULT_KS = (1, 4, 8)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class EvaluateRequest:
         max_response_length: tokens; None: the run's own, or 512.
         limit: questions at most, the first ones; None: all.
         seed: of sampling.
+        reward: a grader's name or `file.py:function`; None: the run's own, or by data source.
+        engine: who samples; None: the run's own, or `hf`.
+        fresh: replace stored responses.
         out: directory to write, new or empty; None: `evaluations/<time>` in the run, or here.
         batch_size: sequences generated at once.
     """
@@ -65,149 +69,145 @@ class EvaluateRequest:
     max_response_length: int | None = None
     limit: int | None = None
     seed: int = 1
+    reward: str | None = None
+    engine: EngineName | None = None
+    fresh: bool = False
     out: Path | None = None
     batch_size: int = 256
 
 
-#: Called with the number of questions done and of all.
-Progress = Callable[[int, int], None]
+#: Called with what is going on (`sampling`, `grading`), and the number of responses done and of all.
+Progress = Callable[[str, int, int], None]
 
 
-def evaluate(request: EvaluateRequest, progress: Progress) -> Evaluation:
-    """Sample, grade, and write `results.json` and `samples.parquet`, both or neither.
+def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evaluation]:
+    """Sample what is not stored, grade, and write the evaluation's directory.
 
     Raises:
         UsageError: k > n, no such model or run, no data, or `out` is taken.
-        EnvironmentFailure: the model is neither here nor on the hub, or `out` cannot be written.
+        RunFailure: another process samples the same, or a stored response is damaged.
+        EnvironmentFailure: the model is neither here nor on the hub, or a disk is full.
     """
-    ks = _checked_ks(request)
+    ks = checked_ks(request.ks, request.n)
+    _refuse_repeated_greedy(request)
     target = find_target(request.model_or_run, request.data_files)
-    out = request.out or _default_out(target)
-    check_vacant(out)
+    if request.out:
+        check_vacant(request.out)
+    reward_spec = chosen_reward(target.spec.reward if target.spec else RewardSpec(), request.reward)
     rows = load_rows(target.data_files)[: request.limit]
-    model, tokenizer, device = _load(target)
-    sampling, max_prompt_length = _lengths(request, target, model)
-    questions = PromptDataset(rows, tokenizer, max_prompt_length=max_prompt_length, filter_overlong=True)
-    engine = HFRollout(model, tokenizer, device, max_num_seqs=request.batch_size)
-    del model  # the engine has a copy
+    policy = find_policy(target, request.engine)
+    sampling, max_prompt_length = _lengths(request, target, policy)
+    questions = PromptDataset(
+        rows, policy.tokenizer, max_prompt_length=max_prompt_length, filter_overlong=True
+    )
     started = time.monotonic()
-    clear_leftovers(out)
-    with contextlib.ExitStack() as stack:
-        stage = stack.enter_context(staged_directory(out))
-        graded = target.spec.reward if target.spec else RewardSpec()
-        reward = build_reward(
-            graded.model_copy(update={"overlong": OverlongSpec()}),  # it shapes training only
-            max_response_length=sampling.max_response_length,
-            device=device,
+    with grading(reward_spec, sampling.max_response_length) as reward:
+        responses, num_stored = _responses(
+            request, policy, questions, sampling, partial(progress, "sampling")
         )
-        stack.callback(reward.close)
-        scores, errors = _ask(stage, request, sampling, questions, engine, reward, progress)
-        evaluation = Evaluation(
-            target=target,
-            out=out,
-            n=request.n,
-            sampling=sampling,
-            seed=request.seed,
-            scores=summarise(scores, ks),
-            num_overlong=questions.num_dropped,
-            grader_errors=errors,
-            seconds=time.monotonic() - started,
-            chat_template=tokenizer.chat_template,
-        )
-        (stage / RESULTS_FILE).write_text(results_text(evaluation), encoding="utf-8")
-    return evaluation
+        samples, errors = grade(reward(), as_samples(questions, responses), partial(progress, "grading"))
+    evaluation = Evaluation(
+        about=_about(request, target, policy, sampling, questions.num_dropped),
+        reward=reward_spec,
+        scores=summarise(samples, ks, request.n),
+        grader_errors=errors,
+        seconds=time.monotonic() - started,
+        num_stored=num_stored,
+        notes=target.notes,
+    )
+    out = request.out or default_out((target.run_dir or Path()) / "evaluations")
+    write_evaluation(out, evaluation, samples)
+    return out, evaluation
 
 
-def _ask(
-    stage: Path,
-    request: EvaluateRequest,
-    sampling: Sampling,
-    questions: PromptDataset,
-    engine: HFRollout,
-    reward: Reward,
-    progress: Progress,
-) -> tuple[list[QuestionScores], list[str]]:
-    """Scores of every question in order, and the first few grader failures."""
-    scores: list[QuestionScores] = []
-    errors: list[str] = []
-    with SampleWriter(stage / SAMPLES_FILE) as writer:
-        progress(0, len(questions))
-        for first, places in _batches(len(questions), max(1, request.batch_size // request.n)):
-            rollouts = engine.generate(
-                questions.prompts([first + place for place in places], places),
-                sampling,
-                n=request.n,
-                step_seed=step_seed(request.seed, first // BLOCK, "evaluation"),
-                num_groups_total=BLOCK,
-            )
-            rewards = reward.score(rollouts)
-            writer.add(first + places[0], request.n, rollouts, rewards)
-            scores += _per_question(rollouts, rewards, request.n)
-            errors += rewards.errors[: MAX_ERRORS_KEPT - len(errors)]
-            progress(len(scores), len(questions))
-    return scores, errors
+@contextmanager
+def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[], Reward]]:
+    """A function that gives the reward; leaving ends its processes.
+
+    It is built at once, so that nothing is sampled for a reward that cannot be used; one with a reward
+    model when first asked for, so that the model need not share the device with what is evaluated.
+    """
+    build = partial(build_reward, spec, max_response_length=max_response_length, device=sampling_device())
+    built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
+
+    def reward() -> Reward:
+        if not built:
+            built.append(build())
+        return built[0]
+
+    try:
+        yield reward
+    finally:
+        for each in built:
+            each.close()
 
 
-def _batches(count: int, size: int) -> Iterator[tuple[int, range]]:
-    """(first question of the block, places within the block) of every batch."""
-    for first in range(0, count, BLOCK):
-        length = min(BLOCK, count - first)
-        for start in range(0, length, size):
-            yield first, range(start, min(start + size, length))
-
-
-def _per_question(rollouts: Rollouts, rewards: RewardResult, n: int) -> Iterator[QuestionScores]:
-    """The scores of each question of one batch."""
-    scores, valid = rewards.scores.tolist(), rewards.valid.tolist()
-    truncated, lengths = rollouts.truncated.tolist(), rollouts.response_mask.sum(-1).tolist()
-    for start in range(0, len(scores), n):
-        rows = range(start, start + n)
-        yield QuestionScores(
-            data_source=rollouts.data_sources[start],
-            rewards=[scores[row] for row in rows if valid[row]],
-            num_samples=n,
-            num_truncated=sum(truncated[row] for row in rows),
-            num_tokens=sum(lengths[row] for row in rows),
-        )
-
-
-def _checked_ks(request: EvaluateRequest) -> list[int]:
-    """The k of pass@k in ascending order.
+def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
+    """The k of pass@k in ascending order; None: those of `DEFAULT_KS` that n allows.
 
     Raises:
-        UsageError: one is not between 1 and n, or n > 1 repeats one greedy response.
+        UsageError: one is not between 1 and n.
     """
-    if request.temperature == 0.0 and request.n > 1:
-        what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
-        raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
-    if request.ks is None:
-        return [k for k in DEFAULT_KS if k <= request.n]
-    for k in request.ks:
-        if not 1 <= k <= request.n:
+    if ks is None:
+        return [k for k in DEFAULT_KS if k <= n]
+    for k in ks:
+        if not 1 <= k <= n:
             raise UsageError(
-                f"pass@{k} cannot be estimated from {request.n} responses per question",
+                f"pass@{k} cannot be estimated from {n} responses per question",
                 where="--k",
                 fix=f"sample more with --n {k}, or ask for smaller k" if k > 1 else "k is 1 or more",
             )
-    return sorted(set(request.ks))
+    return sorted(set(ks))
 
 
-def _load(target: Target) -> tuple[Any, Any, torch.device]:
-    """Model, tokenizer, and the device to sample on."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = target.spec
-    dtype = _DTYPES[spec.engine.dtype if spec else ("bf16" if device.type == "cuda" else "fp32")]
-    model, tokenizer = load_policy(
-        target.model_path,
-        revision=None,
-        trust_remote_code=spec.model.trust_remote_code if spec else False,
-        attn_implementation=spec.model.attn_implementation if spec else "sdpa",
-        dtype=dtype,
-    )
-    return model, tokenizer, device
+def _responses(
+    request: EvaluateRequest,
+    policy: Policy,
+    questions: PromptDataset,
+    sampling: Sampling,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[Pair, Response], int]:
+    """Every response in order, and how many of them were stored before."""
+    prompts = dict(rendered(questions, range(len(questions))))
+    keys = {
+        (prompt_hash(prompt.texts[0]), question, sample, request.seed): (question, sample)
+        for question, prompt in prompts.items()
+        for sample in range(request.n)
+    }
+    settings = {
+        "model": policy.sha256,
+        "template": policy.template_sha256,
+        "engine": policy.engine,
+        "dtype": policy.dtype,
+        "sampling": asdict(sampling),
+    }
+    with ResponseStore(cache_root(), settings) as store:
+        if request.fresh:
+            store.forget(keys)
+        found = store.find(keys)
+        num_stored = len(found)
+        progress(num_stored, len(keys))
+        missing = {pair: key for key, pair in keys.items() if pair not in found}
+        if missing:
+            longest = max(prompts[question].prompt_ids.shape[1] for question, _ in missing)
+            with policy.sampling_engine(longest + sampling.max_response_length, request.batch_size) as engine:
+                # vLLM fills its own batches: the more it is given at once, the better.
+                size = BLOCK * request.n if policy.engine == "vllm" else request.batch_size
+                wanted = list(missing)
+                for batch in ask(engine, questions, wanted, sampling, seed=request.seed, batch_size=size):
+                    store.add({missing[pair]: response for pair, response in batch.items()})
+                    found |= batch
+                    progress(len(found), len(keys))
+    return {pair: found[pair] for pair in keys.values()}, num_stored
 
 
-def _lengths(request: EvaluateRequest, target: Target, model: Any) -> tuple[Sampling, int]:
+def _refuse_repeated_greedy(request: EvaluateRequest) -> None:
+    if request.temperature == 0.0 and request.n > 1:
+        what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
+        raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
+
+
+def _lengths(request: EvaluateRequest, target: Target, policy: Policy) -> tuple[Sampling, int]:
     """How to sample, and the longest prompt that leaves room for a response.
 
     Raises:
@@ -215,13 +215,12 @@ def _lengths(request: EvaluateRequest, target: Target, model: Any) -> tuple[Samp
     """
     data = target.spec.data if target.spec else DataSpec()
     length = request.max_response_length or data.max_response_length
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = data.max_prompt_length if context is None else context - length
+    room = data.max_prompt_length if policy.context is None else policy.context - length
     if room < 1:
         raise UsageError(
-            f"{length} response tokens leave no room for a prompt, the model's context is {context}",
+            f"{length} response tokens leave no room for a prompt, the model's context is {policy.context}",
             where="--max-response-length",
-            fix=f"make it less than {context}",
+            fix=f"make it less than {policy.context}",
         )
     sampling = Sampling(
         max_response_length=length,
@@ -232,9 +231,18 @@ def _lengths(request: EvaluateRequest, target: Target, model: Any) -> tuple[Samp
     return sampling, min(room, data.max_prompt_length) if target.spec else room
 
 
-def _default_out(target: Target) -> Path:
-    """A new directory named after the time."""
-    parent = (target.run_dir or Path()) / "evaluations"
-    name = time.strftime("%Y%m%d-%H%M%S")
-    candidates = (parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000)))
-    return next(path for path in candidates if not path.exists())
+def _about(
+    request: EvaluateRequest, target: Target, policy: Policy, sampling: Sampling, num_overlong: int
+) -> dict[str, object]:
+    return {
+        "model": {
+            "path": target.model_path,
+            "run_dir": str(target.run_dir) if target.run_dir else None,
+            "step": target.step,
+            "sha256": policy.sha256,
+            "template_sha256": policy.template_sha256,
+        },
+        "data": {"files": target.data_files, "num_overlong_prompts": num_overlong},
+        "sampling": asdict(sampling)
+        | {"n": request.n, "seed": request.seed, "engine": policy.engine, "dtype": policy.dtype},
+    }

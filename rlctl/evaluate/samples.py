@@ -1,68 +1,133 @@
-"""`samples.parquet`: every response that was sampled, and what the grader said of it."""
+"""Responses to questions and what the grader said of them; on disk `samples.parquet`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.batch import Rollouts
-from rlctl.reward.protocol import RewardResult
+from rlctl.errors import UsageError
 
 SAMPLES_FILE = "samples.parquet"
+_ROWS_AT_ONCE = 4096
+#: Kept as JSON text: their shape is the data's own.
+_AS_JSON = ("messages", "extra_info")
 
-#: One row per sampled response, the siblings of a question adjacent.
+
+@dataclass(frozen=True, slots=True)
+class EvalSample:
+    """One response to one question.
+
+    Attributes:
+        question_index: the question's place among those asked, from 0.
+        sample_index: 0 … n − 1.
+        data_source: the question's source.
+        prompt: as the model reads it.
+        response: what the model said.
+        ground_truth: what the grader compares with.
+        truncated: cut off at the length limit.
+        num_tokens: of the response, end of sequence included.
+        messages: the question as a conversation, before any chat template; () where it is not known.
+        extra_info: of the data, for graders.
+        reward: None where the grader failed, and before grading.
+        answer: what the response answers, for majority votes; None: no answer, or none is read.
+    """
+
+    question_index: int
+    sample_index: int
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    truncated: bool
+    num_tokens: int
+    messages: Sequence[Mapping[str, str]] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+    answer: str | None = None
+
+
+_TEXT = pa.large_string()
+#: One row per response, the siblings of a question adjacent.
 SCHEMA = pa.schema(
     [
-        pa.field("question_index", pa.int64(), nullable=False),  # place among the prompts asked, from 0
-        pa.field("sample_index", pa.int64(), nullable=False),  # 0 … n − 1
-        pa.field("data_source", pa.large_string(), nullable=False),
-        pa.field("prompt", pa.large_string(), nullable=False),  # as the model reads it
-        pa.field("response", pa.large_string(), nullable=False),
-        pa.field("ground_truth", pa.large_string(), nullable=False),
-        pa.field("reward", pa.float32()),  # null where the grader failed
+        pa.field("question_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int64(), nullable=False),
+        pa.field("data_source", _TEXT, nullable=False),
+        pa.field("prompt", _TEXT, nullable=False),
+        pa.field("response", _TEXT, nullable=False),
+        pa.field("ground_truth", _TEXT, nullable=False),
         pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("num_tokens", pa.int64(), nullable=False),  # of the response, end of sequence included
+        pa.field("num_tokens", pa.int64(), nullable=False),
+        pa.field("messages", _TEXT, nullable=False),
+        pa.field("extra_info", _TEXT, nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("answer", _TEXT),
     ],
-    metadata={"rlctl.samples": "1"},
+    metadata={"rlctl.samples": "2"},
 )
 
 
-class SampleWriter:
-    """Appends batches to a Parquet file; a context manager."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd")
-
-    def add(self, first_question: int, n: int, rollouts: Rollouts, rewards: RewardResult) -> None:
-        """Write B responses: n to each question, from question number `first_question` on."""
-        rows = range(len(rollouts.response_texts))
-        graded = zip(rewards.scores.tolist(), rewards.valid.tolist(), strict=True)
-        columns = {
-            "question_index": [first_question + row // n for row in rows],
-            "sample_index": [row % n for row in rows],
-            "data_source": rollouts.data_sources,
-            "prompt": _storable(rollouts.prompt_texts),
-            "response": _storable(rollouts.response_texts),
-            "ground_truth": _storable(rollouts.ground_truths),
-            "reward": [score if is_valid else None for score, is_valid in graded],
-            "truncated": rollouts.truncated.tolist(),
-            "num_tokens": rollouts.response_mask.sum(-1).tolist(),
-        }
-        self._writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=SCHEMA))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.close()
+def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
+    """Write them as Parquet."""
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        for start in range(0, len(samples), _ROWS_AT_ONCE):
+            rows = [_row(sample) for sample in samples[start : start + _ROWS_AT_ONCE]]
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
 
-def _storable(texts: tuple[str, ...]) -> list[str]:
+def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[EvalSample]:
+    """What `write_samples` wrote.
+
+    Args:
+        path: the file.
+        without: columns of text to leave unread, "" instead.
+
+    Raises:
+        UsageError: it cannot be read, or is another kind of file.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+            if missing:
+                raise UsageError(
+                    f"not an evaluation's samples: {', '.join(missing)} missing",
+                    where=str(path),
+                    fix="evaluate again; stored responses are not sampled again",
+                )
+            columns = [name for name in SCHEMA.names if name not in without]
+            batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
+            return [_sample(row, without) for batch in batches for row in batch.to_pylist()]
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"the samples cannot be read: {reason}", where=str(path)) from error
+
+
+def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
+    """The samples of one question after the other, in the order they come."""
+    groups: dict[int, list[EvalSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.question_index, []).append(sample)
+    yield from groups.values()
+
+
+def _row(sample: EvalSample) -> dict[str, Any]:
+    values = {each.name: getattr(sample, each.name) for each in fields(EvalSample)}
+    values |= {name: json.dumps(values[name]) for name in _AS_JSON}
+    return {name: _storable(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
+def _sample(row: dict[str, Any], without: frozenset[str]) -> EvalSample:
+    row |= {name: json.loads(row[name]) for name in _AS_JSON if name not in without}
+    row |= dict.fromkeys(without, "")
+    return EvalSample(**row)
+
+
+def _storable(text: str) -> str:
     """Lone surrogates, which a tokenizer may produce, cannot be stored as UTF-8."""
-    return [text.encode("utf-8", "replace").decode() for text in texts]
+    return text.encode("utf-8", "replace").decode()

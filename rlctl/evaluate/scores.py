@@ -2,89 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlctl.evaluate.intervals import Estimate, estimate
 from rlctl.evaluate.passk import pass_at_k
+from rlctl.evaluate.samples import EvalSample, by_question
+from rlctl.evaluate.votes import majority_reward
 
 #: A response is right, for pass@k, at this reward or more.
 RIGHT = 1.0
 OVERALL = "overall"
 
 
-@dataclass(slots=True)
-class QuestionScores:
-    """What the samples of one question came to.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The samples of one question.
 
     Attributes:
         data_source: the question's source.
-        rewards: of the samples that could be graded.
-        num_samples: all of them.
-        num_truncated: cut off at the length limit.
-        num_tokens: response tokens of all samples together.
+        samples: all of them.
+        graded: those the grader did not fail on.
+        has_votes: whether any response of its source gives an answer; without, maj@n means nothing.
     """
 
     data_source: str
-    rewards: list[float] = field(default_factory=list)
-    num_samples: int = 0
-    num_truncated: int = 0
-    num_tokens: int = 0
+    samples: list[EvalSample]
+    graded: list[EvalSample]
+    has_votes: bool
+
+    def avg(self) -> float | None:
+        """Mean reward of the graded samples; None without any."""
+        rewards = _rewards(self.graded)
+        return sum(rewards) / len(rewards) if rewards else None
+
+    def pass_at(self, k: int) -> float | None:
+        """pass@k among the graded samples; None if there are fewer than k."""
+        if len(self.graded) < k:
+            return None
+        return pass_at_k(len(self.graded), sum(reward >= RIGHT for reward in _rewards(self.graded)), k)
+
+    def majority(self, n: int) -> float | None:
+        """Reward of the most frequent answer among the first n graded samples; None without votes."""
+        voters = self.graded[:n]
+        if not voters or not self.has_votes:
+            return None
+        return majority_reward([voter.answer for voter in voters], _rewards(voters))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The figures of one data source, or of all questions together.
+    """The figures of one data source, or of all questions together. Every mean is over questions.
 
     Attributes:
         data_source: its name, or `overall`.
         num_questions, num_samples: how much was evaluated.
         num_grader_errors: samples the grader failed on; they are left out, not scored 0.
-        avg: mean reward (avg@n); None when nothing could be graded.
+        num_short: questions with fewer than n graded samples.
+        avg: mean reward (avg@n) of the graded samples; None when nothing could be graded.
         pass_at: k → pass@k, over the questions with at least k graded samples.
-        truncated_fraction: samples cut off at the length limit / samples.
+        majority: maj@n, by the votes of the graded samples; None where the reward reads no answers.
+        truncated_fraction: samples cut off at the length limit.
         mean_length: response tokens per sample.
+        grader_error_fraction: samples the grader failed on.
     """
 
     data_source: str
     num_questions: int
     num_samples: int
     num_grader_errors: int
+    num_short: int
     avg: Estimate | None
     pass_at: dict[int, Estimate | None]
-    truncated_fraction: float
-    mean_length: float
+    majority: Estimate | None
+    truncated_fraction: Estimate | None
+    mean_length: Estimate | None
+    grader_error_fraction: Estimate | None
 
 
-def summarise(questions: Iterable[QuestionScores], ks: Sequence[int]) -> list[Score]:
+def summarise(samples: Sequence[EvalSample], ks: Sequence[int], n: int) -> list[Score]:
     """One `Score` per data source, by name, and a last one of all questions together.
 
     With a single source that one would repeat it, and is left out.
+
+    Args:
+        samples: graded, n of each question.
+        ks: of pass@k.
+        n: responses asked for per question.
     """
-    by_source: dict[str, list[QuestionScores]] = {}
-    for question in questions:
+    by_source: dict[str, list[Question]] = {}
+    for question in questions_of(samples):
         by_source.setdefault(question.data_source, []).append(question)
-    scores = [_score(source, by_source[source], ks) for source in sorted(by_source)]
+    scores = [_score(source, by_source[source], ks, n) for source in sorted(by_source)]
     if len(scores) > 1:
         everything = [question for group in by_source.values() for question in group]
-        scores.append(_score(OVERALL, everything, ks))
+        scores.append(_score(OVERALL, everything, ks, n))
     return scores
 
 
-def _score(name: str, questions: list[QuestionScores], ks: Sequence[int]) -> Score:
-    num_samples = sum(question.num_samples for question in questions)
-    graded = [question.rewards for question in questions if question.rewards]
+def questions_of(samples: Sequence[EvalSample]) -> list[Question]:
+    """The samples by question, in the order they come."""
+    with_votes = {sample.data_source for sample in samples if sample.answer is not None}
+    return [
+        Question(
+            data_source=group[0].data_source,
+            samples=group,
+            graded=[sample for sample in group if sample.reward is not None],
+            has_votes=group[0].data_source in with_votes,
+        )
+        for group in by_question(samples)
+    ]
+
+
+def _score(name: str, questions: list[Question], ks: Sequence[int], n: int) -> Score:
+    num_samples = sum(len(question.samples) for question in questions)
     return Score(
         data_source=name,
         num_questions=len(questions),
         num_samples=num_samples,
-        num_grader_errors=num_samples - sum(len(rewards) for rewards in graded),
-        avg=estimate([sum(rewards) / len(rewards) for rewards in graded]),
-        pass_at={k: estimate([_pass(rewards, k) for rewards in graded if len(rewards) >= k]) for k in ks},
-        truncated_fraction=sum(question.num_truncated for question in questions) / num_samples,
-        mean_length=sum(question.num_tokens for question in questions) / num_samples,
+        num_grader_errors=num_samples - sum(len(question.graded) for question in questions),
+        num_short=sum(len(question.graded) < n for question in questions),
+        avg=_over([question.avg() for question in questions]),
+        pass_at={k: _over([question.pass_at(k) for question in questions]) for k in ks},
+        majority=_over([question.majority(n) for question in questions]),
+        truncated_fraction=_over([_mean([s.truncated for s in q.samples]) for q in questions]),
+        mean_length=_over([_mean([s.num_tokens for s in q.samples]) for q in questions]),
+        grader_error_fraction=_over([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
 
 
-def _pass(rewards: list[float], k: int) -> float:
-    return pass_at_k(len(rewards), sum(reward >= RIGHT for reward in rewards), k)
+def _over(per_question: Sequence[float | None]) -> Estimate | None:
+    return estimate([value for value in per_question if value is not None])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rewards(samples: Sequence[EvalSample]) -> list[float]:
+    return [sample.reward for sample in samples if sample.reward is not None]

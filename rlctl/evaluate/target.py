@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
+from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec
@@ -20,6 +21,7 @@ class Target:
         model_path: Hugging Face directory or hub id.
         data_files: Parquet in verl's row schema.
         run_dir, step, spec: of the run it comes from, if it comes from one.
+        checksums: file of the model → SHA-256, where they are known.
         notes: what the user should know, such as damaged checkpoints passed over.
     """
 
@@ -28,6 +30,7 @@ class Target:
     run_dir: Path | None = None
     step: int | None = None
     spec: RunSpec | None = None
+    checksums: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -72,5 +75,11 @@ def _run_target(run_dir: Path, data_files: list[str]) -> Target:
             "the run has no validation files (data.val_files)", where=str(run_dir), fix="add --data FILE"
         )
     return Target(
-        str(checkpoint.model_dir), data_files, run_dir, checkpoint.state.step, spec, notes=tuple(notes)
+        str(checkpoint.model_dir),
+        data_files,
+        run_dir,
+        checkpoint.state.step,
+        spec,
+        checksums=model_checksums(checkpoint),
+        notes=tuple(notes),
     )

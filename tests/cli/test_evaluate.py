@@ -13,7 +13,8 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch):
+def _plain_terminal(monkeypatch, tmp_path):
+    monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "responses"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
@@ -46,6 +47,13 @@ def test_a_run_is_evaluated_on_its_own_validation_prompts(run_dir, tmp_path, cap
         (["RUN", "--data", "nowhere.parquet"], "no such file or directory"),
         (["RUN", "--out", "RUN"], "not empty"),
         (["no/such/model", "--data", "VAL"], "no such directory"),
+        (["RUN", "--reward", "nonesuch"], "no such reward: nonesuch"),
+        (["RUN", "--regrade"], "not an evaluation: holds no results.json"),
+        (["RUN", "--regrade", "--n", "4"], "--n is about sampling"),
+        (["RUN", "--regrade", "--max-response-length", "4"], "--max-response-length is about sampling"),
+        (["compare", "RUN", "RUN"], "not an evaluation: holds no results.json"),
+        (["compare", "RUN"], "Missing argument 'B'"),
+        (["compare", "RUN", "RUN", "--k", "x"], "not a list of numbers"),
     ],
 )
 def test_mistakes_exit_2_and_say_what_to_do(run_dir, arguments, words, capsys):
@@ -56,6 +64,46 @@ def test_mistakes_exit_2_and_say_what_to_do(run_dir, arguments, words, capsys):
     assert words in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
     assert not (run_dir / "evaluations").exists()
+
+
+def test_regrade_and_compare(run_dir, tmp_path, capsys):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def short(response):\n    return float(len(response) < 5)\n")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(["evaluate", str(run_dir), "--n", "2", "--limit", "20", "--out", str(first)]) == 0
+    assert "none" not in capsys.readouterr().out.lower()
+    told = ["--regrade", "--reward", f"{reward}:short", "--out", str(second)]
+    assert run(["evaluate", str(first), *told]) == 0
+    assert "grades changed: " in capsys.readouterr().out
+    assert run(["evaluate", "compare", str(first), str(second)]) == 0
+    printed = capsys.readouterr().out
+    assert "20 shared questions" in printed
+    assert "B is better by" in printed
+    assert "graded differently" in printed
+    assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [figure["name"] for figure in document["comparisons"][0]["figures"]][:2] == ["avg", "pass@2"]
+
+
+def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):
+    for name in ("first", "second"):
+        out = str(tmp_path / name)
+        assert run(["evaluate", str(run_dir), "--n", "2", "--limit", "5", "--out", out]) == 0
+    assert "10 responses were stored already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate", "--help"], ["Usage: rlctl evaluate [OPTIONS]", "--regrade", "evaluate compare A B"]),
+        (["evaluate", "compare", "--help"], ["Usage: rlctl evaluate compare [OPTIONS]", "--format"]),
+    ],
+)
+def test_help(arguments, words, capsys):
+    assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    for each in words:
+        assert each in printed
 
 
 def test_a_run_without_checkpoint_or_data_exits_2(run_dir, tmp_path, capsys):

@@ -11,12 +11,7 @@ from rlctl.evaluate import target as target_module
 from rlctl.evaluate.passk import pass_at_k
 from rlctl.evaluate.run import EvaluateRequest, evaluate
 from rlctl.tiny.task import DATA_SOURCE, write_parquet
-from tests.unit.evaluate.runs import QUICK, make_run, quick_task
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return quick_task(tmp_path_factory.mktemp("cache"))
+from tests.unit.evaluate.runs import QUICK, make_run
 
 
 @pytest.fixture
@@ -24,47 +19,63 @@ def run_dir(tmp_path, task):
     return make_run(tmp_path / "run", task)
 
 
-def quiet(done, total):
-    del done, total
+def quiet(doing, done, total):
+    del doing, done, total
 
 
 def samples_of(out):
     return pq.read_table(out / "samples.parquet").to_pylist()
 
 
-def test_results_are_those_of_the_stored_samples(run_dir, task):
+def found_by(request, **changes):
+    """The evaluation, and its samples as they were written."""
+    out, found = evaluate(replace(request, **changes), quiet)
+    return found, samples_of(out)
+
+
+def test_results_are_those_of_the_stored_samples(run_dir, task, tmp_path):
     told = []
-    found = evaluate(EvaluateRequest(str(run_dir), n=4, ks=[1, 4]), lambda *p: told.append(p))
-    assert found.out.parent == run_dir / "evaluations"
-    assert {file.name for file in found.out.iterdir()} == {"results.json", "samples.parquet"}
-    results = json.loads((found.out / "results.json").read_text())
-    samples = samples_of(found.out)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def even(response):\n    return float(len(response) % 2 == 0)\n")
+    request = EvaluateRequest(str(run_dir), n=4, ks=[1, 4], reward=f"{reward}:even")
+    out, _ = evaluate(request, lambda *p: told.append(p))
+    assert out.parent == run_dir / "evaluations"
+    assert {file.name for file in out.iterdir()} == {"results.json", "samples.parquet", "samples.html"}
+    results = json.loads((out / "results.json").read_text())
+    samples = samples_of(out)
     assert len(samples) == 150 * 4
-    assert told[0] == (0, 150)
-    assert told[-1] == (150, 150)
+    assert told[0] == ("sampling", 0, 600)
+    assert ("sampling", 600, 600) in told
+    assert told[-1] == ("grading", 600, 600)
 
     by_question = {}
     for row in samples:
-        assert row["reward"] == float(row["response"] == row["ground_truth"])
+        assert row["reward"] == float(len(row["response"]) % 2 == 0)
         by_question.setdefault(row["question_index"], []).append(row["reward"])
     [score] = results["scores"]
     assert score["avg"]["value"] == pytest.approx(sum(row["reward"] for row in samples) / 600)
     passed = [pass_at_k(4, int(sum(rewards)), 4) for rewards in by_question.values()]
     assert score["pass@4"]["value"] == pytest.approx(sum(passed) / 150)
-    assert score["truncated_fraction"] == sum(row["truncated"] for row in samples) / 600
-    assert score["mean_length"] == sum(row["num_tokens"] for row in samples) / 600
+    assert 0 < score["avg"]["value"] < 1
+    assert score["maj@4"] is None  # functions read no answers
+    truncated = sum(row["truncated"] for row in samples) / 600
+    assert score["truncated_fraction"]["value"] == pytest.approx(truncated)
+    assert score["mean_length"]["value"] == pytest.approx(sum(row["num_tokens"] for row in samples) / 600)
+    assert results["reward"]["name"] == f"{reward}:even"
     assert results["model"]["step"] == 8
     assert results["sampling"]["max_response_length"] == 6  # the run's own
     prompts = [row["prompt"][0]["content"] for row in pq.read_table(task.val_file).to_pylist()]
     assert [samples[4 * i]["prompt"] for i in range(150)] == prompts
 
 
-def test_samples_differ_within_a_question_and_by_seed_and_not_by_batch_size_or_limit(run_dir, tmp_path):
+def test_samples_differ_within_a_question_and_by_seed_and_not_by_batch_size_or_limit(
+    run_dir, tmp_path, monkeypatch
+):
     request = EvaluateRequest(str(run_dir), n=4, limit=70)
 
     def responses(name, **changes):
-        found = evaluate(replace(request, out=tmp_path / name, **changes), quiet)
-        return [row["response"] for row in samples_of(found.out)]
+        monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "caches" / name))  # nothing is stored
+        return [row["response"] for row in found_by(request, out=tmp_path / name, **changes)[1]]
 
     first = responses("a")
     assert len(set(first[:4])) > 1
@@ -76,7 +87,7 @@ def test_samples_differ_within_a_question_and_by_seed_and_not_by_batch_size_or_l
 def test_no_two_questions_share_their_random_numbers(run_dir, tmp_path):
     data = tmp_path / "data.parquet"
     write_parquet([("12+34=", "640")] * 130, "test", data)
-    samples = samples_of(evaluate(EvaluateRequest(str(run_dir), [str(data)]), quiet).out)
+    _, samples = found_by(EvaluateRequest(str(run_dir), [str(data)]))
     answers = {tuple(row["response"] for row in samples[8 * i : 8 * i + 8]) for i in range(130)}
     assert len(answers) > 120  # equal numbers would give equal answers to equal questions
 
@@ -86,13 +97,13 @@ def test_what_the_grader_fails_on_is_stored_and_left_out(run_dir, tmp_path):
     with RowWriter(data, "test") as writer:
         for source, truth in (("some/maths", "???"), (DATA_SOURCE, "640")):
             writer.add(Row(source, (Message("user", "12+34="),), truth))
-    found = evaluate(EvaluateRequest(str(run_dir), [str(data)], n=2), quiet)
+    found, samples = found_by(EvaluateRequest(str(run_dir), [str(data)], n=2))
     by_source = {score.data_source: score for score in found.scores}
     assert by_source["some/maths"].avg is None
     assert by_source["overall"].num_grader_errors == 2
     assert by_source["overall"].avg == by_source[DATA_SOURCE].avg
     assert "not a mathematical expression" in found.grader_errors[0]
-    assert [row["reward"] for row in samples_of(found.out)][:2] == [None, None]
+    assert [row["reward"] for row in samples][:2] == [None, None]
 
 
 def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, tmp_path):
@@ -100,8 +111,7 @@ def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, 
         str(task.model_dir), [str(task.val_file)], n=1, temperature=0.0, max_response_length=6, limit=20
     )
     first, again = (
-        samples_of(evaluate(replace(request, out=tmp_path / name, seed=seed), quiet).out)
-        for name, seed in (("a", 1), ("b", 2))
+        found_by(request, out=tmp_path / name, seed=seed)[1] for name, seed in (("a", 1), ("b", 2))
     )
     assert first == again
 
@@ -129,14 +139,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run_dir):
 
 
 def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
-    def fail(done, total):
-        if done:
+    def fail(doing, done, total):
+        if doing == "grading":
             raise KeyboardInterrupt
 
     out = tmp_path / "places" / "out"
     with pytest.raises(KeyboardInterrupt):
         evaluate(EvaluateRequest(str(run_dir), n=2, limit=70, batch_size=8, out=out), fail)
-    assert list(out.parent.iterdir()) == []
+    assert not out.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -147,6 +157,8 @@ def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
         ({"temperature": 0.0}, "temperature 0"),
         ({"max_response_length": QUICK.max_position_embeddings}, "no room for a prompt"),
         ({"model_or_run": "no/such"}, "does not exist"),
+        ({"reward": "nonesuch"}, "no such reward"),
+        ({"reward": "nowhere.py:f"}, "no such file"),
         ({"data_files": ["nowhere.parquet"]}, "no such file"),
     ],
 )
@@ -159,6 +171,6 @@ def test_what_cannot_work_is_refused(run_dir, changes, words):
 def test_overlong_prompts_are_counted(run_dir, tmp_path):
     data = tmp_path / "data.parquet"
     write_parquet([("12+34=", "640"), ("12+34=12+34=", "640")], "test", data)
-    found = evaluate(EvaluateRequest(str(run_dir), [str(data)], n=1), quiet)
-    assert found.num_overlong == 1
+    found, _ = found_by(EvaluateRequest(str(run_dir), [str(data)], n=1))
+    assert found.about["data"]["num_overlong_prompts"] == 1
     assert found.scores[0].num_questions == 1

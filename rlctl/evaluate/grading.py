@@ -1,0 +1,63 @@
+"""Grading of responses that exist: no model, no sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from rlctl.batch import Rollouts
+from rlctl.evaluate.samples import EvalSample
+from rlctl.reward.build import MAX_ERRORS_KEPT
+from rlctl.reward.protocol import Reward
+
+#: Samples graded between two reports of progress.
+_AT_ONCE = 256
+
+
+def grade(
+    reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]
+) -> tuple[list[EvalSample], list[str]]:
+    """The samples with rewards and answers, and the first few grader failures as text.
+
+    Rewards are without the overlong penalty, which shapes training only.
+    """
+    graded: list[EvalSample] = []
+    errors: list[str] = []
+    progress(0, len(samples))
+    for start in range(0, len(samples), _AT_ONCE):
+        chunk = samples[start : start + _AT_ONCE]
+        result = reward.score(_as_rollouts(chunk), read_answers=True)
+        answers = result.answers or [None] * len(chunk)
+        judged = zip(chunk, result.graded.tolist(), result.valid.tolist(), answers, strict=True)
+        graded += [
+            replace(sample, reward=score if is_valid else None, answer=answer)
+            for sample, score, is_valid, answer in judged
+        ]
+        errors += result.errors[: MAX_ERRORS_KEPT - len(errors)]
+        progress(len(graded), len(samples))
+    return graded, errors
+
+
+def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:
+    """As graders get them: the texts, and no tokens."""
+    ids = torch.zeros((len(samples), 0), dtype=torch.int64)
+    mask = ids.bool()
+    return Rollouts(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=ids,
+        responses=ids,
+        response_mask=mask,
+        rollout_log_probs=ids.float(),
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+        group_ids=torch.tensor([sample.question_index for sample in samples]),
+        policy_version=torch.zeros(len(samples), dtype=torch.int64),
+        data_sources=tuple(sample.data_source for sample in samples),
+        ground_truths=tuple(sample.ground_truth for sample in samples),
+        prompt_texts=tuple(sample.prompt for sample in samples),
+        response_texts=tuple(sample.response for sample in samples),
+        extra_infos=tuple(sample.extra_info for sample in samples),
+        messages=tuple(tuple(sample.messages) for sample in samples),
+    )

@@ -1,0 +1,197 @@
+"""`samples.html`: the figures and the samples on one page that needs nothing else.
+
+What models and data sets wrote may be hostile. It is data in a JSON block in which no character can
+end the block, inserted as text only, under a policy that runs this page's own script and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rlctl.evaluate.samples import EvalSample, by_question
+from rlctl.evaluate.scores import RIGHT
+
+PAGE_FILE = "samples.html"
+#: Bytes of text on the page, so that a browser still opens it.
+MAX_TEXT = 20_000_000
+_HERE = Path(__file__).parent
+#: Of the little plots: where 0 lies, and how far it is to 1.
+_ZERO, _ONE = 4.0, 192.0
+
+
+def write_page(
+    path: Path, document: Mapping[str, Any], samples: Sequence[EvalSample], *, max_text: int = MAX_TEXT
+) -> None:
+    """Write the page.
+
+    Args:
+        path: the file.
+        document: `results.json`.
+        samples: graded; if they are too much, those to learn from come first, see `chosen`.
+        max_text: bytes of text on the page.
+    """
+    kept = chosen(samples, max_text)
+    style, script = (_source(_HERE / name) for name in ("samples.css", "samples.js"))
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    model = document["model"]
+    text = environment.get_template("samples.html.j2").render(
+        title=f"{model['path']}, step {model['step']}" if model["run_dir"] else model["path"],
+        about=_about(document),
+        notes=_notes(document, samples, kept),
+        scores=[_table(score, document["sampling"]["n"]) for score in document["scores"]],
+        data=_json_block({"questions": [_question(group) for group in by_question(kept)]}),
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_csp_hash(style),
+        script_hash=_csp_hash(script),
+    )
+    path.write_bytes(text.encode("utf-8", "replace"))
+
+
+def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
+    """The samples that go onto the page, in their order.
+
+    If all are too much: first what failed, was cut off or is wrong, then the others, each in an order drawn
+    from a fixed seed, until `max_text` bytes are reached.
+    """
+    if sum(map(_size, samples)) <= max_text:
+        return list(samples)
+    places = list(range(len(samples)))
+    random.Random(0).shuffle(places)
+    places.sort(key=lambda place: _verdict(samples[place]) == "right" and not samples[place].truncated)
+    room, kept = max_text, set()
+    for place in places:
+        room -= _size(samples[place])
+        if room < 0:
+            break
+        kept.add(place)
+    return [sample for place, sample in enumerate(samples) if place in kept]
+
+
+def _size(sample: EvalSample) -> int:
+    """Bytes of text, the prompt counted with each response."""
+    texts = (sample.prompt, sample.response, sample.ground_truth)
+    return sum(len(text.encode("utf-8", "replace")) for text in texts)
+
+
+def _verdict(sample: EvalSample) -> str:
+    if sample.reward is None:
+        return "error"
+    return "right" if sample.reward >= RIGHT else "wrong"
+
+
+def _question(group: Sequence[EvalSample]) -> dict[str, Any]:
+    first = group[0]
+    return {
+        "index": first.question_index,
+        "source": first.data_source,
+        "prompt": first.prompt,
+        "truth": first.ground_truth,
+        "responses": [
+            {
+                "sample": sample.sample_index,
+                "text": sample.response,
+                "verdict": _verdict(sample),
+                "reward": sample.reward,
+                "answer": sample.answer,
+                "truncated": sample.truncated,
+                "tokens": sample.num_tokens,
+            }
+            for sample in group
+        ],
+    }
+
+
+def _json_block(value: object) -> Markup:
+    """JSON that no HTML parser sees markup in: ASCII, and `<`, `>`, `&` by their numbers."""
+    text = json.dumps(value, allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _about(document: Mapping[str, Any]) -> list[str]:
+    sampling = document["sampling"]
+    how = "greedy" if sampling["greedy"] else f"temperature {sampling['temperature']:g}"
+    return [
+        ", ".join(document["data"]["files"]),
+        f"{sampling['n']} responses per question, {how}, top-p {sampling['top_p']:g}",
+        f"at most {sampling['max_response_length']:,} tokens",
+        f"graded by {_grader(document['reward'])}",
+        document["written"],
+    ]
+
+
+def _grader(reward: Mapping[str, Any]) -> str:
+    terms: Iterable[Mapping[str, Any]] = reward["terms"] or [reward]
+    return " + ".join(term["name"] for term in terms)
+
+
+def _notes(
+    document: Mapping[str, Any], samples: Sequence[EvalSample], kept: Sequence[EvalSample]
+) -> list[str]:
+    notes = []
+    if len(kept) < len(samples):
+        notes.append(
+            f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "
+            "first, then some of the others by chance. The figures are of all, which are in samples.parquet."
+        )
+    if document["grader_errors"]:
+        first = document["grader_errors"][0].strip().splitlines()[-1]
+        notes.append(
+            f"Responses the grader failed on are left out of the figures. The first failure: {first}"
+        )
+    return notes
+
+
+def _table(score: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """A source's figures as text, with what to draw."""
+    by_count = [name for name in score if name.startswith(("pass@", "maj@"))]
+    figures = {"avg": f"avg@{n}"} | {name: name for name in by_count}
+    figures |= {"truncated_fraction": "truncated", "grader_error_fraction": "grader errors"}
+    rows = [_row(shown, score[name]) for name, shown in figures.items()]
+    return {
+        "name": score["data_source"],
+        "amount": f"{score['num_questions']:,} questions, {score['num_samples']:,} responses",
+        "rows": [*rows, _row("tokens per response", score["mean_length"], decimals=1) | {"plot": None}],
+    }
+
+
+def _row(name: str, estimate: Mapping[str, Any] | None, decimals: int = 3) -> dict[str, Any]:
+    if estimate is None:
+        return {"name": name, "value": "—", "interval": "", "plot": None}
+    value, low, high = estimate["value"], estimate["low"], estimate["high"]
+    has_interval = low is not None and high is not None
+    ends = [value, low, high] if has_interval else [value]
+    return {
+        "name": name,
+        "value": f"{value:.{decimals}f}",
+        "interval": f"{low:.{decimals}f} – {high:.{decimals}f}" if has_interval else "—",
+        "plot": {
+            "value": _ZERO + _ONE * value,
+            "low": _ZERO + _ONE * low if has_interval else None,
+            "high": _ZERO + _ONE * high if has_interval else None,
+        }
+        if all(0.0 <= end <= 1.0 for end in ends)
+        else None,
+    }
+
+
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _csp_hash(text: str) -> str:
+    """As the policy names an inline script or style."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,150 @@
+"""The model under evaluation: its tokenizer and its identity at once, its weights only when needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rlctl.data.render import template_sha256
+from rlctl.engine.model import load_policy, load_reader, local_directory
+from rlctl.rollout.hf import HFRollout
+
+if TYPE_CHECKING:
+    from rlctl.evaluate.target import Target
+    from rlctl.rollout.protocol import ResponseSampler
+
+EngineName = Literal["hf", "vllm"]
+Dtype = Literal["fp32", "bf16"]
+
+_DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Files of a model directory that say nothing of how it answers.
+_IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model that is ready to be asked.
+
+    Attributes:
+        directory: its files.
+        tokenizer: its tokenizer.
+        context: tokens of prompt and response it can read together; None: no limit is known.
+        sha256: of its files, see `files_hash`.
+        engine, dtype: what it runs in.
+    """
+
+    directory: Path
+    tokenizer: Any
+    context: int | None
+    sha256: str
+    engine: EngineName
+    dtype: Dtype
+    trust_remote_code: bool
+    attn_implementation: str
+
+    @property
+    def template_sha256(self) -> str | None:
+        """Of the chat template; None: it has none."""
+        has_one = bool(self.tokenizer.chat_template)  # it may be several by name
+        return template_sha256(self.tokenizer.get_chat_template() if has_one else None)
+
+    @contextmanager
+    def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
+        """Load the weights into the engine; leaving gives the memory back.
+
+        Args:
+            max_length: tokens of prompt and response together, at most.
+            batch_size: sequences at once.
+
+        Raises:
+            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
+        """
+        if self.engine == "vllm":
+            from rlctl.rollout.vllm import VLLMRollout
+
+            engine = VLLMRollout(
+                str(self.directory),
+                self.tokenizer,
+                dtype=self.dtype,
+                max_model_len=max_length,
+                max_num_seqs=batch_size,
+                trust_remote_code=self.trust_remote_code,
+            )
+            try:
+                yield engine
+            finally:
+                engine.close()
+            return
+        model, tokenizer = load_policy(
+            str(self.directory),
+            revision=None,
+            trust_remote_code=self.trust_remote_code,
+            attn_implementation=self.attn_implementation,
+            dtype=_DTYPES[self.dtype],
+        )
+        yield HFRollout(model, tokenizer, sampling_device(), max_num_seqs=batch_size)
+
+
+def find_policy(target: Target, engine: EngineName | None) -> Policy:
+    """Files, tokenizer and identity of the target's model.
+
+    Args:
+        target: what is evaluated.
+        engine: None: the run's own, or `hf`.
+
+    Raises:
+        UsageError: no such model, or its tokenizer cannot be read.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+    """
+    spec = target.spec
+    directory = local_directory(target.model_path)
+    trusts = spec.model.trust_remote_code if spec else False
+    tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
+    return Policy(
+        directory=directory,
+        tokenizer=tokenizer,
+        context=getattr(config.get_text_config(), "max_position_embeddings", None),
+        sha256=files_hash(directory, target.checksums),
+        engine=engine or (spec.rollout.name if spec else "hf"),
+        dtype=spec.engine.dtype if spec else ("bf16" if sampling_device().type == "cuda" else "fp32"),
+        trust_remote_code=trusts,
+        attn_implementation=spec.model.attn_implementation if spec else "sdpa",
+    )
+
+
+def files_hash(directory: Path, known: Mapping[str, str]) -> str:
+    """SHA-256 over names and contents of a model's files, whatever the directory is called.
+
+    Args:
+        directory: weights, config, generation config, tokenizer.
+        known: file → SHA-256, where it need not be read again.
+    """
+    digests = {
+        file.name: known.get(file.name) or _file_hash(file)
+        for file in sorted(directory.iterdir())
+        if file.is_file() and not _IRRELEVANT.fullmatch(file.name)
+    }
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def sampling_device() -> torch.device:
+    """Where models sample."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _file_hash(file: Path) -> str:
+    """SHA-256 of the content; the hub's cache names large files by it."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+        return blob.name
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,0 +1,177 @@
+"""Responses kept as they arrive, so that no evaluation samples one twice.
+
+`<cache>/evaluations/<key>/` holds `settings.json`, what the key is made of (model, engine, sampling),
+and `responses.jsonl`, one line per response. A killed process leaves at most half a last line, which
+is cut off when the next one comes. One process at a time may have the store open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self, TypeVar
+
+from filelock import FileLock, Timeout
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.evaluate.ask import Pair, Response
+from rlctl.evaluate.versions import version_of
+from rlctl.files import replacing, write_text
+
+_Value = TypeVar("_Value")
+
+DIRECTORY = "evaluations"
+RESPONSES_FILE = "responses.jsonl"
+SETTINGS_FILE = "settings.json"
+
+#: SHA-256 of the rendered prompt, the question's place, the response's number, the seed: what a response
+#: follows from, beside the settings. Two places in the data are two questions, also if they read alike.
+Key = tuple[str, int, int, int]
+
+
+def prompt_hash(text: str) -> str:
+    """Of a rendered prompt."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class ResponseStore:
+    """The responses of one model under one way of sampling; a context manager that holds its lock.
+
+    Args:
+        root: of the cache.
+        settings: what responses depend on beside question and seed; JSON.
+
+    Raises:
+        RunFailure: another process has it open.
+        EnvironmentFailure: it cannot be written.
+    """
+
+    def __init__(self, root: Path, settings: Mapping[str, Any]) -> None:
+        text = json.dumps(settings, sort_keys=True)
+        self.directory = root / DIRECTORY / hashlib.sha256(text.encode()).hexdigest()
+        self._file = self.directory / RESPONSES_FILE
+        self._settings = settings
+        self._lock = FileLock(f"{self.directory}.lock", timeout=0)
+        self._version = version_of("rlctl")
+        self._append: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        with self._writing():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire()
+            except Timeout:
+                raise RunFailure(
+                    "another process is sampling from this model with these settings",
+                    where=str(self.directory),
+                    fix="wait for it; what it samples is not sampled again",
+                ) from None
+            try:
+                write_text(
+                    self.directory / SETTINGS_FILE,
+                    json.dumps(self._settings, indent=1, sort_keys=True) + "\n",
+                )
+                self._cut_torn_line()
+                self._append = self._file.open("a", encoding="utf-8")
+            except BaseException:
+                self._lock.release()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._append:
+            self._append.close()
+        self._lock.release()
+
+    def find(self, wanted: Mapping[Key, Pair]) -> dict[Pair, Response]:
+        """Those of the wanted responses that are here.
+
+        Raises:
+            RunFailure: a line is not what this program writes.
+        """
+        return {wanted[key]: response for key, response, _ in self._lines() if key in wanted}
+
+    def forget(self, unwanted: Mapping[Key, Pair]) -> None:
+        """Remove these responses, all in one go; the others stay.
+
+        Raises:
+            RunFailure: a line is not what this program writes.
+            EnvironmentFailure: the disk is full.
+        """
+        with self._writing():
+            with replacing(self._file) as temporary, temporary.open("w", encoding="utf-8") as file:
+                file.writelines(line for key, _, line in self._lines() if key not in unwanted)
+            if self._append:
+                self._append.close()
+            self._append = self._file.open("a", encoding="utf-8")
+
+    def add(self, responses: Mapping[Key, Response]) -> None:
+        """Append these; they outlive this process from here on.
+
+        Raises:
+            EnvironmentFailure: the disk is full.
+        """
+        if self._append is None:
+            raise AssertionError("the store is not open")
+        with self._writing():
+            for (prompt, question, sample, seed), response in responses.items():
+                record = {"prompt": prompt, "question": question, "sample": sample, "seed": seed}
+                record |= asdict(response) | {"rlctl": self._version}
+                self._append.write(json.dumps(record) + "\n")
+            self._append.flush()
+
+    def _lines(self) -> Iterator[tuple[Key, Response, str]]:
+        number = 0
+        try:
+            with self._file.open(encoding="utf-8", newline="\n") as file:
+                for number, line in enumerate(file, 1):  # noqa: B007 - read in the handler
+                    yield *_parsed(line), line
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFailure(
+                f"a stored response cannot be read: {type(error).__name__}: {error}",
+                where=f"{self._file}:{number}",
+                fix=f"delete {self._file}; its responses are then sampled again",
+            ) from error
+
+    def _cut_torn_line(self) -> None:
+        """Drop what follows the last newline."""
+        if not self._file.exists():
+            return
+        with self._file.open("rb+") as file:
+            end = start = file.seek(0, os.SEEK_END)
+            while start > 0:
+                start = max(0, start - (1 << 16))
+                file.seek(start)
+                newline = file.read(1 << 16).rfind(b"\n", 0, end - start)
+                if newline >= 0:
+                    file.truncate(start + newline + 1)
+                    return
+            file.truncate(0)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"responses cannot be stored: {error.strerror or error}",
+                where=str(self.directory),
+                fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
+            ) from error
+
+
+def _parsed(line: str) -> tuple[Key, Response]:
+    record = json.loads(line)
+
+    def value(name: str, kind: type[_Value]) -> _Value:
+        if not isinstance(record[name], kind):
+            raise TypeError(f"`{name}` is not of type {kind.__name__}")
+        return record[name]  # type: ignore[no-any-return]
+
+    key = (value("prompt", str), value("question", int), value("sample", int), value("seed", int))
+    return key, Response(value("text", str), value("truncated", bool), value("num_tokens", int))

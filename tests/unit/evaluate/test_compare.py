@@ -1,0 +1,165 @@
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from scipy.stats import ttest_rel
+
+from rlctl.errors import UsageError
+from rlctl.evaluate.compare import compare
+from rlctl.evaluate.intervals import paired, questions_needed
+from rlctl.evaluate.report import Evaluation, write_evaluation
+from rlctl.evaluate.scores import summarise
+from rlctl.spec.reward import RewardSpec
+
+
+@pytest.fixture
+def stored(tmp_path, make_samples):
+    """Writes an evaluation of these rewards and returns its directory."""
+
+    def make(name, samples, n=None, template="t", **sampling):
+        n = n or 1 + max(sample.sample_index for sample in samples)
+        about = {
+            "model": {"path": name, "run_dir": None, "step": None, "template_sha256": template},
+            "data": {"files": ["x.parquet"], "num_overlong_prompts": 0},
+            "sampling": {"n": n, "seed": 1, "greedy": False, "temperature": 1.0, "top_p": 1.0}
+            | {"max_response_length": 9}
+            | sampling,
+        }
+        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], n), [], 1.0)
+        write_evaluation(tmp_path / name, evaluation, samples)
+        return tmp_path / name
+
+    return make
+
+
+def rewards(count, n, chance, seed):
+    draw = random.Random(seed)
+    return [[float(draw.random() < chance) for _ in range(n)] for _ in range(count)]
+
+
+def test_figures_are_those_of_a_paired_test(stored, make_samples):
+    a, b = rewards(60, 4, 0.3, 1), rewards(60, 4, 0.6, 2)
+    report = compare(stored("a", make_samples("s", a)), stored("b", make_samples("s", b)))
+    [found] = report.comparisons
+    avg = found.figures[0]
+    oracle = ttest_rel([sum(row) / 4 for row in b], [sum(row) / 4 for row in a])
+    low, high = oracle.confidence_interval(0.95)
+    assert avg.difference.value == pytest.approx(avg.b - avg.a)
+    assert (avg.difference.low, avg.difference.high) == pytest.approx((low, high))
+    assert avg.difference.p_value == pytest.approx(oracle.pvalue)
+    points = [round(100 * value, 1) for value in (avg.difference.value, low, high)]
+    assert found.verdict == f"B is better by {points[0]} points (95 %: {points[1]} to {points[2]})"
+    assert [figure.name for figure in found.figures] == ["avg", "pass@1", "pass@4"]
+    assert report.warnings == []
+
+
+def test_the_better_one_is_named_whichever_side_it_is_on(stored, make_samples):
+    good, bad = (
+        stored(name, make_samples("s", rewards(80, 2, p, 3))) for name, p in (("good", 0.9), ("bad", 0.2))
+    )
+    forth = compare(bad, good).comparisons[0].verdict
+    back = compare(good, bad).comparisons[0].verdict
+    assert forth.startswith("B is better by")
+    assert back == forth.replace("B is", "A is")
+
+
+def test_questions_are_paired_by_what_is_asked_not_by_their_place(stored, make_samples):
+    a = make_samples("s", rewards(30, 2, 0.5, 1))
+    shuffled = list(range(30))
+    random.Random(0).shuffle(shuffled)
+    b = [replace(sample, question_index=shuffled[sample.question_index]) for sample in a]
+    b.sort(key=lambda sample: sample.question_index)
+    b = [replace(sample, prompt=f"<|im_start|>{sample.prompt}") for sample in b]  # another template
+    report = compare(stored("a", a), stored("b", b, template="u"))
+    [found] = report.comparisons
+    assert found.num_shared == 30
+    assert found.verdict == "no difference on any question"
+    assert "templates differ" in report.warnings[0]
+
+
+def test_repeats_of_a_question_are_paired_one_by_one(stored, make_samples):
+    a = [
+        replace(sample, messages=({"role": "user", "content": "same"},))
+        for sample in make_samples("s", [[1.0], [0.0], [1.0]])
+    ]
+    [found] = compare(stored("a", a), stored("b", a[:2])).comparisons
+    assert (found.num_shared, found.num_only_a, found.num_only_b) == (2, 1, 0)
+    assert found.figures[0].a == 0.5
+
+
+def test_only_what_both_have_counts_and_each_source_for_itself(stored, make_samples):
+    a = make_samples("x", [[1.0]] * 5) + make_samples("y", [[0.0]] * 5, first=5)
+    b = make_samples("x", [[1.0]] * 3) + make_samples("y", [[0.0]] * 4 + [[None]], first=5)
+    x, y, overall = compare(stored("a", a), stored("b", b)).comparisons
+    assert (x.num_shared, x.num_only_a) == (3, 2)
+    assert (y.num_shared, y.figures[0].difference.num_questions) == (5, 4)
+    assert (overall.num_shared, overall.figures[0].difference.num_questions) == (8, 7)
+
+
+def test_votes_of_different_n_are_counted_among_as_many(stored, make_samples):
+    few = make_samples("s", [[1.0, 0.0]] * 3, [["7", "8"]] * 3)
+    many = make_samples("s", [[1.0, 0.0, 0.0, 0.0]] * 3, [["7", "8", "8", "8"]] * 3)
+    [found] = compare(stored("a", few), stored("b", many)).comparisons
+    votes = {figure.name: figure for figure in found.figures}["maj@2"]
+    assert (votes.a, votes.b) == (0.5, 0.5)
+
+
+def test_no_telling_says_how_many_questions_would_tell(stored, make_samples):
+    a, b = make_samples("s", rewards(40, 1, 0.5, 1)), make_samples("s", rewards(40, 1, 0.5, 2))
+    [found] = compare(stored("a", a), stored("b", b)).comparisons
+    count = questions_needed(found.figures[0].difference.deviation, 0.02)
+    expected = f"no difference can be told; about {count:,} questions would be needed to see 2 points"
+    assert found.verdict == expected
+
+
+def test_so_many_questions_do_tell():
+    """A paired test with that many questions finds the difference in four of five cases."""
+    draw = random.Random(0)
+    count = questions_needed(1.0, 0.5)
+    found = 0
+    for _ in range(2000):
+        difference = paired([draw.gauss(0.5, 1.0) for _ in range(count)])
+        found += not difference.low <= 0.0 <= difference.high
+    assert 0.75 < found / 2000 < 0.85
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.0, "B is better by 100 points"), (0.0, "no difference on")])
+def test_equal_differences_have_no_interval(stored, make_samples, value, words):
+    a, b = stored("a", make_samples("s", [[0.0]] * 9)), stored("b", make_samples("s", [[value]] * 9))
+    [found] = compare(a, b).comparisons
+    assert found.figures[0].difference.low is None
+    assert words in found.verdict
+
+
+def test_what_was_done_differently_is_said(stored, make_samples):
+    samples = make_samples("s", [[1.0], [0.0]])
+    report = compare(stored("a", samples), stored("b", samples, temperature=0.6, seed=2))
+    assert report.warnings == ["sampled differently: temperature is 1.0 in A and 0.6 in B"]
+
+
+def test_rewards_beyond_shares_are_not_points(stored, make_samples):
+    a = make_samples("s", [[float(place % 7)] for place in range(50)])
+    b = make_samples("s", [[float(place % 7) + 2 + place % 2] for place in range(50)])
+    [found] = compare(stored("a", a), stored("b", b)).comparisons
+    assert found.verdict == "B is better by 2.5 of reward (95 %: 2.36 to 2.64)"
+
+
+def test_strangers_are_refused(stored, make_samples, tmp_path):
+    a = stored("a", make_samples("s", [[1.0]]))
+    with pytest.raises(UsageError, match="share no question"):
+        compare(a, stored("b", make_samples("s", [[1.0]], first=7)))
+    with pytest.raises(UsageError, match="pass@2 cannot"):
+        compare(a, a, [2])
+    with pytest.raises(UsageError, match="no such directory"):
+        compare(a, tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="holds no results"):
+        compare(a, tmp_path)
+    damaged = stored("damaged", make_samples("s", [[1.0]]))
+    (damaged / "samples.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(UsageError, match="cannot be read"):
+        compare(a, damaged)
+    for text in ("{", "[]", "{}", json.dumps({"format": 1})):
+        (damaged / "results.json").write_text(text)
+        with pytest.raises(UsageError, match="not the results of an evaluation"):
+            compare(a, damaged)

@@ -1,0 +1,247 @@
+"""The page of samples, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from rlctl.evaluate.page.write import chosen, write_page
+from rlctl.evaluate.report import Evaluation, results_document
+from rlctl.evaluate.samples import EvalSample
+from rlctl.evaluate.scores import summarise
+from rlctl.spec.reward import RewardSpec
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+
+SCRIPT = "<script>alert('run')</script>"
+HOSTILE = [
+    f"</script>{SCRIPT}<img src=x onerror=\"alert('image')\">",
+    f"<!--<script>{SCRIPT}",
+    "]]>\u2028alert(1)\u2029//\u0000\u0007",
+    "lone \ud800 and \udfff surrogates",
+    "\u202eright to left\u2066 and on",
+    "x" * 1_000_000,
+    "{{ 7 * 7 }} ${alert(2)} &lt;b&gt; <svg onload=alert(3)>",
+]
+
+
+def sample(question, place, response, reward, **changes):
+    values = {
+        "question_index": question,
+        "sample_index": place,
+        "data_source": "openai/gsm8k" if question % 2 else "some/maths",
+        "prompt": f"<|user|>\nWhat is {question} + {question}?",
+        "response": response,
+        "ground_truth": str(2 * question),
+        "truncated": False,
+        "num_tokens": 12,
+        "reward": reward,
+        "answer": str(2 * question) if reward else None,
+    }
+    return EvalSample(**values | changes)
+
+
+def ordinary(count):
+    said = "First we add.\n\nThen the answer is {}. "
+    for question in range(count):
+        yield sample(question, 0, said.format(2 * question) * 5, 1.0)
+        yield sample(question, 1, "Hard to say.", 0.0, truncated=question % 3 == 0)
+        yield sample(question, 2, "It breaks the grader.", None if question == 4 else 0.0)
+
+
+@pytest.fixture
+def page_of(tmp_path):
+    def make(samples, **options):
+        evaluation = Evaluation(
+            about={
+                "model": {"path": f"models/{SCRIPT}", "run_dir": None, "step": None},
+                "data": {"files": ["data/test.parquet"], "num_overlong_prompts": 0},
+                "sampling": {"n": 3, "seed": 1, "engine": "hf", "dtype": "fp32"}
+                | {"greedy": False, "temperature": 1.0, "top_p": 1.0, "max_response_length": 64},
+            },
+            reward=RewardSpec(),
+            scores=summarise(samples, [1, 2], 3),
+            grader_errors=[f"Traceback\nValueError: {SCRIPT}"],
+            seconds=1.0,
+        )
+        path = tmp_path / "samples.html"
+        write_page(path, results_document(evaluation), samples, **options)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens a page and fails on whatever a harmless page does not do: dialogs, errors, requests."""
+    complaints = []
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    page.on("console", lambda message: complaints.append(f"console {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(f"error {error}"))
+    page.on("request", lambda request: complaints.append(f"request {request.url[:99]}"))
+
+    def go(path):
+        page.goto(path.as_uri())
+        assert complaints[:1] == [f"request {path.as_uri()}"[:107]]
+        complaints.pop(0)
+        return page
+
+    yield go
+    page.close()
+    assert [each for each in complaints if not each.startswith("request data:")] == []
+
+
+def counted(page):
+    return [int(number) for number in re.findall(r"\d+", page.locator("#count").inner_text())]
+
+
+def await_count(page, responses):
+    """Searching waits for the typing to pause."""
+    playwright.expect(page.locator("#count")).to_have_text(re.compile(rf"^{responses} "))
+
+
+def test_filters_search_and_pages(page_of, opened):
+    page = opened(page_of(list(ordinary(30))))
+    assert counted(page) == [90, 30]
+    assert page.locator("article").count() == 20
+    page.click("[data-verdict=error]")
+    assert counted(page) == [1, 1]
+    assert "Question 4" in page.locator("article").inner_text()
+    assert "grader error" in page.locator("section.response h3").inner_text()
+    page.click("text=show the other 2 responses")
+    assert page.locator("section.response").count() == 3
+    page.click("[data-verdict=wrong]")
+    assert counted(page) == [60, 30]
+    page.click("[data-verdict=error]")
+    assert counted(page) == [59, 30]
+    page.click("#truncated")
+    assert counted(page) == [10, 10]
+    page.keyboard.press("Escape")
+    assert counted(page) == [90, 30]
+    page.select_option("#source", "openai/gsm8k")
+    assert counted(page) == [45, 15]
+    page.fill("#search", "ANSWER IS 58")
+    await_count(page, 1)
+    assert "58" in page.locator("article pre").nth(1).inner_text()
+    page.fill("#search", "what is 29")
+    await_count(page, 3)
+
+
+def test_keys(page_of, opened):
+    page = opened(page_of(list(ordinary(30))))
+    page.keyboard.press("n")
+    assert page.locator("#page").inner_text() == "page 2 of 2"
+    assert page.locator("article").count() == 10
+    page.keyboard.press("p")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert "Question 1" in page.evaluate("document.activeElement.textContent")
+    page.keyboard.press("w")
+    assert counted(page) == [59, 30]
+    page.keyboard.press("t")
+    assert counted(page) == [10, 10]
+    page.keyboard.press("/")
+    page.keyboard.type("wet")  # letters, not filters
+    await_count(page, 0)
+    assert "No response fits" in page.locator("main").inner_text()
+
+
+def test_hostile_text_is_only_text(page_of, opened):
+    samples = [sample(0, place, text, 0.0, answer=text[:50]) for place, text in enumerate(HOSTILE)]
+    samples += [
+        sample(place, 0, "fine", 1.0, prompt=text, ground_truth=text, data_source=text)
+        for place, text in enumerate(HOSTILE[:5], 1)
+    ]
+    page = opened(page_of(samples))
+    shown = page.locator("section.response pre").all_inner_texts()
+    assert shown[0] == HOSTILE[0]
+    assert shown[1] == HOSTILE[1]
+    assert "⟨U+0000⟩⟨U+0007⟩" in shown[2]
+    assert shown[4] == "⟨U+202E⟩right to left⟨U+2066⟩ and on"
+    assert len(shown[5]) == 6000
+    page.click("text=show all 1,000,000 characters")
+    assert len(page.locator("section.response pre").nth(5).inner_text()) == 1_000_000
+    assert page.locator("img, main script, main svg").count() == 0
+    assert page.title() == f"models/{SCRIPT}"
+    page.fill("#search", "onerror")
+    await_count(page, 2)
+
+
+def test_what_is_injected_does_not_run_nor_load(page_of, browser):
+    """The policy holds even if text became markup."""
+    path = page_of(list(ordinary(2)))
+    evil = "<script>document.title='run'</script><img src='https://example.com/x' onerror='document.title=1'>"
+    path.write_text(path.read_text().replace("<main", evil + "<main"))
+    page = browser.new_page()
+    requests = []
+    page.on("requestfinished", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    assert page.title() == f"models/{SCRIPT}"
+    assert [url for url in requests if url.startswith("http")] == []
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_seen(page_of, opened, scheme, tmp_path):
+    page = opened(page_of(list(ordinary(8))))
+    page.emulate_media(color_scheme=scheme)
+    picture = page.screenshot(path=tmp_path / f"{scheme}.png")
+    assert len(picture) > 20_000
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, re.findall(r"\d+", ground)[:3])) / 3
+    assert brightness > 200 if scheme == "light" else brightness < 50
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("svg circle").count() > 4
+
+
+def test_figures_are_those_of_the_results(page_of, opened):
+    samples = list(ordinary(9))
+    page = opened(page_of(samples))
+    overall = summarise(samples, [1, 2], 3)[-1]
+    text = page.locator("table", has_text="overall").inner_text()
+    assert f"{overall.avg.value:.3f}" in text
+    assert f"{overall.pass_at[2].low:.3f} – {overall.pass_at[2].high:.3f}" in text
+
+
+def test_too_many_samples_keep_what_is_to_learn_from_and_say_so(page_of):
+    samples = list(ordinary(200))
+    whole = sum(len(each.prompt + each.response + each.ground_truth) for each in samples)
+    assert chosen(samples, whole) == samples
+    kept = chosen(samples, whole // 2)
+    wrong = [each for each in samples if each.reward != 1.0]
+    assert [each for each in kept if each.reward != 1.0] == wrong
+    assert len(wrong) < len(kept) < len(samples)
+    assert chosen(samples, whole // 2) == kept
+    few = chosen(samples, 5_000)
+    assert few
+    assert all(each.reward != 1.0 for each in few)
+    assert max(each.question_index for each in few) > 100  # not only the first ones
+    text = page_of(samples, max_text=whole // 2).read_text()
+    assert f"{len(kept):,} of 600 responses are on this page" in text
+
+
+def test_data_block_is_json_without_any_markup(page_of):
+    text = page_of([replace(sample(0, 0, "".join(HOSTILE), 0.0))]).read_text()
+    [block] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert not re.search(r"[<>&\u2028\u2029]", block)
+    assert block.isascii()
+    assert json.loads(block)["questions"][0]["responses"][0]["text"] == "".join(HOSTILE)

@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+from rlctl.errors import UsageError
+from rlctl.evaluate import policy as policy_module
+from rlctl.evaluate.regrade import RegradeRequest, changes, regrade
+from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate.samples import read_samples
+
+
+def quiet(doing, done, total):
+    del doing, done, total
+
+
+@pytest.fixture
+def evaluated(task, tmp_path):
+    """An evaluation with some right answers, by a function that likes every other length."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def even(response):\n    return float(len(response) % 2 == 0)\n"
+        "def all(response, ground_truth, prompt):\n    return float(ground_truth != '' and prompt != '')\n"
+        "def broken(response):\n    raise ValueError('no')\n"
+    )
+    request = EvaluateRequest(
+        str(task.model_dir),
+        [str(task.val_file)],
+        n=4,
+        limit=12,
+        max_response_length=6,
+        reward=f"{reward}:even",
+        out=tmp_path / "evaluation",
+    )
+    return evaluate(request, quiet)[0], reward
+
+
+def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
+    directory, reward = evaluated
+    monkeypatch.setattr(policy_module, "load_reader", None)
+    before = read_samples(directory / "samples.parquet")
+    num_even = sum(sample.reward for sample in before)
+    assert 0 < num_even < 48
+    out, found = regrade(RegradeRequest(directory, reward=f"{reward}:all", out=tmp_path / "again"), quiet)
+    after = read_samples(out / "samples.parquet")
+    assert [sample.response for sample in after] == [sample.response for sample in before]
+    assert {sample.reward for sample in after} == {1.0}
+    assert found.regraded["num_changed"] == found.regraded["now_right"] == 48 - num_even
+    results = json.loads((out / "results.json").read_text())
+    assert results["regraded"]["directory"] == str(directory)
+    assert results["regraded"]["reward"]["name"].endswith(":even")
+    assert results["reward"]["name"].endswith(":all")
+    assert results["sampling"]["n"] == 4
+    assert results["scores"][0]["avg"]["value"] == 1.0
+
+
+def test_its_own_reward_by_default_gives_the_same(evaluated):
+    directory, _ = evaluated
+    out, found = regrade(RegradeRequest(directory), quiet)
+    assert out.parent == directory.parent
+    assert found.regraded["num_changed"] == 0
+    assert read_samples(out / "samples.parquet") == read_samples(directory / "samples.parquet")
+    again, _ = regrade(RegradeRequest(out), quiet)
+    assert again != out
+
+
+def test_a_reward_that_fails_is_counted(evaluated):
+    directory, reward = evaluated
+    _, found = regrade(RegradeRequest(directory, reward=f"{reward}:broken"), quiet)
+    assert found.regraded["now_failed"] == 48
+    assert found.scores[0].avg is None
+    assert "ValueError: no" in found.grader_errors[0]
+
+
+def test_votes_appear_with_a_grader_that_reads_answers(evaluated):
+    directory, _ = evaluated
+    _, found = regrade(RegradeRequest(directory, reward="exact"), quiet)
+    assert found.scores[0].majority is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"reward": "nonesuch"}, "no such reward"),
+        ({"ks": [5]}, "pass@5 cannot"),
+        ({"directory": "nowhere"}, "no such directory"),
+        ({"out": "evaluation"}, "not empty"),
+    ],
+)
+def test_mistakes_are_refused(evaluated, tmp_path, changed, words):
+    directory, _ = evaluated
+    paths = {name: tmp_path / value for name, value in changed.items() if name in {"directory", "out"}}
+    with pytest.raises(UsageError, match=words):
+        regrade(RegradeRequest(**({"directory": directory} | changed | paths)), quiet)
+
+
+def test_changes_are_told_apart(make_samples):
+    before = make_samples("s", [[1.0, 0.0, None, 1.0, 0.5, 0.0]])
+    after = make_samples("s", [[0.0, 1.0, 1.0, None, 0.7, 0.0]])
+    assert changes(before, after) == {
+        "num_changed": 5,
+        "now_right": 1,
+        "now_wrong": 1,
+        "now_failed": 1,
+        "no_longer_failed": 1,
+    }

@@ -1,0 +1,40 @@
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.evaluate.votes import majority_reward
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards", "expected"),
+    [
+        (["7", "7", "8"], [1.0, 1.0, 0.0], 1.0),
+        (["7", "8", "8"], [1.0, 0.0, 0.0], 0.0),
+        (["7", "8"], [1.0, 0.0], 0.5),
+        (["7", "8", "9", "9", "7"], [1.0, 0.0, 0.0, 0.0, 1.0], 0.5),
+        ([None, None, "7"], [0.0, 0.0, 1.0], 0.0),  # no answer may win
+        ([None, "7", "7"], [0.0, 1.0, 1.0], 1.0),
+        (["7", "7"], [1.0, 0.0], 0.5),  # a grader that changes its mind
+        (["7"], [1.0], 1.0),
+    ],
+)
+def test_reward_of_the_most_frequent_answer(answers, rewards, expected):
+    assert majority_reward(answers, rewards) == expected
+
+
+@given(st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=12), st.randoms())
+def test_agrees_with_counting_one_answer_at_a_time_in_any_order(answers, order):
+    graded = [(answer, float(answer == "1")) for answer in answers]
+    most = max(answers.count(answer) for answer in answers)
+    winners = {answer for answer in answers if answers.count(answer) == most}
+    expected = Fraction(int("1" in winners), len(winners))
+    order.shuffle(graded)
+    found = majority_reward([answer for answer, _ in graded], [reward for _, reward in graded])
+    assert found == pytest.approx(float(expected))
+
+
+def test_nobody_voted():
+    with pytest.raises(ValueError, match="no response"):
+        majority_reward([], [])

@@ -98,7 +98,7 @@ LAYOUTS: dict[RecipeName, Layout] = {
         "answer|answerKey|answer_idx",
         _is_multiple_choice,
         tasks.multiple_choice,
-        "",
+        "multiple_choice",
         'Think step by step, and end with "Answer: X", where X is the letter of the right choice.',
     ),
     "math": Layout(

@@ -65,7 +65,7 @@ RECORDS = {
     ),
     "multiple-choice": (
         {"question": "Which?", "choices": ["this", "that"], "answer": 1, "subject": "logic"},
-        ("file", "right choice.", "B", "Which?\n\nA. this\nB. that"),
+        ("multiple_choice", "right choice.", "B", "Which?\n\nA. this\nB. that"),
     ),
     "verl": (VERL, ("openai/gsm8k", "after ####.", "2", "1 + 1?")),
     "trl": (

@@ -22,7 +22,7 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     if value is None:
         raise RowError("the prompt is null")
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
+        return (_message("user", value),)
     if not isinstance(value, list):
         raise RowError(f"the prompt is {kind_of(value)}, not text or a list of messages")
     if not value:
@@ -33,7 +33,10 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 def _parse_message(value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise RowError(f"a message of the prompt is {kind_of(value)}, not {{role, content}}")
-    role, content = value.get("role"), value.get("content")
+    return _message(value.get("role"), value.get("content"))
+
+
+def _message(role: Any, content: Any) -> Message:
     if not isinstance(role, str) or not role:
         raise RowError("a message of the prompt has no role")
     if not isinstance(content, str):
@@ -66,6 +69,8 @@ def check_text(text: str) -> str:
     Raises:
         RowError: it has bytes that were not UTF-8, or half a surrogate pair.
     """
+    if text.isascii():  # known without looking, unlike the rest
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TEST = "the test split"
 #: So many rows are compared here and not in processes of their own.
 LOCAL_ROWS = 20_000
-#: From sure to suspicious: a row counts once for each file, as the surest.
+#: From sure to suspicious.
 KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
 
 Found = dict[tuple[str, Kind], list[int]]
@@ -68,7 +68,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
 def scan(
     reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]
 ) -> dict[tuple[str, Kind], list[int]]:
-    """Places in a block of the wanted rows that occur in the reference, by file and surest kind."""
+    """Places in a block of the wanted rows that occur in the reference, by file and kind."""
     import pyarrow as pa
 
     block, wanted = task
@@ -76,9 +76,8 @@ def scan(
     questions = batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()
     found: Found = {}
     for place, matches in zip(np.flatnonzero(wanted), reference.matches(questions), strict=True):
-        for file in {file for _, file in matches}:
-            surest = min((kind for kind, other in matches if other == file), key=KINDS.index)
-            found.setdefault((file, surest), []).append(int(place))
+        for kind, file in matches:
+            found.setdefault((file, kind), []).append(int(place))
     return found
 
 

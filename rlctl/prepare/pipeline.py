@@ -279,7 +279,9 @@ def _source_findings(by_source: Counter[str]) -> list[findings.Finding]:
 def _template_findings(plan: Plan, staging: Staging, decision: Decision) -> list[findings.Finding]:
     if plan.lengths is None:
         return []
-    found: list[findings.Finding] = plan.lengths.template_findings()
+    from rlctl.prepare.tokenizer import template_findings
+
+    found = template_findings(plan.lengths.renderer)
     context = plan.lengths.context
     if context is not None:
         beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,17 @@ def transform(plan: Plan, block: Block) -> Transformed:
     Raises:
         OSError: the block's file cannot be read any more.
     """
+    # Thousands of rows are made and none is garbage: looking for some would take a fifth of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _transform(plan, block)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _transform(plan: Plan, block: Block) -> Transformed:
     bad: list[BadRow] = []
     rows, records, num_records = _rows(plan.recipe, block, bad)
     tokens, is_cut = [-1] * len(rows), [False] * len(rows)

@@ -94,7 +94,7 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         return Row(
             data_source=source,
             prompt=parse_messages(values["prompt"]),
-            ground_truth=parse_answer(judged.get("ground_truth"), "reward_model.ground_truth"),
+            ground_truth=parse_answer(_as_text(judged.get("ground_truth")), "reward_model.ground_truth"),
             ability=values.get("ability") or "",
             style=judged.get("style") or "rule",
             split=extra.get("split") or "",
@@ -104,6 +104,11 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         )
     except RowError as problem:
         raise UsageError(str(problem), where=where, fix="mend or remove this row") from None
+
+
+def _as_text(ground_truth: Any) -> Any:
+    """A ground truth with fields of its own, such as verl's for Countdown, as JSON text."""
+    return json.dumps(_json_able(ground_truth)) if isinstance(ground_truth, Mapping) else ground_truth
 
 
 def extra_of(values: Mapping[str, Any]) -> dict[str, Any]:

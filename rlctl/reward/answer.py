@@ -173,12 +173,13 @@ def _tags(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _announced(rest: str, is_label: bool) -> Iterator[Place]:
-    first = _SENTENCE_END.split(rest.lstrip()[:MAX_CHARS], maxsplit=1)[0].strip()
+    start = rest.lstrip()[:MAX_CHARS]
+    first = _SENTENCE_END.split(start, maxsplit=1)[0].strip()
     if not first:
         return
     if not is_label:
         yield Place(first, False)
-    elif _is_terse(first) and "=" not in first:
+    elif _is_terse(first) and "=" not in first and (not first[0].isalpha() or first in start.splitlines()):
         yield Place(first, True)
     else:  # reasoning that begins with "Answer:"
         yield from _conclusion(rest)

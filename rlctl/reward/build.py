@@ -120,6 +120,8 @@ class CombinedReward:
         if unbounded.any():
             errors.append(f"the weighted sum is {total[unbounded][0]} in float32")
             valid &= ~unbounded
+        if read_answers and not answers:  # no term can
+            answers = [None] * len(samples)
         return RewardResult(torch.where(valid, total, 0.0), valid, parts, errors, errors_by_term, answers)
 
     def close(self) -> None:

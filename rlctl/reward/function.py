@@ -17,12 +17,14 @@ from rlctl.reward.protocol import Sample
 MODULE = "rlctl_user_reward"
 KEY = "reward"
 #: Parameter → what it is given.
-KNOWN: dict[str, Callable[[Sample], str]] = {
+KNOWN: dict[str, Callable[[Sample], object]] = {
     "response": lambda sample: sample.response,
     "solution_str": lambda sample: sample.response,
     "ground_truth": lambda sample: sample.ground_truth,
     "prompt": lambda sample: sample.prompt,
     "data_source": lambda sample: sample.data_source,
+    "extra_info": lambda sample: sample.extra_info,
+    "messages": lambda sample: sample.messages,
 }
 
 

@@ -21,6 +21,7 @@ BOX = "\\boxed"
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
@@ -53,7 +54,8 @@ def answer_of(response: str) -> str | None:
         percent = _percent(answer)
         answer = answer.doit() if percent is None else percent
         answer = _sympy().nsimplify(answer, rational=True) if answer.has(_sympy().Float) else answer
-    return str(answer)
+    text: str = str(answer)
+    return text
 
 
 @lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
@@ -81,8 +83,11 @@ def _whole(text: str) -> list[Any]:
     shown = plain(text)
     if _SEVERAL.search(shown) and (several := _parse(_boxed(shown))):
         return several
-    if _WORD.search(shown) and (in_words := number_in(shown, words=True)):
-        return _parse(_boxed(in_words))  # a sentence in a box
+    if _WORD.search(shown):  # a sentence in a box
+        if number := number_in(shown, words=True):
+            return _parse(_boxed(number))
+        if re.search(r"\d", shown) or (len(_WORD.findall(text)) > 1 and "\\" not in text):
+            return []  # no product of letters
     return _parse(_boxed(text.strip().strip("$")))
 
 
@@ -100,7 +105,7 @@ def _prose(sentence: str) -> list[Any]:
 
 def _amount(text: str) -> str | None:
     """The number of a text that says nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
-    shown = plain(text)
+    shown = _ASIDE.sub("", plain(text))
     result = shown if _SEVERAL.search(shown) else _EQUALS.split(shown)[-1]
     return measure(result)
 
@@ -110,7 +115,8 @@ def _formula(sentence: str) -> str | None:
     found = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
     found = [text for text in found if not _WORD.search(_COMMAND.sub("", text))]  # not "$5 and then $"
     if found:
-        return found[-1]
+        last: str = found[-1]
+        return last
     return None if _WORD.search(plain(sentence)) else sentence
 
 

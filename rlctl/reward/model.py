@@ -23,8 +23,9 @@ _FIX = (
 class ModelScorer:
     """Scores are the classifier's logits in float32.
 
-    It reads prompt and response as a user's and an assistant's turn where its tokenizer has a chat
-    template, else one after the other. Beyond `max_length` tokens the start is cut off.
+    Where its tokenizer has a chat template it reads the prompt's messages followed by the response as the
+    assistant's turn (a prompt without messages is one user's turn), else prompt and response one after the
+    other. Beyond `max_length` tokens the start is cut off.
 
     Args:
         spec: which model, and how it runs.
@@ -95,10 +96,8 @@ class ModelScorer:
     def _tokens(self, sample: Sample) -> list[int] | Failure:
         tokenizer = self._tokenizer
         if tokenizer.chat_template:
-            turns = [
-                {"role": "user", "content": sample.prompt},
-                {"role": "assistant", "content": sample.response},
-            ]
+            asked = sample.messages or [{"role": "user", "content": sample.prompt}]
+            turns = [*asked, {"role": "assistant", "content": sample.response}]
             try:
                 text = tokenizer.apply_chat_template(turns, tokenize=False)
             except Exception as error:  # Jinja's own errors and whatever the template raises

@@ -42,7 +42,7 @@ _DIGITS = (
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER = re.compile(
     r"(?<![\w.])(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
-    rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?![\d.]))?"
+    rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s?(?P<scale>{'|'.join(_SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
     r"(?P<stuck>(?:st|nd|rd|th)\b|:\d)?",
     re.IGNORECASE,
@@ -56,7 +56,7 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\
 #: After a number: its unit, and nothing else.
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
-    r"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{2,}\b\.?|\s+[cCdgGhKLlmsVWN]\b|\s*[/$¢%€£'\"]|\s*[a-z]+\^\d)*[\s.)}\]$*]*"
+    r"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{2,}\b\.?|\s*/\s*[A-Za-z]\b|\s+[cCdgGhKLlmsVWN]\b|\s*[/$¢%€£'\"]|\s*[a-z]+\^\d)*[\s.)}\]$*]*"
 )
 #: After a number: it is an operand, not a result.
 _OPERAND_OF = re.compile(
@@ -159,7 +159,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    if match["stuck"] or is_operand:
+    if match["stuck"] or is_operand or re.search(r"\bnot\s*$", before):
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from numbers import Real
 
 from rlctl.errors import UsageError
@@ -68,7 +69,14 @@ def main(grader: str, deadline_s: float) -> None:
 
 
 def checked(value: object) -> dict[str, object]:
-    """The reply for what a grader returned: a finite number, or an error saying what it was."""
+    """The reply for what a grader returned: a finite number, or an error saying what it was.
+
+    Of a mapping `score` counts, as verl's reward functions return it; the rest of it is left unread.
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return {"error": f"the grader returned a dict without `score`: {repr(value)[:200]}"}
+        value = value["score"]
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or PyTorch
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):

@@ -1,11 +1,15 @@
 """Reading what training reads: this project's files, and verl's own."""
 
+import datetime as dt
+import json
+from decimal import Decimal
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message
+from rlctl.data.schema import Message, Row, arrow_schema
 from rlctl.errors import UsageError
 
 ROW = {
@@ -51,6 +55,60 @@ def test_files_of_others(tmp_path, change):
     assert row.prompt == (Message("user", "1+1?"),)
     assert row.ground_truth == "2"
     assert row.index in {41, 0}
+
+
+FOREIGN = {
+    "split": "train",
+    "index": 3,
+    "difficulty": 0.5,
+    "tags": ["a", None],
+    "meta": {"level": "5", "when": dt.date(2024, 1, 2)},
+    "price": Decimal("1.50"),
+    "absent": None,
+    "other": "not JSON",
+}
+
+
+def test_the_whole_extra_info_is_kept(tmp_path):
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"extra_info": FOREIGN}])])
+    assert dict(row.extra) == FOREIGN | {
+        "meta": {"level": "5", "when": "2024-01-02"},
+        "price": "1.50",
+    }
+    json.dumps(row.extra)
+
+
+def test_own_fields_come_back_from_their_text(tmp_path):
+    extra = {
+        "level": "é 5",
+        "tags": [1, {"a": None}],
+        "other": "mine",
+        "index": "ignored",
+        "split": "ignored",
+    }
+    row = Row("s", (Message("user", "1+1?"),), "2", index=41, question="1+1?", extra=extra)
+    table = pa.Table.from_pylist([row.to_arrow("train")], schema=arrow_schema())
+    pq.write_table(table, tmp_path / "a.parquet")
+    (read,) = load_rows([str(tmp_path / "a.parquet")])
+    own = {"split": "train", "index": 41, "question": "1+1?", "answer": ""}
+    assert dict(read.extra) == own | {"level": "é 5", "tags": [1, {"a": None}], "other": "mine"}
+    again = pa.Table.from_pylist([read.to_arrow("train")], schema=arrow_schema())
+    assert again.column("extra_info").combine_chunks().field("other") == table.column(
+        "extra_info"
+    ).combine_chunks().field("other")
+
+
+def test_without_own_fields_nothing_is_written(tmp_path):
+    row = Row("s", (Message("user", "1+1?"),), "2")
+    assert row.to_arrow("train")["extra_info"]["other"] == ""
+    pq.write_table(pa.Table.from_pylist([row.to_arrow("")], schema=arrow_schema()), tmp_path / "a.parquet")
+    assert "other" not in load_rows([str(tmp_path / "a.parquet")])[0].extra
+
+
+def test_a_ground_truth_with_fields_is_read_as_json(tmp_path):
+    judged = {"style": "rule", "ground_truth": {"numbers": [2, 3, 4], "target": 24}}
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"reward_model": judged}])])
+    assert json.loads(row.ground_truth) == judged["ground_truth"]
 
 
 def test_only_the_three_columns_are_needed(tmp_path):

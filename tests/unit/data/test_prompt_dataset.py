@@ -58,6 +58,15 @@ def test_left_padding_and_what_travels_along():
     assert prompts.data_sources == ("src", "src")
 
 
+def test_what_user_functions_ask_for_travels_along():
+    extra = {"difficulty": 0.5}
+    row = Row("s", (Message("system", "a"), Message("user", "b")), "1", extra=extra)
+    prompts = dataset([row, *make_rows("c")]).prompts([1, 0], [0, 1])
+    assert prompts.extra_infos == ({}, extra)
+    assert prompts.messages[0] == ({"role": "user", "content": "c"},)
+    assert prompts.messages[1] == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+
+
 def test_chat_template_with_generation_prompt_and_one_start_token():
     data = dataset(make_rows("hi"), make_tokenizer(TEMPLATE, adds_bos=True))
     assert data.prompts([0], [0]).texts == ("<bos>[user]hi[assistant]",)

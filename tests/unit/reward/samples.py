@@ -9,7 +9,7 @@ from rlctl.reward.protocol import Sample
 from rlctl.spec.reward import RewardSpec
 
 
-def rollouts(*samples, lengths=None):
+def rollouts(*samples, lengths=None, extra_infos=()):
     """From (response, ground truth, data source), and response lengths in tokens (1 unless given)."""
     responses, truths, sources = zip(*samples, strict=True)
     counts = torch.tensor(lengths or [1] * len(samples))
@@ -18,7 +18,7 @@ def rollouts(*samples, lengths=None):
         ground_truths=truths,
         data_sources=sources,
         prompt_texts=tuple(f"prompt {i}" for i in range(len(samples))),
-        extra_infos=(),
+        extra_infos=extra_infos,
         messages=(),
         response_mask=torch.arange(int(counts.max())) < counts[:, None],
     )

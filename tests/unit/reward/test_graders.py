@@ -1,52 +1,61 @@
 """What counts as a right answer."""
 
-import pytest
+import json
+import time
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
 
-from rlctl.reward import exact, maths
-from rlctl.reward.graders import GRADERS, grader_for
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.reward import choice, countdown, exact, maths
+from rlctl.reward.graders import GRADERS, answer_of, grader_for, knows_source
 from rlctl.spec.reward import GRADER_NAMES
 
+LABELLED = Path(__file__).with_name("labelled.jsonl")
+AGREEMENT = 0.99
+
+
+def labelled():
+    with LABELLED.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_agreement_with_the_labels():
+    """Responses in the ways base and instruct models write them, each labelled by hand."""
+    cases = labelled()
+    wrong = [
+        (case["kind"], case["response"], case["ground_truth"], case["label"])
+        for case in cases
+        if maths.grade(case["response"], case["ground_truth"]) != case["label"]
+    ]
+    shown = "\n".join(map(repr, wrong))
+    assert len(wrong) <= (1 - AGREEMENT) * len(cases), f"{len(wrong)} of {len(cases)} disagree:\n{shown}"
+
+
+def test_the_labelled_set_is_large_and_mixed():
+    labels = Counter(case["label"] for case in labelled())
+    assert labels[1] > 250
+    assert labels[0] > 140
+
+
+SOLUTION = (
+    "She sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips in all.\n#### 72"
+)
 RIGHT = [
-    ("#### 72", "72"),
-    ("She sold 48 + 24 = 72 clips.\n#### 72\n", "72"),
-    ("72.0", "72"),
-    ("#### 72.00", "72"),
-    ("#### $1,234.00", "1234"),
-    ("#### 1,000", "1000"),
-    ("#### \\$18", "18"),
-    ("#### 72 dollars.", "72"),
-    ("#### **72**", "72"),
-    ("#### -3", "-3"),
-    ("#### 50%", "50"),
-    ("#### 50%", "0.5"),
-    ("#### 3/4", "0.75"),
-    ("#### \\frac{3}{4}", "3/4"),
-    ("#### x = 5", "5"),
-    ("#### 0", "0"),
-    ("####\n72", "72"),
-    ("so \\boxed{72}", "72"),
-    ("\\boxed{\\frac12}", "0.5"),
+    (SOLUTION, "72"),
+    (SOLUTION.partition("####")[0], "72"),
     ("#### Step 1\n5 apples\n#### Step 2\nthus \\boxed{72}", "72"),  # Markdown headings
     ("\\boxed{5} is wrong\n#### 72", "72"),
     ("#### 72\nNext question: what is 5 + 6?", "72"),
-    ("The answer is 72.", "72"),
     ("x" * 10_000 + " #### 72 " + "\n" + "y" * 10_000, "72"),
-    ("\\frac{1}{2}", "\\frac{1}{2}"),
+    ("Answer: " + "Some words. " * 500 + "She sold 48 + 24 = 72 clips.", "72"),
     ("#### 72", "Worked solution\n#### 72"),
+    ("#### 72", "72 clips"),
 ]
-WRONG = [
-    ("", "72"),
-    (" \n", "72"),
-    ("I do not know", "72"),
-    ("####", "72"),
-    ("#### 71", "72"),
-    ("#### 3", "-3"),
-    ("#### 2\\sqrt{3}", "2"),
-    ("72 is what I thought first\n#### 71", "72"),
-    ("#### 72\n#### 71", "72"),
-    ("$1/0$", "1"),
-    ("#### 7.2", "72"),
-]
+WRONG = [("$1/0$", "1"), ("#### 72\n#### 71", "72"), ("72 is what I thought first\n#### 71", "72")]
 
 
 @pytest.mark.parametrize(("response", "ground_truth"), RIGHT)
@@ -57,6 +66,54 @@ def test_maths_right(response, ground_truth):
 @pytest.mark.parametrize(("response", "ground_truth"), WRONG)
 def test_maths_wrong(response, ground_truth):
     assert maths.grade(response, ground_truth) == 0.0
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**9), 10**9),
+    st.decimals(-10_000, 10_000, places=2, allow_nan=False, allow_infinity=False),
+)
+WAYS = [
+    "{0}",
+    "#### {0}",
+    "\\boxed{{{0}}}",
+    "The answer is {0}.",
+    "**Answer:** ${0}",
+    "A: {0}\n\nQ: And 1 + 1?\nA: 2",
+    "So 20 + 6 is what she has.\nIn total she has {0} apples.",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.sampled_from(WAYS), st.booleans())
+def test_a_number_is_found_however_it_is_announced(number, way, separators):
+    written = f"{number:,}" if separators else str(number)
+    response = way.format(written)
+    assert maths.grade(response, str(number)) == 1.0
+    assert maths.grade(response, str(number + 1)) == 0.0
+    assert Fraction(maths.answer_of(response)) == Fraction(number)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\\boxed{" * 20_000,
+        "\n" * 200_000 + "5",
+        "Q: 1\n" * 40_000,
+        "the answer is " * 15_000,
+        "Answer:\n" * 25_000,
+        "note\n" * 40_000 + "5",
+        "5 " + "a" * 1900 + "!",
+        "from " * 400 + "5 " * 300,
+        "1,234," * 30_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_long_and_repetitive_responses_take_no_time(hostile):
+    """Looking for the answer must not backtrack; generous, for machines that do other things."""
+    maths.grade("1", "1")
+    start = time.process_time()
+    maths.grade(hostile, "7")
+    assert time.process_time() - start < 2.0
 
 
 def test_a_ground_truth_that_is_no_mathematics_is_an_error_not_a_zero():
@@ -70,10 +127,132 @@ def test_exact_looks_past_white_space_only():
     assert exact.grade("", "640") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("b)", "B"),
+        ("B. 26", "B"),
+        ("The answer is (B) 26", "B"),
+        ("The correct answer is **B**.", "B"),
+        ("\\boxed{B}", "B"),
+        ("\\boxed{\\text{(D)}}", "D"),
+        ("#### C", "C"),
+        ("<answer>C</answer>", "C"),
+        ("Final Answer: The final answer is $\\boxed{A}$", "A"),
+        ("A is wrong because it is too small.\nThe answer is C", "C"),
+        ("(A) 1\n(B) 2\nI choose option B.", "B"),
+        ("Answer: (C)\n\nQuestion: the next one\nAnswer: D", "C"),
+        ("The answer is a dog.", None),
+        ("A dog is an animal.", None),
+        ("The answer is Apples", None),
+        ("", None),
+    ],
+)
+def test_multiple_choice_reads_the_letter(response, letter):
+    assert choice.answer_of(response) == letter
+    for option in "ABCD":
+        for truth in (option, f"({option})", f"{option}. the text"):
+            assert choice.grade(response, truth) == float(letter == option)
+
+
+def test_multiple_choice_wants_a_letter_as_ground_truth():
+    with pytest.raises(ValueError, match="'zebra' begins with no letter"):
+        choice.grade("B", "zebra")
+
+
+TASK = '{"numbers": [25, 3, 4], "target": 88}'
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<answer>(25 - 3) * 4</answer>", 1.0),
+        ("<answer> (25-3)*4 = 88 </answer>", 1.0),
+        ("\\boxed{(25-3)\\times 4 = 88}", 1.0),
+        ("88 = (25-3)*4", 1.0),
+        ("So we get (25-3)*4 = 22*4 = 88.", 1.0),
+        ("<answer>25*4-12</answer>", 0.0),  # another number
+        ("<answer>25 - 3 + 4</answer>", 0.0),  # another value
+        ("<answer>(25-3)*4+3-3</answer>", 0.0),  # a number used twice
+        ("<answer>88</answer>", 0.0),
+        ("<answer>25/(3-3)*4</answer>", 0.0),
+        ("<answer>9**9**9</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>" + "(" * 500 + "25</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown_wants_each_number_once_and_the_target(response, score):
+    assert countdown.grade(response, TASK) == score
+
+
+def test_countdown_computes_exactly():
+    assert countdown.grade("<answer>(1/3)*3*7</answer>", '{"numbers": [1, 3, 3, 7], "target": 7}') == 1.0
+    assert countdown.grade("<answer>8/(3-8/3)</answer>", '{"numbers": [8, 3, 8, 3], "target": 24}') == 1.0
+
+
+@pytest.mark.parametrize("truth", ["24", "{}", "no", '{"numbers": "ab", "target": 1}', '{"numbers": [1]}'])
+def test_countdown_refuses_other_ground_truths(truth):
+    with pytest.raises(ValueError, match=r"."):
+        countdown.grade("1", truth)
+
+
+@pytest.mark.parametrize(
+    ("grader", "alike", "others"),
+    [
+        ("maths", ["0.5", "1/2", "\\boxed{\\frac{1}{2}}", "The answer is 0.50."], ["2", "50"]),
+        ("maths", ["26", "#### 26.00", "26%", "x = 26", "The answer is twenty-six."], ["-26", "0.26"]),
+        ("maths", ["\\boxed{[0,1)}", "It is $[0, 1)$."], ["\\boxed{(0,1)}"]),
+        ("multiple_choice", ["B", "The answer is (B)."], ["C"]),
+        ("exact", ["640", " 640\n"], ["640."]),
+        ("countdown", ["<answer>1+2</answer>", "\\boxed{1 + 2 = 3}"], ["2+1"]),
+    ],
+)
+def test_equal_answers_are_equal_text(grader, alike, others):
+    texts = {answer_of(grader, response) for response in alike}
+    assert len(texts) == 1
+    assert None not in texts
+    assert texts.isdisjoint(answer_of(grader, response) for response in others)
+    assert answer_of(grader, "") is None
+
+
+@pytest.mark.parametrize("grader", ["code", "model", "mine.py:f"])
+def test_other_rewards_read_no_answers(grader):
+    assert answer_of(grader, "#### 1") is None
+
+
 def test_graders_are_those_the_spec_names():
     assert {*GRADERS, "auto", "code", "model"} == set(GRADER_NAMES)
 
 
-def test_auto_goes_by_source():
-    assert grader_for("embedded/addition") == "exact"
-    assert grader_for("openai/gsm8k") == "maths"
+@pytest.mark.parametrize(
+    ("source", "grader"),
+    [
+        ("embedded/addition", "exact"),
+        ("openai/gsm8k", "maths"),
+        ("lighteval/MATH", "maths"),
+        ("DigitalLearningGmbH/MATH-lighteval", "maths"),
+        ("HuggingFaceH4/MATH-500", "maths"),
+        ("HuggingFaceH4/aime_2024", "maths"),
+        ("math_dapo_reasoning", "maths"),
+        ("numina_olympiads", "maths"),
+        ("Jiayi-Pan/Countdown-Tasks-3to4", "countdown"),
+        ("codecontests", "code"),
+        ("deepmind/code_contests", "code"),
+        ("taco", "code"),
+        ("cais/mmlu", "multiple_choice"),
+        ("TIGER-Lab/MMLU-Pro", "multiple_choice"),
+        ("allenai/ai2_arc", "multiple_choice"),
+    ],
+)
+def test_auto_goes_by_source(source, grader):
+    assert grader_for(source) == grader
+    assert knows_source(source)
+
+
+@pytest.mark.parametrize("source", ["my_own", "searchR1_nq", "research", "aftermath", ""])
+def test_unknown_sources_are_graded_as_mathematics(source):
+    assert grader_for(source) == "maths"
+    assert not knows_source(source)

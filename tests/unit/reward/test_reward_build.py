@@ -44,6 +44,51 @@ def test_auto_grades_each_row_by_its_source_and_keeps_the_order():
     assert result.errors_by_term == {"auto": 0}
 
 
+def test_answers_are_read_when_asked_for(tmp_path):
+    (tmp_path / "f.py").write_text("def f(): return 1.0\n")
+    reward = built(terms=[{"name": f"{tmp_path}/f.py:f"}, {"name": "auto", "weight": 2.0}])
+    batch = rollouts(
+        (" 640\n", "640", "embedded/addition"),
+        ("The answer is 1/2.", "0.5", "openai/gsm8k"),
+        ("no idea at all", "72", "openai/gsm8k"),
+        ("I take (B).", "B", "cais/mmlu"),
+        ("#### 1", "€", "openai/gsm8k"),
+    )
+    assert reward.score(batch).answers == []
+    result = reward.score(batch, read_answers=True)
+    reward.close()
+    assert result.answers == ["640", "1/2", None, "B", None]
+    assert result.scores.tolist() == [3.0, 3.0, 1.0, 3.0, 0.0]
+
+
+def test_a_reward_that_reads_no_answers_has_none(tmp_path):
+    (tmp_path / "f.py").write_text("def f(): return 1.0\n")
+    reward = built(name=f"{tmp_path}/f.py:f")
+    result = reward.score(rollouts(("a", "a", "x"), ("b", "a", "x")), read_answers=True)
+    reward.close()
+    assert result.answers == [None, None]
+
+
+def test_auto_runs_programs_where_the_source_is_code():
+    reward = built(name="auto")
+    program = "```python\ndef f(x): return x + 1\n```"
+    result = reward.score(
+        rollouts((program, "assert f(1) == 2", "codecontests"), ("2", "2", "embedded/addition"))
+    )
+    reward.close()
+    assert result.scores.tolist() == [1.0, 1.0]
+
+
+def test_a_function_gets_its_rows_extra_info(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(solution_str, extra_info): return extra_info['bonus'] * len(solution_str)\n")
+    reward = built(name=f"{file}:f")
+    extras = ({"bonus": 0.5, "nested": {"a": [1, None]}}, {"bonus": 2, "nested": None})
+    result = reward.score(rollouts(("ab", "", "x"), ("abc", "", "x"), extra_infos=extras))
+    reward.close()
+    assert result.scores.tolist() == [1.0, 6.0]
+
+
 def test_terms_are_weighted_and_a_failure_of_one_invalidates_the_sum(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def half(response):\n    return {'a': 0.5, 'b': -3}[response]\n")

@@ -6,7 +6,14 @@ from rlctl.errors import UsageError
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Sample
 
-SAMPLE = Sample(response="r", ground_truth="g", prompt="p", data_source="d")
+SAMPLE = Sample(
+    response="r",
+    ground_truth="g",
+    prompt="p",
+    data_source="d",
+    extra_info={"index": 7, "difficulty": 0.5, "tags": ["a", "b"], "split": None},
+    messages=({"role": "system", "content": "s"}, {"role": "user", "content": "u"}),
+)
 
 MINE = """
 import sys, time
@@ -20,9 +27,14 @@ class Needs:  # looks its module up by name
 
 def plain(response, ground_truth): return float(response == "r" and ground_truth == "g")
 def verl(data_source, solution_str, ground_truth, extra_info=None):
-    return (data_source, solution_str, ground_truth, extra_info) == ("d", "r", "g", None)
+    rest = {"index": 7, "difficulty": 0.5, "tags": ["a", "b"], "split": None}
+    return (data_source, solution_str, ground_truth, extra_info) == ("d", "r", "g", rest)
+def asked(messages): return [turn["content"] for turn in messages] == ["s", "u"]
+def scores(response): return {"score": 0.75, "acc": True, "pred": "26"}
+def scoreless(): return {"acc": 1.0}
 def only(prompt, /, *, response): return DOUBLE * (prompt == "p" and response == "r")
-def anything(**row): return sorted(row) == ["data_source", "ground_truth", "prompt", "response"]
+ALL = ["data_source", "extra_info", "ground_truth", "messages", "prompt", "response"]
+def anything(**row): return sorted(row) == ALL
 def scalar(): return np.float32(0.25)
 def truth(): return np.bool_(True)
 def chatty(): print("score: 1"); return 3
@@ -65,6 +77,8 @@ def judged(name, deadline_s=5.0):
         ("scalar", 0.25),
         ("truth", 1.0),
         ("chatty", 3.0),
+        ("asked", 1.0),
+        ("scores", 0.75),
     ],
 )
 def test_parameters_are_filled_by_name(mine, function, score):
@@ -80,6 +94,7 @@ def test_parameters_are_filled_by_name(mine, function, score):
         ("text", "returned '1.0' of type str, not a number"),
         ("nothing", "returned None of type NoneType, not a number"),
         ("hog", "MemoryError"),
+        ("scoreless", "a dict without `score`"),
     ],
 )
 def test_what_is_no_score_is_a_failure(mine, function, text):

@@ -77,6 +77,14 @@ def test_a_chat_template_makes_turns_of_prompt_and_response(saved):
     assert scorer(folders["chat"], batch_size=2).judge(SAMPLES) == pytest.approx(wanted, abs=1e-5)
 
 
+def test_messages_go_through_the_reward_models_own_template(saved):
+    model, folders = saved
+    turns = ({"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"})
+    asked = Sample("d", "", "<s> other markup", messages=(*turns, {"role": "user", "content": "e"}))
+    wanted = logits(model, "user a b </s> assistant c </s> user e </s> assistant d </s>")
+    assert scorer(folders["chat"]).judge([asked]) == pytest.approx([wanted], abs=1e-5)
+
+
 def test_what_is_too_long_loses_its_start(saved):
     model, folders = saved
     wanted = logits(model, "</s> assistant d </s>")

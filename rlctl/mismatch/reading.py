@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 #: A factor in the state it has in the trainer.
 OWN = "trainer"
@@ -80,4 +80,9 @@ class Reading:
 
     def with_factor(self, factor: Factor, other: Reading) -> Reading:
         """This reading with one factor as in `other`."""
-        return replace(self, **{factor: getattr(other, factor)})
+        return self.changed(factor, getattr(other, factor))
+
+    def changed(self, factor: Factor, value: Any) -> Reading:
+        """This reading with one factor changed."""
+        change: dict[str, Any] = {factor: value}
+        return replace(self, **change)

@@ -57,8 +57,8 @@ class Taken:
     """One change that explains a part of the gap, on top of those before it."""
 
     factor: Factor
-    before: Gap
-    after: Gap
+    before: Reading
+    after: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,13 @@ class _Search:
             return
         for value in _values(self._scorer, factor):
             if value != getattr(base, factor) and (base == self._start or self._matters(factor, value, base)):
-                yield replace(base, **{factor: value})
+                yield base.changed(factor, value)
 
     def _matters(self, factor: Factor, value: str | int, base: Reading) -> bool:
         """A change cannot take more off the gap than it changes the trainer's own log-probs by."""
         if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
             return True  # it changes none of them; or was tried in another precision
-        effect = self._tried[replace(self._start, **{factor: value})].effect
+        effect = self._tried[self._start.changed(factor, value)].effect
         return effect > 0.5 * _MATERIAL * self._left(base)
 
     def _pairs(self, base: Reading) -> Iterator[Reading]:
@@ -144,7 +144,7 @@ class _Search:
         for (one, first), (two, second) in combinations(changes, 2):
             matter = self._matters(one, first, base) or self._matters(two, second, base)
             if one != two and matter:
-                yield replace(base, **{one: first, two: second})
+                yield base.changed(one, first).changed(two, second)
 
     def _best(self, base: Reading, others: list[Reading]) -> Reading | None:
         """The reading that leaves the smallest gap, if that is materially smaller; among equals the first."""
@@ -186,7 +186,7 @@ class _Search:
             factor = min(left, key=lambda factor: self._left(now.with_factor(factor, reading)))
             left.remove(factor)
             after = now.with_factor(factor, reading)
-            taken.append(Taken(factor, self._scorer.gap(now), self._scorer.gap(after)))
+            taken.append(Taken(factor, now, after))
             now = after
         return tuple(taken)
 

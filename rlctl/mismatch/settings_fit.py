@@ -6,6 +6,7 @@ The two are asked apart: an engine may sample from one distribution and report t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -122,31 +123,50 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: Settings) -> Set
     raise AssertionError("the best fit is as good as itself")
 
 
-def fit_drawn(ranked: RankedLogits, reported: Settings, asked: Settings) -> tuple[Settings, float]:
-    """Which settings the tokens were drawn with, by maximum likelihood.
+#: Log-likelihood in nats that settings must win by: a free temperature and a choice among some eighty
+#: truncations win a few by chance.
+_CLEARLY = 8.0
 
-    Returns:
-        The simplest settings about as likely as any, and by how many nats they beat `reported`.
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Which settings the tokens were drawn with.
+
+    Attributes:
+        settings: the simplest about as likely as any.
+        not_reported, not_asked: whether the settings whose log-probs are reported, and those asked for, are
+            clearly less likely.
     """
+
+    settings: Settings
+    not_reported: bool
+    not_asked: bool
+
+
+def fit_drawn(ranked: RankedLogits, reported: Settings, asked: Settings) -> Drawn:
+    """Find by maximum likelihood what the engine sampled from, whatever it reports."""
     temperature = _best(lambda t: -float(ranked.likelihoods(t).max()), asked.temperature)
-    likelihoods = ranked.likelihoods(temperature)
-    best = float(likelihoods.max())
+    best = float(ranked.likelihoods(temperature).max())
 
     def likelihood(settings: Settings) -> float:
         return float(ranked.likelihoods(settings.temperature, [settings.cut]))
 
-    # A free temperature and a choice among some eighty truncations: this much is won by chance.
-    enough = best - 8.0
-    for simple in (reported, asked, Settings(asked.temperature), Settings(1.0)):
-        if likelihood(simple) >= enough:
-            return simple, likelihood(simple) - likelihood(reported)
-    found = Settings(temperature, ranked.cuts[int(likelihoods.argmax())])
-    for value in (reported.temperature, asked.temperature):
+    simple = (reported, asked, Settings(asked.temperature), Settings(1.0))
+    likely = [settings for settings in simple if likelihood(settings) >= best - _CLEARLY]
+    found = (
+        likely[0] if likely else _likeliest(ranked, temperature, (reported.temperature, asked.temperature))
+    )
+    return Drawn(found, reported not in likely, asked not in likely)
+
+
+def _likeliest(ranked: RankedLogits, temperature: float, simpler: Iterable[float]) -> Settings:
+    """The likeliest truncation, at a simpler temperature than the likeliest if that is about as likely."""
+    best = float(ranked.likelihoods(temperature).max())
+    for value in (*simpler, _rounded(temperature), temperature):
         at = ranked.likelihoods(value)
-        if float(at.max()) >= enough:
-            found = Settings(value, ranked.cuts[int(at.argmax())])
-            break
-    return found, likelihood(found) - likelihood(reported)
+        if float(at.max()) >= best - _CLEARLY:
+            return Settings(value, ranked.cuts[int(at.argmax())])
+    raise AssertionError("the likeliest is as likely as itself")
 
 
 def _best(loss: Callable[[float], float], asked: float) -> float:

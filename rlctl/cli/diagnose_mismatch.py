@@ -1,0 +1,95 @@
+"""`rlctl diagnose mismatch`: why the engine's log-probs are not the trainer's."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Format(StrEnum):
+    """How the report is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Engine(StrEnum):
+    """What samples."""
+
+    HF = "hf"
+    VLLM = "vllm"
+
+
+class EngineDtype(StrEnum):
+    """The engine's precision."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+def mismatch(
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="The trainer's model: a run, a model directory or a hub id.")
+    ] = "embedded",
+    engine: Annotated[Engine, typer.Option(help="What samples.")] = Engine.HF,
+    engine_dtype: Annotated[
+        EngineDtype | None, typer.Option(help="The engine's precision.", show_default="the trainer's")
+    ] = None,
+    engine_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Model and tokenizer the engine loads.", show_default="the trainer's"
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts, Parquet as `prepare-data` writes it; may be repeated.",
+            show_default="the run's, or built-in questions",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Asked of the engine.", show_default="the run's, or 1")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Asked of the engine.", show_default="the run's, or 1"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
+    output_format: Annotated[
+        Format, typer.Option("--format", help="For people or for programs.")
+    ] = Format.TEXT,
+) -> None:
+    """Sample with the rollout engine, score with the trainer, and find out why the two differ.
+
+    rlctl diagnose mismatch --model Qwen/Qwen2.5-0.5B-Instruct --engine vllm --engine-dtype bf16
+
+    rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
+    """
+    from rlctl.mismatch.report import as_document, print_report
+    from rlctl.mismatch.run import MismatchRequest, run_preflight
+
+    report = run_preflight(
+        MismatchRequest(
+            model=model,
+            engine=engine.value,
+            engine_model=engine_model,
+            engine_dtype=engine_dtype.value if engine_dtype else None,
+            data_files=list(data or []),
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+    )
+    if output_format is Format.JSON:
+        import json
+
+        typer.echo(json.dumps(as_document(report), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        print_report(Console(highlight=False), report)

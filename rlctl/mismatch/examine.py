@@ -1,0 +1,233 @@
+"""Sample with the engine, score with the trainer, and find out what makes the difference.
+
+sample → search over readings → what the tokens were drawn from
+       → gap left?  hand the trainer's weights over, sample again    (were they others?)
+       → move the weights, hand them over, sample again              (does a sync reach all of them?)
+       → gap left?  the same engine in the trainer's precision       (is it the precision?)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from rlctl.batch import Prompts, Rollouts
+from rlctl.data.schema import Row
+from rlctl.mismatch.gap import AGREE, Gap
+from rlctl.mismatch.prompts import TokenIds, as_prompts, renderings, token_ids
+from rlctl.mismatch.reading import OWN, Cut, Reading, Settings
+from rlctl.mismatch.score import Sample, Scorer, Weights
+from rlctl.mismatch.search import Explanation, explain
+from rlctl.mismatch.settings_fit import Drawn, fit_drawn
+from rlctl.mismatch.weights import all_and_head, moved
+from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
+
+#: An experiment with the engine explains the gap when it leaves no more than this share of it.
+_CLOSED = 0.5
+#: Up to this mean |log-ratio| the trainer's distribution is the engine's, as far as its draws can tell.
+_SAME_DISTRIBUTION = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both sides, and what they are asked.
+
+    Attributes:
+        model, tokenizer: the trainer's.
+        engine: under examination; its weights are changed and given back where it takes weights.
+        rows: prompts.
+        sampling: what the engine is asked to draw from; the trainer applies the temperature.
+        engine_tokenizer: the engine's, if it has one of its own.
+        n: responses per prompt.
+        seed: of sampling.
+        weights: other weights that the engine may hold, by name.
+        same_precision: ends the engine and gives one that computes in the trainer's precision; None: the
+            engine does already, or no other can be had.
+    """
+
+    model: Any
+    tokenizer: Any
+    engine: ResponseSampler
+    rows: Sequence[Row]
+    sampling: Sampling
+    engine_tokenizer: Any = None
+    n: int = 4
+    seed: int = 1
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    same_precision: Callable[[], ResponseSampler] | None = None
+
+    @property
+    def asked(self) -> Settings:
+        """The settings asked for; of several truncations the first."""
+        sampling = self.sampling
+        if sampling.top_p < 1.0:
+            return Settings(sampling.temperature, Cut("top_p", sampling.top_p))
+        if sampling.top_k > 0:
+            return Settings(sampling.temperature, Cut("top_k", sampling.top_k))
+        if sampling.min_p > 0.0:
+            return Settings(sampling.temperature, Cut("min_p", sampling.min_p))
+        return Settings(sampling.temperature)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the engine can be handed weights."""
+        return hasattr(self.engine, "sync_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """The gap before and after something was done to the engine, all else being as explained."""
+
+    before: Gap
+    after: Gap
+
+    @property
+    def closes(self) -> bool:
+        """Whether that was it."""
+        return not self.before.agrees and self.after.abs_mean <= _CLOSED * self.before.abs_mean
+
+    @property
+    def opens(self) -> bool:
+        """Whether it made a gap."""
+        return self.after.abs_mean > 3.0 * self.before.abs_mean + AGREE
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Everything that was found out.
+
+    Attributes:
+        scorer, explanation: of the sample that the causes are read from.
+        start: the gap of the first sample, unexplained.
+        drawn: what the tokens were drawn from; None: the gap is too large to tell.
+        synced: the trainer's weights were handed over; None: not needed, or impossible.
+        moved: changed weights were handed over; None: impossible, or the gap is not explained.
+        stale: after that, which weights the engine still had; None: none of those tried.
+        same_precision: with an engine in the trainer's precision; None: not needed, or there is none.
+    """
+
+    sides: Sides
+    scorer: Scorer
+    explanation: Explanation
+    start: Gap
+    drawn: Drawn | None
+    synced: Experiment | None
+    moved: Experiment | None
+    stale: str | None
+    same_precision: Experiment | None
+
+    @property
+    def left(self) -> Gap:
+        """What no reading explains."""
+        return self.scorer.gap(self.explanation.reading)
+
+
+def examine(sides: Sides) -> Examination:
+    """Run every comparison.
+
+    Raises:
+        RunFailure: the engine failed.
+        UsageError: a prompt does not render.
+    """
+    own = token_ids(sides.rows, sides.tokenizer)
+    theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
+    trial = _Trial(sides, own, as_prompts(theirs, sides.rows, _pad_id(sides.tokenizer)))
+    scorer = trial.sampled(sides.engine, sides.model)
+    explanation = explain(scorer, sides.asked)
+    start = scorer.gap(explanation.start)
+
+    synced: Experiment | None = None
+    if not _is_explained(scorer, explanation) and sides.takes_weights:
+        before = scorer.gap(explanation.reading)
+        trial.hand_over(sides.model)
+        after = trial.sampled(sides.engine, sides.model)
+        again = explain(after, sides.asked)
+        synced = Experiment(before, after.gap(again.reading))
+        if synced.closes:
+            scorer, explanation = after, again
+
+    reading = explanation.reading
+    drawn = None
+    if scorer.gap(reading).abs_mean < _SAME_DISTRIBUTION:
+        drawn = fit_drawn(scorer.ranked(reading, sides.asked.cut)[0], reading.sampling, sides.asked)
+    movement, stale = _moved(trial, scorer, reading) if sides.takes_weights else (None, None)
+    precise = None
+    if not scorer.gap(reading).agrees and sides.same_precision is not None:
+        other = trial.sampled(sides.same_precision(), sides.model)
+        precise = Experiment(scorer.gap(reading), other.gap(replace(reading, dtype=OWN)))
+    return Examination(sides, scorer, explanation, start, drawn, synced, movement, stale, precise)
+
+
+def _is_explained(scorer: Scorer, explanation: Explanation) -> bool:
+    left = scorer.gap(explanation.reading)
+    return left.agrees or left.abs_mean <= 0.1 * scorer.gap(explanation.start).abs_mean
+
+
+def _moved(trial: _Trial, scorer: Scorer, reading: Reading) -> tuple[Experiment | None, str | None]:
+    """Whether a sync reaches every weight, and if not which were left; the engine gets its weights back."""
+    usual = scorer.gap(reading)
+    if reading.weights != OWN:
+        return None, None
+    model = trial.sides.model
+    other = moved(model)
+    trial.hand_over(other)
+    after = trial.sampled(trial.sides.engine, other, all_and_head("before the sync", model.state_dict))
+    trial.hand_over(model)
+    found = Experiment(usual, after.gap(reading))
+    if not found.opens:
+        return found, None
+    left = {name: after.gap(replace(reading, weights=name)).abs_mean for name in after.weights}
+    closest = min(left, key=lambda name: left[name])
+    return found, closest if left[closest] <= _CLOSED * found.after.abs_mean else None
+
+
+class _Trial:
+    """Samples the same prompts again and again."""
+
+    def __init__(self, sides: Sides, own: TokenIds, prompts: Prompts) -> None:
+        self.sides = sides
+        self._own = own
+        self._prompts = prompts
+        self._version = 0
+
+    def sampled(
+        self, engine: ResponseSampler, model: Any, weights: Mapping[str, Weights] | None = None
+    ) -> Scorer:
+        """What the engine samples, ready to be scored by `model`."""
+        sides = self.sides
+        rollouts = engine.generate(
+            self._prompts,
+            sides.sampling,
+            n=sides.n,
+            step_seed=step_seed(sides.seed, 0, "mismatch"),
+            num_groups_total=len(sides.rows),
+        )
+        sample = _sample(rollouts, sides.n, next(model.parameters()).device)
+        said = sample.prompts[:: sides.n]
+        found = renderings(sides.rows, self._own, said, sides.tokenizer)
+        prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
+        known = sides.weights if weights is None else weights
+        return Scorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
+
+    def hand_over(self, model: Any) -> None:
+        """The model's weights to the engine."""
+        self._version += 1
+        engine = cast(RolloutEngine, self.sides.engine)
+        engine.sync_weights(model.named_parameters(), self._version)
+
+
+def _sample(rollouts: Rollouts, n: int, device: Any) -> Sample:
+    width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
+    rows = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
+    return Sample(
+        n=n,
+        prompts=[ids[mask].tolist() for ids, mask in rows],
+        responses=rollouts.responses.to(device),
+        mask=rollouts.response_mask.to(device),
+        reported=rollouts.rollout_log_probs.to(device),
+    )
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

@@ -1,0 +1,117 @@
+"""Prompts as each side reads them, and as an engine may read them without saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlctl.batch import Prompts
+from rlctl.data.render import Renderer
+from rlctl.data.schema import Message, Row
+from rlctl.mismatch.layout import left_padded
+from rlctl.mismatch.reading import OWN
+
+TokenIds = Sequence[Sequence[int]]
+
+ENGINE = "as the engine says"
+ONE_MORE_START = "one more start token"
+NO_START = "no start token"
+NO_GENERATION_PROMPT = "no generation prompt"
+NO_TEMPLATE = "no chat template"
+
+#: Asked where no data is given; of different lengths, so that padding takes part.
+QUESTIONS = (
+    "What is 17 + 25?",
+    "Name three primary colours.",
+    "Write one sentence about the sea.",
+    "A train travels 120 km in 1.5 hours. What is its average speed, and how far does it get in 4 hours?",
+    "Translate 'good morning' into French.",
+    "List the prime numbers between 10 and 30, and say how many there are.",
+    "Why is the sky blue? Answer in two sentences.",
+    "x + 3 = 11. What is x?",
+    "Sort these words alphabetically: pear, apple, orange, banana, fig.",
+    "Ann has 12 apples. She gives a third of them to Bob and eats two herself. How many are left?",
+    "Write a Python function that returns the larger of two numbers.",
+    "Which is heavier: a kilogram of feathers or a pound of iron?",
+    "Continue the sequence: 2, 4, 8, 16,",
+    "Explain in simple words what a neural network is, for somebody who has never programmed.",
+    "Yes or no: is 91 a prime number?",
+    "Say hello.",
+)
+
+
+def question_rows() -> list[Row]:
+    """The built-in questions as rows of a data set."""
+    return [Row("questions", (Message("user", text),), "", index=i) for i, text in enumerate(QUESTIONS)]
+
+
+def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
+    """Each row's prompt as training reads it.
+
+    Raises:
+        UsageError: the chat template refuses a row.
+    """
+    renderer = Renderer(tokenizer)
+    return renderer.encode([renderer.text(row) for row in rows])
+
+
+def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
+    """One batch for the engine, (N, P)."""
+    prompt_ids, prompt_mask = left_padded(ids, pad_id)
+    return Prompts(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        group_ids=torch.arange(len(rows)),
+        data_sources=tuple(row.data_source for row in rows),
+        ground_truths=tuple(row.ground_truth for row in rows),
+        texts=tuple(row.prompt[-1].content for row in rows),
+    )
+
+
+def renderings(rows: Sequence[Row], own: TokenIds, said: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
+    """Token ids of every prompt by the name of how they came about, equal ones once.
+
+    Args:
+        rows: N prompts.
+        own: (N) the trainer's token ids.
+        said: (N) those the engine says it read.
+        tokenizer: the trainer's.
+    """
+    found: dict[str, TokenIds] = {OWN: own}
+    start = tokenizer.bos_token_id
+    if start is not None:
+        found[ONE_MORE_START] = [[start, *ids] for ids in own]
+        if all(len(ids) > 1 and ids[0] == start for ids in own):
+            found[NO_START] = [list(ids[1:]) for ids in own]
+    if tokenizer.chat_template:
+        renderer = Renderer(tokenizer)
+        found[NO_GENERATION_PROMPT] = renderer.encode(
+            [renderer.text(row, generation_prompt=False) for row in rows]
+        )
+        found[NO_TEMPLATE] = renderer.encode(
+            ["\n\n".join(message.content for message in row.prompt) for row in rows]
+        )
+    found[ENGINE] = said
+    return _distinct(found)
+
+
+def first_difference(own: TokenIds, other: TokenIds, tokenizer: Any) -> str:
+    """In words, where the first prompt that differs starts to differ."""
+    for number, (ours, theirs) in enumerate(zip(own, other, strict=True), start=1):
+        if list(ours) != list(theirs):
+            pairs = zip(ours, theirs, strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+            shown = [tokenizer.decode(ids[same : same + 4]) or "nothing" for ids in (theirs, ours)]
+            return f"from token {same + 1} of prompt {number} on {shown[0]!r} instead of {shown[1]!r}"
+    return "no difference"
+
+
+def _distinct(found: Mapping[str, TokenIds]) -> dict[str, TokenIds]:
+    kept: dict[str, TokenIds] = {}
+    for name, ids in found.items():
+        plain = [list(row) for row in ids]
+        if all(plain) and plain not in kept.values():
+            kept[name] = plain
+    return kept

@@ -1,0 +1,247 @@
+"""`rlctl diagnose mismatch`: from a request to both sides to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rlctl.data.read import load_rows
+from rlctl.data.schema import Row
+from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
+from rlctl.engine.model import load_policy
+from rlctl.errors import UsageError
+from rlctl.mismatch.examine import Sides, examine
+from rlctl.mismatch.prompts import question_rows, token_ids
+from rlctl.mismatch.report import Report
+from rlctl.mismatch.score import Weights
+from rlctl.mismatch.verdict import causes, not_told, remainder
+from rlctl.mismatch.weights import all_and_head
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import ResponseSampler, Sampling
+from rlctl.rollout.vllm import VLLMRollout
+from rlctl.spec.load import RUN_SPEC_FILE, load_spec
+from rlctl.spec.model import EMBEDDED
+from rlctl.spec.run import RunSpec
+from rlctl.tiny.embedded import ensure_embedded
+
+NUM_PROMPTS = 16
+MAX_RESPONSE_LENGTH = 32
+#: Of a run, how many checkpoints before the newest are tried as the engine's weights.
+OLDER_CHECKPOINTS = 3
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Dtype = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchRequest:
+    """What to compare.
+
+    Attributes:
+        model: run directory, model directory, hub id or `embedded`: the trainer's side.
+        engine: what samples.
+        engine_model: directory or hub id of the model and tokenizer the engine loads; None: the trainer's.
+        engine_dtype: its precision; None: the trainer's.
+        data_files: prompts, Parquet; empty: the run's own, or built-in questions.
+        temperature, top_p: asked of the engine; None: the run's, or 1.
+        seed: of sampling.
+    """
+
+    model: str = EMBEDDED
+    engine: Literal["hf", "vllm"] = "hf"
+    engine_model: str | None = None
+    engine_dtype: Dtype | None = None
+    data_files: list[str] = field(default_factory=list)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainer:
+    """The trainer's side, before it is loaded."""
+
+    model_path: str
+    spec: RunSpec
+    dtype: Literal["fp32", "bf16"]
+    data_files: list[str]
+    older: Mapping[str, Path] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def load(self, path: str | Path | None = None) -> tuple[Any, Any]:
+        """Model and tokenizer, or those of another directory loaded alike."""
+        model, tokenizer = load_policy(
+            str(path or self.model_path),
+            revision=None if path else self.spec.model.revision,
+            trust_remote_code=self.spec.model.trust_remote_code,
+            attn_implementation=self.spec.model.attn_implementation,
+            dtype=_DTYPES[self.dtype],
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def run_preflight(request: MismatchRequest) -> Report:
+    """Sample a few prompts with the engine, score them with the trainer's code, find what differs and why.
+
+    Raises:
+        UsageError: no such model, run or data, or a prompt that does not fit.
+        EnvironmentFailure: the engine is not installed or does not start, or the hub cannot be reached.
+        RunFailure: the engine failed.
+    """
+    trainer = _trainer(request)
+    model, tokenizer = trainer.load()
+    sampling = _sampling(request, trainer.spec)
+    rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
+    engines = _Engines(request, trainer, model, tokenizer, rows, sampling)
+    dtype = request.engine_dtype or trainer.dtype
+    found = examine(
+        Sides(
+            model=model,
+            tokenizer=tokenizer,
+            engine=engines.start(dtype),
+            rows=rows,
+            sampling=sampling,
+            engine_tokenizer=engines.tokenizer,
+            seed=request.seed,
+            weights=_older_weights(trainer),
+            same_precision=None if dtype == trainer.dtype else lambda: engines.start(trainer.dtype),
+        )
+    )
+    engines.end()
+    return Report(
+        trainer=f"{trainer.model_path}, {trainer.dtype}, {model.config._attn_implementation}",
+        engine=f"{request.engine}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
+        settings=str(found.sides.asked),
+        num_sequences=len(found.scorer.sample.prompts),
+        gap=found.start,
+        causes=tuple(causes(found)),
+        tried=found.explanation.tried,
+        remainder=remainder(found),
+        not_told=tuple(not_told(found)),
+        notes=trainer.notes,
+    )
+
+
+class _Engines:
+    """Starts the engine asked for, one at a time."""
+
+    def __init__(
+        self,
+        request: MismatchRequest,
+        trainer: _Trainer,
+        model: Any,
+        tokenizer: Any,
+        rows: list[Row],
+        sampling: Sampling,
+    ) -> None:
+        self._request = request
+        self._trainer = trainer
+        self._model = model
+        self._own_tokenizer = tokenizer
+        self.tokenizer: Any = None
+        if request.engine_model:
+            self._model, self.tokenizer = trainer.load(request.engine_model)
+        longest = max(len(ids) for ids in token_ids(rows, self.tokenizer or tokenizer))
+        self._max_model_len = longest + sampling.max_response_length
+        self._running: VLLMRollout | None = None
+
+    def start(self, dtype: Dtype) -> ResponseSampler:
+        """The engine in this precision; one started before has ended.
+
+        Raises:
+            UsageError: this engine has no such precision.
+        """
+        self.end()
+        if self._request.engine == "hf":
+            return HFRollout(self._model, self._own_tokenizer, self._model.device, dtype=dtype)
+        if dtype == "int8":
+            raise UsageError("vLLM runs in fp32 or bf16 here", where="--engine-dtype", fix="--engine hf")
+        self._running = VLLMRollout(
+            self._request.engine_model or self._trainer.model_path,
+            self._own_tokenizer,
+            dtype=dtype,
+            max_model_len=self._max_model_len,
+            trust_remote_code=self._trainer.spec.model.trust_remote_code,
+        )
+        return self._running
+
+    def end(self) -> None:
+        """Give the memory back."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+def _trainer(request: MismatchRequest) -> _Trainer:
+    """Tell a run from a model, and find what belongs to it."""
+    path = Path(request.model).expanduser()
+    if (path / RUN_SPEC_FILE).is_file():
+        return _of_run(path, request.data_files)
+    spec = load_spec([], [], [f"model.path={request.model}"]).spec
+    if request.model == EMBEDDED:
+        task = ensure_embedded(spec.trainer.seed)
+        data = request.data_files or [str(task.val_file)]
+        return _Trainer(str(task.model_dir), spec, "fp32", data)
+    return _Trainer(str(path) if path.exists() else request.model, spec, "fp32", request.data_files)
+
+
+def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
+    spec = load_spec([], [run_dir / RUN_SPEC_FILE], []).spec
+    newest, notes = newest_intact(run_dir / CHECKPOINTS)
+    if newest is None:
+        raise UsageError("the run has no complete checkpoint", where=str(run_dir / CHECKPOINTS))
+    data = data_files or spec.data.val_files or spec.data.train_files
+    if not data_files and spec.is_embedded:
+        data = [str(ensure_embedded(spec.trainer.seed).val_file)]
+    others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
+    checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
+    older = {
+        f"step {checkpoint.state.step}": checkpoint.model_dir for checkpoint in checkpoints if checkpoint
+    }
+    start = ensure_embedded(spec.trainer.seed).model_dir if spec.is_embedded else Path(spec.model.path)
+    if start.is_dir():
+        older["the run's start"] = start
+    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data, older, tuple(notes))
+
+
+def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
+    rollout = spec.rollout
+    return Sampling(
+        max_response_length=min(spec.data.max_response_length, MAX_RESPONSE_LENGTH),
+        temperature=rollout.temperature if request.temperature is None else request.temperature,
+        top_p=rollout.top_p if request.top_p is None else request.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+
+
+def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -> list[Row]:
+    """The first prompts that leave room for a response.
+
+    Raises:
+        UsageError: there is none.
+    """
+    rows = load_rows(trainer.data_files)[: 4 * NUM_PROMPTS] if trainer.data_files else question_rows()
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    room = context - response_length - 1  # one more start token must fit too
+    lengths = map(len, token_ids(rows, tokenizer))
+    kept = [row for row, length in zip(rows, lengths, strict=True) if 0 < length <= room][:NUM_PROMPTS]
+    if not kept:
+        raise UsageError(f"no prompt has at most {room} tokens", where="--data", fix="name shorter prompts")
+    return kept
+
+
+def _older_weights(trainer: _Trainer) -> dict[str, Weights]:
+    found: dict[str, Weights] = {}
+    for name, directory in trainer.older.items():
+        found |= all_and_head(name, _state_of(trainer, directory))
+    return found
+
+
+def _state_of(trainer: _Trainer, directory: Path) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: dict(trainer.load(directory)[0].state_dict())

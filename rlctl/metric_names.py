@@ -269,10 +269,16 @@ def _performance() -> Iterator[Metric]:
 
 def _validation() -> Iterator[Metric]:
     """Held-out prompts, by data source."""
-    reward = "mean score over validation samples of this data source"
+    reward = "mean score over validation prompts of this data source, each the mean of its graded samples"
     yield Metric("val/<data_source>/reward_mean", "reward", reward)
     length = "mean response length over validation samples of this data source"
     yield Metric("val/<data_source>/response_length_mean", "tokens", length)
+    passed = "chance that one of k samples scores 1 or more, unbiased (with several samples per prompt)"
+    yield Metric("val/<data_source>/pass@<k>", "fraction", passed)
+    voted = "mean score of the prompts' most frequent answers among n samples (with several per prompt)"
+    yield Metric("val/<data_source>/maj@<n>", "reward", voted)
+    cut = "validation samples cut off at the length limit (with several per prompt)"
+    yield Metric("val/<data_source>/truncated_fraction", "fraction", cut)
 
 
 #: Section title → its metrics, in the order `docs/metrics.md` shows them.
@@ -295,6 +301,48 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
 METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
 
 
+def _logged_elsewhere() -> Iterator[Metric]:
+    """What other frameworks log and this one does not; diagnosis reads it under these names."""
+    gap = "over response tokens of |log π_train − log π_rollout|"
+    abs_diff = {
+        "trl": "sampling/sampling_logp_difference/mean",
+        "slime": "train/train_rollout_logprob_abs_diff",
+    }
+    yield Metric("mismatch/log_prob_abs_diff_mean", "nats", f"mean {gap}", abs_diff)
+    largest = {"trl": "sampling/sampling_logp_difference/max"}
+    yield Metric("mismatch/log_prob_abs_diff_max", "nats", f"maximum {gap}", largest)
+    error = "mean over response tokens of exp |log π_train − log π_rollout|, 1 where the policies agree"
+    yield Metric(
+        "mismatch/token_mult_prob_error", "1", error, {"nemo-rl": "train/token_mult_prob_error"}
+    )
+    divergence = "mean over response tokens of the Jensen–Shannon divergence's estimate"
+    yield Metric("mismatch/js_divergence", "nats", divergence, {"nemo-rl": "train/js_divergence_error"})
+    outside = "share of raw weights outside the bound, on either side"
+    yield Metric(
+        f"{CORRECTION}rollout_is_outside_fraction",
+        "fraction",
+        outside,
+        {"verl": f"{CORRECTION}rollout_is_oob_ratio", "nemo-rl": "train/is_oob_ratio"},
+    )
+    moved = "mean over response tokens of π_θ / π_old"
+    yield Metric("actor/ppo_ratio_mean", "1", moved, {"nemo-rl": "train/probs_ratio", "slime": "train/ois"})
+    dropped = "samples dropped in this step because they were too stale"
+    yield Metric("training/stale_dropped", "samples", dropped, {"prime-rl": "off_policy/dropped"})
+    empty = "share of responses without a token"
+    yield Metric("rollout/empty_fraction", "fraction", empty, {"verl": "response/aborted_ratio"})
+    yield Metric("rollout/error_fraction", "fraction", "share of rollouts that ended in an error")
+    spread = "standard deviation over samples of the grader's score"
+    yield Metric("critic/score/std", "reward", spread, {"trl": "reward_std"})
+    idle = "share of the time in which the trainer waited for rollouts"
+    yield Metric(
+        "perf/trainer_idle_fraction", "fraction", idle, {"verl": "fully_async/trainer/idle_ratio"}
+    )
+
+
+#: Metrics of other frameworks' logs that rlctl does not log itself.
+ELSEWHERE: Mapping[str, Metric] = {metric.name: metric for metric in _logged_elsewhere()}
+
+
 def _matcher(pattern: str) -> re.Pattern[str]:
     """`a/<x>_mean` → a regex whose group `x` is the varying part (a data source may hold slashes)."""
     parts = re.split(r"<(\w+)>", pattern)
@@ -313,8 +361,8 @@ def describe(key: str) -> Metric | None:
     """
     if "<" in key:
         return None
-    if key in METRICS:
-        return METRICS[key]
+    if key in METRICS or key in ELSEWHERE:
+        return METRICS.get(key) or ELSEWHERE[key]
     for matcher, metric in _PATTERNS:
         if match := matcher.fullmatch(key):
             return replace(metric, name=key, peers={k: _filled(v, match) for k, v in metric.peers.items()})

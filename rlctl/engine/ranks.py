@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from rlctl.algos.tally import HostTally, Tally
 from rlctl.errors import UsageError
+
+_Value = TypeVar("_Value")
 
 #: How long a rank waits for another before giving up.
 TIMEOUT = timedelta(minutes=30)
@@ -65,6 +68,14 @@ class Ranks:
         if self.world_size > 1:
             dist.all_gather_object(texts, text)
         return next(filter(None, texts), "")
+
+    def gather(self, values: list[_Value]) -> list[_Value]:
+        """Every rank's values, rank by rank, on the main rank; nothing on the others."""
+        if self.world_size == 1:
+            return values
+        everyones: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(values, everyones)
+        return [value for part in everyones or [] for value in part]
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value added up over all ranks."""

@@ -54,8 +54,7 @@ class Policy:
     @property
     def template_sha256(self) -> str | None:
         """Of the chat template; None: it has none."""
-        has_one = bool(self.tokenizer.chat_template)  # it may be several by name
-        return template_sha256(self.tokenizer.get_chat_template() if has_one else None)
+        return template_hash(self.tokenizer)
 
     @contextmanager
     def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
@@ -134,6 +133,12 @@ def files_hash(directory: Path, known: Mapping[str, str]) -> str:
         if file.is_file() and not _IRRELEVANT.fullmatch(file.name)
     }
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any) -> str | None:
+    """SHA-256 of the chat template that prompts are rendered with; None: there is none."""
+    # A tokenizer may have several templates, by name.
+    return template_sha256(tokenizer.get_chat_template() if tokenizer.chat_template else None)
 
 
 def sampling_device() -> torch.device:

@@ -111,6 +111,16 @@ def temperature_explores(spec: RunSpec) -> list[Problem]:
     return [Problem("warning", "rollout.temperature", what, "1.0 is usual for training")]
 
 
+def validation_samples_differ(spec: RunSpec) -> list[Problem]:
+    """Greedy responses to one prompt are all the same."""
+    validation = spec.rollout.val_kwargs
+    if validation.n == 1 or validation.temperature > 0.0:
+        return []
+    what = f"{validation.n} greedy responses to a validation prompt would be one (temperature 0)"
+    fix = "sample at a temperature above 0, such as 1.0, or set rollout.val_kwargs.n=1"
+    return [Problem("error", "rollout.val_kwargs.temperature", what, fix)]
+
+
 def top_k_is_possible(spec: RunSpec) -> list[Problem]:
     """`top_k: 0` means "all" to some engines and "none" to others."""
     if spec.rollout.top_k != 0:
@@ -303,6 +313,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
     top_k_is_possible: ("rollout.top_k",),
+    validation_samples_differ: ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
     attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),
     learning_rate_is_usual: ("actor.lr", "model.path"),
     warmup_ends: (

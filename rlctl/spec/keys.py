@@ -23,6 +23,7 @@ _ELSEWHERE = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "use `rollout.max_num_seqs` to bound memory",
     "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "use `rollout.val_kwargs.temperature`; 0 is greedy",
     "critic.model.path": "use `critic.path`",
     "actor_rollout_ref.actor.policy_loss.": "use `actor.clip_ratio_low` and `actor.clip_ratio_high`",
     "data.truncation": "use `data.filter_overlong_prompts`",

@@ -9,6 +9,17 @@ from pydantic import Field
 from rlctl.spec.base import NullWord, Section
 
 
+class ValKwargs(Section):
+    """Sampling of responses to validation prompts."""
+
+    n: int = Field(default=1, ge=1)
+    """Responses per prompt; above 1 pass@k and maj@n are logged too."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature; 0: the likeliest token, which takes n = 1."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+
+
 class RolloutSpec(Section):
     """Sampling of responses."""
 
@@ -30,3 +41,4 @@ class RolloutSpec(Section):
     """Precision of the sampling copy; null: `engine.dtype`. `int8`: weights rounded to 8 bits per row."""
     staleness: int = Field(default=0, ge=0)
     """Train every batch on responses sampled this many batches ago, to study off-policyness."""
+    val_kwargs: ValKwargs = ValKwargs()

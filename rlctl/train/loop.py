@@ -45,7 +45,7 @@ def train(run: Run) -> None:
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     warner, saving = Warner(run.tracker.note), StepTimer(ranks.device)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
-        log(run, 0, validate(run))
+        log(run, 0, validate(run, 0))
 
     for step in range(run.start_step + 1, run.total_steps + 1):
         timer = StepTimer(ranks.device)
@@ -92,7 +92,7 @@ def train(run: Run) -> None:
         is_last = stopping or step == run.total_steps
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
-                metrics |= validate(run)
+                metrics |= validate(run, step)
         # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
         # seconds of saving stand in the next line.
         log(run, step, metrics | performance(metrics, timer, ranks) | saving.metrics())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlctl.algos.kl import KLController
     from rlctl.data.prompts import PromptDataset
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
@@ -25,7 +27,9 @@ class Run:
     """Everything a run is made of, as `rlctl.train.setup` builds it."""
 
     spec: RunSpec
+    run_dir: Path
     ranks: Ranks
+    tokenizer: Any  # Hugging Face's, of the policy
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
     rollout: RolloutEngine

@@ -69,7 +69,9 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
             tracker.note(note)
         yield Run(
             spec=spec,
+            run_dir=run_dir,
             ranks=ranks,
+            tokenizer=tokenizer,
             train_prompts=train_prompts,
             val_prompts=val_prompts,
             rollout=models.rollout,

@@ -1,63 +1,128 @@
-"""Greedy answers to the validation prompts, graded like the training ones."""
+"""Answers to the validation prompts, sampled, graded and summed up as `rlctl evaluate` does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
+from rlctl.evaluate.ask import Pair, Response, as_samples, ask
+from rlctl.evaluate.grading import grade
+from rlctl.evaluate.policy import template_hash
+from rlctl.evaluate.report import Evaluation, write_evaluation
+from rlctl.evaluate.rewards import chosen_reward
+from rlctl.evaluate.run import checked_ks
+from rlctl.evaluate.scores import Score, summarise
 from rlctl.reward.build import refuse_errors
-from rlctl.rollout.protocol import Sampling, step_seed
+from rlctl.rollout.protocol import Sampling
 
 if TYPE_CHECKING:
+    from rlctl.data.prompts import PromptDataset
+    from rlctl.evaluate.samples import EvalSample
     from rlctl.train.run import Run
 
+#: Of a run directory: one evaluation per validation, `step_000100`.
+EVALUATIONS = "evaluations"
 
-def validate(run: Run) -> dict[str, float]:
-    """`val/<data_source>/reward_mean` and `…/response_length_mean`, over all ranks.
 
-    Samples whose grader failed are left out of both, and rewards are those without overlong penalty.
+def validate(run: Run, step: int) -> dict[str, float]:
+    """`val/<data_source>/…` over all ranks, on the main rank; samples and results go to the run directory.
+
+    Each rank answers its share of the prompts; which responses they get does not depend on how many
+    ranks there are. Rewards are those without overlong penalty, and what could not be graded is left out.
 
     Raises:
         RunFailure: too large a share could not be graded.
+        EnvironmentFailure: the disk is full.
     """
-    prompts = run.val_prompts
-    if prompts is None:
+    questions = run.val_prompts
+    if questions is None:
         return {}
-    spec, ranks = run.spec, run.ranks
-    size = spec.data.train_batch_size * spec.rollout.n  # as many sequences at once as in training
-    sampling = Sampling(max_response_length=spec.data.max_response_length, greedy=True)
-    sources = sorted({row.data_source for row in prompts.rows})
-    sums = dict.fromkeys(((source, what) for source in sources for what in ("n", "reward", "length")), 0.0)
-    first_error = ""
-    mine = range(ranks.rank, len(prompts), ranks.world_size)
-    for start in range(0, len(mine), size):
-        indices = mine[start : start + size]
-        rollouts = run.rollout.generate(
-            prompts.prompts(indices, range(len(indices))),
-            sampling,
-            n=1,
-            step_seed=step_seed(spec.trainer.seed, 0, "validation"),
-            num_groups_total=len(indices),
-        )
-        rewards = run.reward.score(rollouts)
-        first_error = first_error or "".join(rewards.errors[:1])
-        graded = rewards.graded
-        lengths = rollouts.response_mask.sum(-1).tolist()
-        for row, source in enumerate(rollouts.data_sources):
-            if rewards.valid[row]:
-                sums[source, "n"] += 1
-                sums[source, "reward"] += float(graded[row])
-                sums[source, "length"] += lengths[row]
-    merged = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
-    num_graded = sum(merged[source, "n"] for source in sources)
+    started = time.monotonic()
+    samples, errors = grade(run.reward, _sampled(run, questions), _unseen)
+    n = run.spec.rollout.val_kwargs.n
+    [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in samples))])
     refuse_errors(
-        len(prompts) - num_graded,
-        len(prompts),
-        lambda: ranks.first(first_error),
-        spec.reward.max_error_fraction,
+        num_failed,
+        len(questions) * n,
+        lambda: run.ranks.first("".join(errors[:1])),
+        run.spec.reward.max_error_fraction,
     )
-    metrics = {}
-    for source in sources:
-        if count := merged[source, "n"]:
-            metrics[f"val/{source}/reward_mean"] = merged[source, "reward"] / count
-            metrics[f"val/{source}/response_length_mean"] = merged[source, "length"] / count
-    return metrics
+    everyones = run.ranks.gather(samples)
+    if not run.ranks.is_main:
+        return {}
+    everyones.sort(key=lambda sample: (sample.question_index, sample.sample_index))
+    evaluation = Evaluation(
+        about=_about(run, step, questions.num_dropped),
+        reward=chosen_reward(run.spec.reward, None),
+        scores=summarise(everyones, checked_ks(None, n), n),
+        grader_errors=errors,
+        seconds=time.monotonic() - started,
+    )
+    write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, everyones, page=False)
+    by_source = evaluation.scores[:-1] or evaluation.scores
+    return {
+        f"val/{score.data_source}/{name}": value
+        for score in by_source
+        for name, value in _metrics(score, n).items()
+    }
+
+
+def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
+    """This rank's share, ungraded."""
+    spec, ranks = run.spec, run.ranks
+    mine = range(ranks.rank, len(questions), ranks.world_size)
+    responses: dict[Pair, Response] = {}
+    for batch in ask(
+        run.rollout,
+        questions,
+        [(question, sample) for question in mine for sample in range(spec.rollout.val_kwargs.n)],
+        _sampling(run),
+        seed=spec.trainer.seed,
+        batch_size=max(1, spec.data.train_batch_size * spec.rollout.n // ranks.world_size),  # as in training
+    ):
+        responses |= batch
+    return as_samples(questions, responses)
+
+
+def _sampling(run: Run) -> Sampling:
+    validation = run.spec.rollout.val_kwargs
+    return Sampling(
+        max_response_length=run.spec.data.max_response_length,
+        temperature=validation.temperature or 1.0,
+        top_p=validation.top_p,
+        greedy=validation.temperature == 0.0,
+    )
+
+
+def _metrics(score: Score, n: int) -> dict[str, float]:
+    figures = {"reward_mean": score.avg, "response_length_mean": score.mean_length}
+    if n > 1:
+        figures |= {f"pass@{k}": passed for k, passed in score.pass_at.items()}
+        figures |= {f"maj@{n}": score.majority, "truncated_fraction": score.truncated_fraction}
+    return {name: estimate.value for name, estimate in figures.items() if estimate is not None}
+
+
+def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
+    spec = run.spec
+    return {
+        "model": {
+            "path": str(run.run_dir),
+            "run_dir": str(run.run_dir),
+            "step": step,
+            "sha256": None,  # its weights were never on disk
+            "template_sha256": template_hash(run.tokenizer),
+        },
+        "data": {"files": spec.data.val_files, "num_overlong_prompts": num_overlong},
+        "sampling": asdict(_sampling(run))
+        | {
+            "n": spec.rollout.val_kwargs.n,
+            "seed": spec.trainer.seed,
+            "engine": spec.rollout.name,
+            "dtype": spec.rollout.dtype or spec.engine.dtype,
+        },
+    }
+
+
+def _unseen(done: int, total: int) -> None:
+    """Training has a bar of its own."""

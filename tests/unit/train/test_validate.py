@@ -1,0 +1,109 @@
+"""Validation: the same figures on any number of ranks, and an evaluation to read and to compare."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.schema import Message, Row
+from rlctl.engine.model import load_policy
+from rlctl.errors import RunFailure
+from rlctl.evaluate.compare import compare
+from rlctl.evaluate.samples import read_samples
+from rlctl.reward.build import build_reward
+from rlctl.rollout.hf import HFRollout
+from rlctl.spec.load import load_spec
+from rlctl.train.validate import validate
+from tests.processes import on_ranks
+from tests.unit.evaluate.runs import quick_task
+
+REWARD = "def even(response):\n    return float(len(response) % 2 == 0)\n"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return quick_task(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def reward(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(REWARD)
+    return f"{path}:even"
+
+
+def figures_of(ranks, where, model_dir, reward, *overrides):
+    """Validate as a run does; what it returns and wrote."""
+    spec = load_spec([], [], [f"reward.name={reward}", "data.max_response_length=6", *overrides]).spec
+    model, tokenizer = load_policy(
+        str(model_dir),
+        revision=None,
+        trust_remote_code=False,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+    )
+    rows = [
+        Row("even" if place % 3 else "odd/source", (Message("user", f"{place + 10}+34="),), "640")
+        for place in range(21)
+    ]
+    run = SimpleNamespace(
+        spec=spec,
+        ranks=ranks,
+        run_dir=where / f"run{ranks.world_size}",
+        tokenizer=tokenizer,
+        val_prompts=PromptDataset(rows, tokenizer, max_prompt_length=50, filter_overlong=True),
+        rollout=HFRollout(model, tokenizer, "cpu"),
+        reward=build_reward(spec.reward, max_response_length=6, device=torch.device("cpu")),
+    )
+    try:
+        return validate(run, 8)
+    finally:
+        run.reward.close()
+
+
+SAMPLED = ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0")
+
+
+@pytest.mark.parametrize("overrides", [(), SAMPLED], ids=["greedy", "sampled"])
+def test_two_ranks_find_what_one_does(tmp_path, task, reward, overrides):
+    [alone] = on_ranks(1, figures_of, tmp_path, task.model_dir, reward, *overrides, where=tmp_path)
+    main, other = on_ranks(2, figures_of, tmp_path, task.model_dir, reward, *overrides, where=tmp_path)
+    assert main == alone
+    assert other == {}
+    one, two = (tmp_path / f"run{count}" / "evaluations" / "step_000008" for count in (1, 2))
+    assert read_samples(one / "samples.parquet") == read_samples(two / "samples.parquet")
+    results = json.loads((one / "results.json").read_text())
+    by_source = {score["data_source"]: score for score in results["scores"]}
+    assert alone["val/odd/source/reward_mean"] == by_source["odd/source"]["avg"]["value"]
+    assert 0 < alone["val/even/response_length_mean"] <= 6
+    if overrides:
+        assert alone["val/even/pass@4"] >= alone["val/even/pass@1"] > 0
+        assert "val/even/truncated_fraction" in alone
+        assert len(read_samples(one / "samples.parquet")) == 84
+    else:
+        assert set(alone) == {
+            f"val/{source}/{name}"
+            for source in ("even", "odd/source")
+            for name in ("reward_mean", "response_length_mean")
+        }
+    report = compare(one, two)
+    assert report.comparisons[0].verdict == "no difference on any question"
+    assert report.warnings == []
+
+
+def test_too_many_failures_stop_the_run(tmp_path, task):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def broken(response):\n    raise ValueError('no')\n")
+    alone = SimpleNamespace(
+        rank=0, world_size=1, is_main=True, sum=list, gather=list, first=lambda text: text
+    )
+    with pytest.raises(RunFailure, match="failed on 21 of 21 responses"):
+        figures_of(alone, tmp_path, task.model_dir, f"{broken}:broken")
+    assert not (tmp_path / "run1").exists()
+
+
+def test_several_greedy_responses_are_refused():
+    with pytest.raises(Exception, match="greedy responses"):
+        load_spec([], [], ["rollout.val_kwargs.n=4"])

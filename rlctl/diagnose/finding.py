@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 Severity = Literal["critical", "warning", "info"]
 #: From the worst.
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,26 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedy:
+    """One thing to try; several of a finding are alternatives.
+
+    Attributes:
+        spec: `key=value` arguments of `rlctl train`, which belong together; empty where no setting helps and
+            `why` says what to do by hand.
+        why: one clause; empty where the change speaks for itself.
+        others: framework → the same change in its own keys, where it has one.
+    """
+
+    spec: tuple[str, ...] = ()
+    why: str = ""
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As it goes onto the command line, or what to do by hand."""
+        return " ".join(self.spec) or self.why
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing a rule has found.
 
@@ -40,8 +61,10 @@ class Finding:
         evidence: figures and step ranges.
         cause: the likely one.
         source: where the threshold comes from.
-        remedies: alternatives, best first; each is one or more `key=value` for `rlctl train`, space
-            separated.
+        remedies: alternatives, best first.
+        confidence: how sure it is that the cause is the named one.
+        why_so_sure: the reason for the confidence, one clause.
+        could_not_check: what would have decided more, and is not in the log.
         rule: name of the rule; set by `examine`.
     """
 
@@ -50,7 +73,10 @@ class Finding:
     evidence: tuple[Evidence, ...]
     cause: str
     source: str
-    remedies: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    confidence: Confidence = "high"
+    why_so_sure: str = ""
+    could_not_check: tuple[str, ...] = ()
     rule: str = ""
 
 

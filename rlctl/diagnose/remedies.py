@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rlctl.diagnose.finding import Remedy
 from rlctl.diagnose.table import RunLog
 
 if TYPE_CHECKING:
@@ -13,12 +14,17 @@ if TYPE_CHECKING:
 RC = "algorithm.rollout_correction."
 
 
-def on(run: RunLog, remedy: str, *, when: Callable[[RunSpec], bool]) -> tuple[str, ...]:
+def change(arguments: str) -> Remedy:
+    """Settings, space separated."""
+    return Remedy(tuple(arguments.split()))
+
+
+def on(run: RunLog, remedy: str, *, when: Callable[[RunSpec], bool]) -> tuple[Remedy, ...]:
     """The remedy, if the run's spec is known and calls for it."""
-    return (remedy,) if run.spec is not None and when(run.spec) else ()
+    return (change(remedy),) if run.spec is not None and when(run.spec) else ()
 
 
-def gentler(run: RunLog) -> tuple[str, ...]:
+def gentler(run: RunLog) -> tuple[Remedy, ...]:
     """Let the policy move less between sampling and the last update on a batch."""
     if run.spec is None:
         return ()
@@ -28,4 +34,4 @@ def gentler(run: RunLog) -> tuple[str, ...]:
         "actor.ppo_mini_batch_size=null",
         when=lambda spec: spec.ppo_mini_batch_size < spec.data.train_batch_size,
     )
-    return (*fewer, f"actor.lr={run.spec.actor.lr / 2:g}")
+    return (*fewer, change(f"actor.lr={run.spec.actor.lr / 2:g}"))

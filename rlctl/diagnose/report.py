@@ -74,7 +74,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
         parts.add_row("seen", Text(_seen(evidence)))
     parts.add_row("cause", Text(finding.cause))
     for place, remedy in enumerate(finding.remedies):
-        parts.add_row("try" if place == 0 else "or", Text(remedy, style="cyan"))
+        parts.add_row("try" if place == 0 else "or", Text(str(remedy), style="cyan"))
     parts.add_row("source", Text(finding.source, style="dim"))
     console.print(Padding(parts, (0, 0, 1, 2)))
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Rule, Skipped
-from rlctl.diagnose.remedies import RC, gentler, on
+from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Remedy, Rule, Skipped
+from rlctl.diagnose.remedies import RC, change, gentler, on
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.spec.resolve import correction_rules
@@ -168,8 +168,8 @@ def long_products(run: RunLog) -> Finding | Skipped | None:
         "a product of ratios over a long response leaves any bound, however close the policies are",
         th.RATIO_HIGH.source,
         (
-            f"{RC}rollout_is=token",
-            f"{RC}rollout_is=geometric {RC}rollout_is_bound=mask {RC}rollout_is_threshold=0.99_1.01",
+            change(f"{RC}rollout_is=token"),
+            change(f"{RC}rollout_is=geometric {RC}rollout_is_bound=mask {RC}rollout_is_threshold=0.99_1.01"),
         ),
     )
 
@@ -188,12 +188,12 @@ def rejected(run: RunLog) -> Finding | Skipped | None:
     crossed = crossing(run.table.series(_MASKED), th.MASKED)
     if crossed is None:
         return None
-    remedies: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     if run.spec is not None:
         rs = f"{RC}rollout_rs"
         off = f"{rs}=null {RC}rollout_rs_threshold=null {RC}rollout_is=sequence"
         wider = f"{rs}=token_k1 {rs}_threshold=0.5_2.0"
-        remedies = (wider, off) if run.spec.algorithm.rollout_correction.rollout_rs else ()
+        remedies = (change(wider), change(off)) if run.spec.algorithm.rollout_correction.rollout_rs else ()
     return Finding(
         crossed.severity,
         f"rejection drops {crossed.worst:.0%} of the response tokens {crossed.where}",
@@ -268,7 +268,7 @@ def bypass_repeats(run: RunLog) -> Finding | Skipped | None:
         (Evidence("actor.ppo_epochs", str(spec.actor.ppo_epochs)),),
         "π_old stays the sampling policy while π_θ moves on: every pass is further off-policy than the last",
         th.LOGIC,
-        (f"{RC}bypass_mode=false", "actor.ppo_epochs=1"),
+        (change(f"{RC}bypass_mode=false"), change("actor.ppo_epochs=1")),
     )
 
 
@@ -279,7 +279,7 @@ def _mixed(run: RunLog, key: str) -> Skipped:
     return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
 
 
-def _reject(run: RunLog) -> tuple[str, ...]:
+def _reject(run: RunLog) -> tuple[Remedy, ...]:
     """Rejection of outliers, unless something is rejected already."""
     return on(run, _TIGHTER, when=lambda spec: not spec.algorithm.rollout_correction.rollout_rs)
 

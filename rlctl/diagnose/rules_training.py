@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Finding, Rule, Severity, Skipped
-from rlctl.diagnose.remedies import on
+from rlctl.diagnose.finding import Evidence, Finding, Remedy, Rule, Severity, Skipped
+from rlctl.diagnose.remedies import change, on
 from rlctl.diagnose.signals import crossing, longest_true, spikes
 from rlctl.diagnose.table import RunLog, Table
 
@@ -107,7 +107,7 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
     else:
         which, severity = "mostly all wrong", crossed.severity
         cause = "the prompts are too hard, or the grader cannot read the answers: check some, start easier"
-    more = () if severity == "info" or run.spec is None else (f"rollout.n={2 * run.spec.rollout.n}",)
+    more = () if severity == "info" or run.spec is None else (change(f"rollout.n={2 * run.spec.rollout.n}"),)
     return Finding(
         severity,
         f"{crossed.worst:.0%} of the groups have equal rewards, {which}: they teach nothing {crossed.where}",
@@ -151,7 +151,7 @@ def truncated(run: RunLog) -> Finding | Skipped | None:
         (crossed.evidence,),
         "the limit is too short for the task, or the policy no longer ends its responses",
         th.TRUNCATED.source,
-        (f"data.max_response_length={2 * length}",) if length else (),
+        (change(f"data.max_response_length={2 * length}"),) if length else (),
     )
 
 
@@ -244,12 +244,12 @@ def _ends(values: NDArray[np.float64], width: int) -> tuple[float, float]:
     return float(np.median(values[:width])), float(np.median(values[-width:]))
 
 
-def _calmer(run: RunLog) -> tuple[str, ...]:
+def _calmer(run: RunLog) -> tuple[Remedy, ...]:
     """Smaller steps."""
     if run.spec is None:
         return ()
     clip = on(run, "actor.grad_clip=1.0", when=lambda spec: spec.actor.grad_clip == 0.0)
-    return (*clip, f"actor.lr={run.spec.actor.lr / 2:g}")
+    return (*clip, change(f"actor.lr={run.spec.actor.lr / 2:g}"))
 
 
 def _steps(count: int) -> str:

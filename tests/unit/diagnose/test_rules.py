@@ -143,7 +143,7 @@ def test_rule_finds_what_it_is_for(tmp_path, rule, severity, spoil, overrides):
             assert describe(evidence.metric)
             assert 1 <= evidence.first_step <= evidence.last_step <= STEPS
     for remedy in finding.remedies:  # what is proposed can be trained with
-        loaded = load_spec([], [tmp_path / "run" / "spec.yaml"], remedy.split())
+        loaded = load_spec([], [tmp_path / "run" / "spec.yaml"], list(remedy.spec))
         assert loaded.spec != diagnosis.run.spec
 
 

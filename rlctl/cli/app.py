@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rlctl.cli import prepare_data, presets
+from rlctl.cli import prepare_data, presets, reward
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.export import export
@@ -47,6 +47,7 @@ app.command()(export)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")
 app.add_typer(prepare_data.app, name="prepare-data")
+app.add_typer(reward.app, name="reward")
 
 
 def _version(is_asked: bool) -> None:

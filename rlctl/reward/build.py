@@ -49,6 +49,11 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
         penalty = OverlongPenalty(
             max_response_length, spec.overlong.buffer_length, spec.overlong.penalty_factor
         )
+    return CombinedReward(build_terms(spec, device), penalty)
+
+
+def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
+    """Label → (weight, who scores) of every term; raises as `build_reward` does."""
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
@@ -57,7 +62,7 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
         for _, scorer in terms.values():
             scorer.close()
         raise
-    return CombinedReward(terms, penalty)
+    return terms
 
 
 def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str], limit: float) -> None:

@@ -1,0 +1,187 @@
+"""`rlctl reward test`: is the reward right, and how long does it take, before a GPU is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.reward.trial import Trial
+    from rlctl.spec.run import RunSpec
+
+app = typer.Typer(no_args_is_help=True, help="Try a reward before training on it.")
+
+
+@app.callback()
+def _reward() -> None:
+    """Try a reward before training on it."""
+
+
+@app.command("test")
+def try_out(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC_OR_FUNCTION",
+            help="A run's spec (YAML, run directory or preset), a grader's name, or file.py:function.",
+        ),
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option("--data", metavar="FILE", help="Parquet as `prepare-data` writes it; may be repeated."),
+    ],
+    responses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--responses",
+            metavar="FILE",
+            help="Responses with rewards: an evaluation's samples.parquet, or a run's rollouts. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first rows, and responses.", show_default="all")
+    ] = None,
+    fail_on: Annotated[
+        Literal["error", "disagreement", "never"],
+        typer.Option(help="Exit with code 3 on grader errors, or on disagreements too."),
+    ] = "never",
+    output: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
+) -> None:
+    """Run a reward over answers whose score is known, and show where it disagrees, fails or is slow.
+
+    Every row's ground truth as a response should score 1, and an empty answer 0; stored responses should
+    score what they did. Tests for programs are tried on empty answers only. No policy is loaded.
+
+    rlctl reward test maths --data data/gsm8k/train.parquet
+
+    rlctl reward test rewards.py:score --data train.parquet --limit 500 --fail-on error
+
+    rlctl reward test run.yaml --data train.parquet --responses evaluations/base/samples.parquet
+    """
+    import torch
+
+    from rlctl.cli.reward_cases import cases_of
+    from rlctl.reward.build import build_terms
+    from rlctl.reward.trial import try_reward
+
+    spec = _spec(what)
+    is_shaped = spec.reward.overlong.buffer_length > 0
+    cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
+    terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        with _progress() as progress:
+            graders = {term.label: term.name for term in spec.reward.all_terms}
+            trial = try_reward(terms, graders, cases, progress)
+    finally:
+        for _, scorer in terms.values():
+            scorer.close()
+    _print_json(trial, spec) if output == "json" else _print(trial, spec)
+    is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
+    if fail_on != "never" and is_bad:
+        raise typer.Exit(3)
+
+
+def _spec(what: str) -> RunSpec:
+    """The run the reward belongs to; a default one around a grader or function named by itself.
+
+    Raises:
+        UsageError: it is none of these, or the spec has problems.
+    """
+    from rlctl.spec.load import RUN_SPEC_FILE, load_spec
+    from rlctl.spec.presets import all_presets
+    from rlctl.spec.reward import GRADER_NAMES
+
+    if what == "model":
+        fix = "write a spec with reward.name: model and reward.model.path"
+        raise UsageError("a reward model needs a path", where=what, fix=fix)
+    if what in GRADER_NAMES or ".py:" in what:
+        return load_spec([], [], [f"reward.name={what}"]).spec
+    path = Path(what)
+    if path.is_dir() and (path / RUN_SPEC_FILE).is_file():
+        path = path / RUN_SPEC_FILE
+    if path.is_file():
+        return load_spec([], [path], []).spec
+    if what in all_presets():
+        return load_spec([what], [], []).spec
+    fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADER_NAMES)}"
+    raise UsageError("neither a spec nor a grader", where=what, fix=fix)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, on terminals only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("grading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
+    """How long one training batch's grading takes, one after the other and in this machine's processes."""
+    from rlctl.reward.pool import share_of_cores
+
+    size = spec.data.train_batch_size * spec.rollout.n
+    alone = size * trial.durations.mean if trial.durations else 0.0
+    return {
+        "num_responses": size,
+        "one_process": alone,
+        "num_processes": share_of_cores(),
+        "all_processes": alone / share_of_cores(),
+    }
+
+
+def _print_json(trial: Trial, spec: RunSpec) -> None:
+    import json
+
+    document = trial.as_document() | {"seconds_per_batch": _batch_seconds(trial, spec)}
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _print(trial: Trial, spec: RunSpec) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("responses", "source", "reward"):
+        table.add_column(column)
+    for column in ("tried", "as expected", "errors"):
+        table.add_column(column, justify="right")
+    for tally in trial.tallies:
+        agree = f"{tally.num_agreeing / tally.num_compared:.1%}" if tally.num_compared else "—"
+        names = (Text(tally.kind), Text(tally.data_source), Text(tally.term))
+        table.add_row(*names, f"{tally.num:,}", agree, f"{tally.num_errors:,}")
+    console.print(table)
+    for one in trial.disagreements:
+        expects = f"expected {one.expected:g}, got {one.got:g}"
+        place = f"  {one.term}, {one.kind}, {one.where}"
+        console.print(Text.assemble("\n", (expects, "bold"), place), soft_wrap=True)
+        console.print(Text(f"  ground truth  {one.ground_truth!r}"), soft_wrap=True)
+        console.print(Text(f"  response ends {one.response_end!r}"), soft_wrap=True)
+    if trial.num_disagreements > len(trial.disagreements):
+        console.print(f"\n… and {trial.num_disagreements - len(trial.disagreements):,} more disagreements")
+    if trial.errors:
+        console.print(Text("\nthe first error", style="bold red"))
+        console.print(Text(trial.errors[0]), soft_wrap=True)
+    if trial.durations:
+        times, batch = trial.durations, _batch_seconds(trial, spec)
+        shown = (f"{1e3 * value:.2f}" for value in (times.mean, times.p50, times.p99, times.max))
+        console.print("\nms per call: mean {}, p50 {}, p99 {}, max {}".format(*shown), markup=False)
+        alone, together = (f"{batch[key]:.2g} s" for key in ("one_process", "all_processes"))
+        console.print(
+            f"a batch of {batch['num_responses']:,} responses: {alone} one after the other, "
+            f"about {together} in {batch['num_processes']} processes",
+            soft_wrap=True,
+        )

@@ -1,0 +1,109 @@
+"""What `rlctl reward test` tries: rows of prepared data, and responses stored with their rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.data.read import load_rows
+from rlctl.errors import UsageError
+from rlctl.reward.protocol import Sample
+from rlctl.reward.trial import Case
+
+if TYPE_CHECKING:
+    from rlctl.data.schema import Row
+
+_NEEDED = ("data_source", "prompt", "response", "ground_truth", "reward")
+_KNOWN = (*_NEEDED, "messages", "extra_info")
+_FIX = "name an evaluation's samples.parquet, or a run's rollouts directory"
+
+
+def cases_of(
+    data: Sequence[str], responses: Sequence[str], limit: int | None, *, is_shaped: bool
+) -> list[Case]:
+    """Each row's ground truth (1 expected) and an empty answer (0), then the stored responses.
+
+    Args:
+        data: Parquet in the row schema.
+        responses: Parquet of an evaluation or of a run's rollouts, or directories of them.
+        limit: rows, and responses, at most; None: all.
+        is_shaped: rewards of rollouts hold a penalty for their length, and are not compared.
+
+    Raises:
+        UsageError: a file is missing, broken, or of another kind.
+    """
+    rows = load_rows(data)[:limit]
+    cases: list[Case] = []
+    for row in rows:
+        cases.append(Case("ground truth", _sample(row, row.ground_truth), 1.0, row.where))
+        cases.append(Case("empty answer", _sample(row, ""), 0.0, row.where))
+    by_truth: dict[tuple[str, str], list[Row]] = {}
+    for row in rows if limit is None else load_rows(data):
+        by_truth.setdefault((row.data_source, row.ground_truth), []).append(row)
+    stored = (case for name in responses for case in _stored(name, by_truth, is_shaped))
+    cases += [case for _, case in zip(range(limit or 2**63), stored, strict=False)]
+    return cases
+
+
+def _sample(row: Row, response: str) -> Sample:
+    messages = tuple({"role": message.role, "content": message.content} for message in row.prompt)
+    prompt = "\n\n".join(message.content for message in row.prompt)
+    return Sample(response, row.ground_truth, prompt, row.data_source, row.extra, messages)
+
+
+def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped: bool) -> Iterator[Case]:
+    """The responses of a file, or of all files of a directory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(name)
+    if not path.exists():
+        raise UsageError("no such file or directory", where=name, fix=_FIX)
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError("the directory holds no .parquet file", where=name, fix=_FIX)
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as parquet:
+                names = parquet.schema_arrow.names
+                missing = [column for column in _NEEDED if column not in names]
+                if missing:
+                    what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
+                    raise UsageError(what, where=str(file), fix=_FIX)
+                number = 0
+                is_unlike = is_shaped and "rollout_log_probs" in names
+                wanted = [column for column in _KNOWN if column in names]
+                for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
+                    for values in batch.to_pylist():
+                        number += 1
+                        expected = None if is_unlike else values["reward"]
+                        yield _stored_case(values, rows, expected, f"{file}:{number}")
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"cannot be read as Parquet: {reason}", where=str(file), fix=_FIX) from error
+
+
+def _stored_case(
+    values: Mapping[str, Any],
+    rows: Mapping[tuple[str, str], Sequence[Row]],
+    expected: float | None,
+    where: str,
+) -> Case:
+    known = rows.get((values["data_source"], values["ground_truth"]), ())
+    row = next((row for row in known if row.prompt[-1].content in values["prompt"]), None)
+    of_row = _sample(row, "") if row else Sample("", "")
+    sample = Sample(
+        values["response"],
+        values["ground_truth"],
+        values["prompt"],
+        values["data_source"],
+        _from_json(values.get("extra_info")) or of_row.extra_info,
+        _from_json(values.get("messages")) or of_row.messages,
+    )
+    return Case("stored response", sample, expected, where)
+
+
+def _from_json(text: Any) -> Any:
+    return json.loads(text) if isinstance(text, str) and text else text

@@ -1,0 +1,211 @@
+"""A reward tried on responses whose score is known, one call at a time, before anything is trained on it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rlctl.reward.protocol import Failure, Sample, Scorer
+from rlctl.reward.round_trip import answers_itself
+from rlctl.reward.sources import grader_for
+
+Kind = Literal["ground truth", "empty answer", "stored response"]
+
+#: Of each list in a report.
+MAX_SHOWN = 20
+#: Characters of a response's end in a report.
+END_CHARS = 160
+#: Stored rewards are float32.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A response and what a reward should say of it.
+
+    Attributes:
+        kind: where the response comes from.
+        sample: the response and what may be known when it is graded.
+        expected: its score; None: nothing is expected but a number.
+        where: the row, for messages.
+    """
+
+    kind: Kind
+    sample: Sample
+    expected: float | None
+    where: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one term, kind and source. `num_compared` leaves out errors and what has no expectation."""
+
+    term: str
+    kind: Kind
+    data_source: str
+    num: int = 0
+    num_compared: int = 0
+    num_agreeing: int = 0
+    num_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A score that is not the expected one."""
+
+    term: str
+    kind: Kind
+    data_source: str
+    where: str
+    response_end: str
+    ground_truth: str
+    expected: float
+    got: float
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of one response's grading, all terms together."""
+
+    num: int
+    mean: float
+    p50: float
+    p99: float
+    max: float
+
+
+@dataclass(slots=True)
+class Trial:
+    """What a reward made of the cases; of disagreements and errors the first `MAX_SHOWN`."""
+
+    tallies: list[Tally] = field(default_factory=list)
+    disagreements: list[Disagreement] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # `term, row: text`
+    durations: Durations | None = None
+
+    @property
+    def num_disagreements(self) -> int:
+        """Of all terms, kinds and sources."""
+        return sum(tally.num_compared - tally.num_agreeing for tally in self.tallies)
+
+    @property
+    def num_errors(self) -> int:
+        """Likewise."""
+        return sum(tally.num_errors for tally in self.tallies)
+
+    def as_document(self) -> dict[str, Any]:
+        """The trial in JSON's types."""
+        return {
+            "num_disagreements": self.num_disagreements,
+            "num_errors": self.num_errors,
+            "seconds_per_call": asdict(self.durations) if self.durations else None,
+            "tallies": [asdict(tally) for tally in self.tallies],
+            "disagreements": [asdict(one) for one in self.disagreements],
+            "errors": self.errors,
+        }
+
+
+#: What stored rewards are compared with when there are several terms: their weighted sum.
+SUM = "weighted sum"
+
+
+def try_reward(
+    terms: Mapping[str, tuple[float, Scorer]],
+    graders: Mapping[str, str],
+    cases: Sequence[Case],
+    progress: Callable[[int, int], None],
+) -> Trial:
+    """Score every case, one after the other, so that each call's time is its own.
+
+    Ground truths and empty answers are compared term by term, stored rewards with the weighted sum. A
+    reward model is expected nothing of; tests for programs, and tasks with many solutions, are not tried
+    as responses.
+
+    Args:
+        terms: label → (weight, who scores).
+        graders: label → grader's name or `file.py:function`.
+        cases: what to try.
+        progress: called with the number of cases done and of all.
+    """
+    trial = Trial()
+    tallies: dict[tuple[str, Kind, str], Tally] = {}
+    seconds: list[float] = []
+    _warm_up(terms, cases)
+    for done, case in enumerate(cases):
+        progress(done, len(cases))
+        asked = {name: scorer for name, (_, scorer) in terms.items() if _is_tried(graders[name], case)}
+        started = time.perf_counter()
+        verdicts = {name: scorer.judge([case.sample])[0] for name, scorer in asked.items()}
+        if asked:
+            seconds.append(time.perf_counter() - started)
+        is_stored = case.kind == "stored response"
+        total = 0.0
+        for name, verdict in verdicts.items():
+            tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
+            tally.num += 1
+            if isinstance(verdict, Failure):
+                tally.num_errors += 1
+                trial.errors += [f"{name}, {case.where}: {verdict.text.strip()}"][
+                    : MAX_SHOWN - len(trial.errors)
+                ]
+                total = math.nan
+                continue
+            total += terms[name][0] * verdict
+            if not is_stored and graders[name] != "model":
+                _compare(trial, tally, case, verdict)
+        if is_stored and case.expected is not None and not math.isnan(total):
+            name = SUM if len(terms) > 1 else next(iter(terms))
+            tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
+            tally.num += name == SUM
+            _compare(trial, tally, case, total)
+    progress(len(cases), len(cases))
+    trial.tallies = sorted(tallies.values(), key=lambda tally: (tally.kind, tally.data_source, tally.term))
+    trial.durations = _durations(seconds)
+    return trial
+
+
+def _warm_up(terms: Mapping[str, tuple[float, Scorer]], cases: Sequence[Case]) -> None:
+    """Start what is started late, so that the first call's time is like the others'."""
+    samples = list({case.sample.data_source: case.sample for case in cases}.values())
+    for _, scorer in terms.values():
+        scorer.judge(samples)
+
+
+def _key(term: str, case: Case) -> tuple[str, Kind, str]:
+    return term, case.kind, case.sample.data_source
+
+
+def _is_tried(grader: str, case: Case) -> bool:
+    actual = grader_for(case.sample.data_source) if grader == "auto" else grader
+    return case.kind != "ground truth" or answers_itself(actual)
+
+
+def _compare(trial: Trial, tally: Tally, case: Case, got: float) -> None:
+    if case.expected is None:
+        return
+    tally.num_compared += 1
+    if math.isclose(got, case.expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        tally.num_agreeing += 1
+    elif len(trial.disagreements) < MAX_SHOWN:
+        sample = case.sample
+        end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
+        trial.disagreements.append(
+            Disagreement(
+                tally.term, case.kind, sample.data_source, case.where, end, truth, case.expected, got
+            )
+        )
+
+
+def _durations(seconds: Sequence[float]) -> Durations | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+
+    def quantile(share: float) -> float:
+        return ordered[math.ceil(share * last)]
+
+    return Durations(len(ordered), sum(ordered) / len(ordered), quantile(0.5), quantile(0.99), ordered[-1])

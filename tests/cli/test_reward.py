@@ -1,0 +1,157 @@
+"""`rlctl reward test`: every kind of mistake shows, with its place, before training."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.data.schema import Message, Row, arrow_schema
+
+MINE = """
+def equal(response, ground_truth, extra_info):
+    if extra_info["n"] == 2:
+        raise KeyError("no such thing")
+    return float(response == ground_truth)
+
+def generous(response): return 1.0
+"""
+STORED = pa.schema(
+    [(name, pa.string()) for name in ("data_source", "prompt", "response", "ground_truth")]
+    + [("reward", pa.float32())]
+)
+
+
+@pytest.fixture
+def data(tmp_path):
+    def write(*rows):
+        table = pa.Table.from_pylist([row.to_arrow("train") for row in rows], schema=arrow_schema())
+        pq.write_table(table, tmp_path / "data.parquet")
+        return str(tmp_path / "data.parquet")
+
+    return write
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path}/mine.py"
+
+
+def row(number, truth, source="openai/gsm8k"):
+    return Row(source, (Message("user", f"question {number}"),), truth, index=number, extra={"n": number})
+
+
+def stored(path, *rows):
+    names = STORED.names
+    table = pa.Table.from_pylist([dict(zip(names, values, strict=True)) for values in rows], schema=STORED)
+    pq.write_table(table, path)
+    return str(path)
+
+
+def document(capsys, *arguments):
+    assert run(["reward", "test", *arguments, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def tally(document, kind, source="openai/gsm8k"):
+    (found,) = [t for t in document["tallies"] if (t["kind"], t["data_source"]) == (kind, source)]
+    return found["num"], found["num_compared"], found["num_agreeing"], found["num_errors"]
+
+
+def test_sources_are_tried_by_their_own_graders(data, capsys):
+    path = data(
+        row(0, "72"),
+        row(1, "€"),
+        row(2, "B", "cais/mmlu"),
+        row(3, "assert f(1) == 2", "codecontests"),
+        row(4, '{"numbers": [1, 2], "target": 3}', "countdown"),
+    )
+    found = document(capsys, "auto", "--data", path)
+    assert tally(found, "ground truth") == (2, 1, 1, 1)
+    assert tally(found, "empty answer") == (2, 1, 1, 1)
+    assert tally(found, "ground truth", "cais/mmlu") == (1, 1, 1, 0)
+    assert tally(found, "empty answer", "codecontests") == (1, 1, 1, 0)
+    assert tally(found, "empty answer", "countdown") == (1, 1, 1, 0)
+    assert {t["data_source"] for t in found["tallies"] if t["kind"] == "ground truth"} == {
+        "openai/gsm8k",
+        "cais/mmlu",
+    }
+    assert "'€' is not a mathematical expression" in found["errors"][0]
+    times = found["seconds_per_call"]
+    assert 0 < times["p50"] <= times["p99"] <= times["max"]
+    assert times["num"] == 8
+    assert found["seconds_per_batch"]["num_responses"] > 0
+
+
+def test_a_function_gets_extra_info_and_its_errors_show(data, mine, capsys):
+    path = data(row(0, "72"), row(2, "3"))
+    arguments = ["reward", "test", f"{mine}:equal", "--data", path]
+    assert run([*arguments, "--fail-on", "disagreement"]) == 3
+    assert run([*arguments, "--fail-on", "error"]) == 3
+    assert run([*arguments, "--limit", "1", "--fail-on", "error"]) == 0
+    assert run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "KeyError: 'no such thing'" in shown
+    assert "data.parquet:2" in shown
+    assert "ms per call: mean" in shown
+
+
+def test_a_reward_for_nothing_disagrees(data, mine, capsys):
+    path = data(row(0, "72"))
+    assert run(["reward", "test", f"{mine}:generous", "--data", path, "--fail-on", "error"]) == 0
+    assert run(["reward", "test", f"{mine}:generous", "--data", path, "--fail-on", "disagreement"]) == 3
+    assert "expected 0, got 1" in capsys.readouterr().out
+
+
+def test_stored_responses_are_compared_with_their_rewards(data, mine, tmp_path, capsys):
+    path = data(row(0, "72"), row(1, "72"))
+    samples = stored(
+        tmp_path / "samples.parquet",
+        ("openai/gsm8k", "<user>question 1", "72", "72", 1.0),
+        ("openai/gsm8k", "<user>question 1", "71", "72", 1.0),
+        ("openai/gsm8k", "<user>question 1", "70", "72", None),
+    )
+    found = document(capsys, f"{mine}:equal", "--data", path, "--responses", samples)
+    assert tally(found, "stored response") == (3, 2, 1, 0)
+    (one,) = found["disagreements"]
+    assert (one["expected"], one["got"], one["response_end"]) == (1.0, 0.0, "71")
+    assert one["where"] == f"{samples}:2"
+
+
+def test_terms_are_tried_one_by_one_and_stored_rewards_with_their_sum(data, mine, tmp_path, capsys):
+    spec = tmp_path / "run.yaml"
+    terms = f"[{{name: exact, weight: 2.0}}, {{name: '{mine}:equal', weight: 0.5}}]"
+    spec.write_text(f"reward:\n  terms: {terms}\n")
+    samples = stored(tmp_path / "s.parquet", ("openai/gsm8k", "question 0", " 72", "72", 2.0))
+    path = data(row(0, "72"))
+    found = document(capsys, str(spec), "--data", path, "--responses", samples)
+    by_term = {(t["term"], t["kind"]): (t["num_compared"], t["num_agreeing"]) for t in found["tallies"]}
+    assert by_term["exact", "ground truth"] == by_term["equal", "ground truth"] == (1, 1)
+    assert by_term["weighted sum", "stored response"] == (1, 1)
+    assert by_term["exact", "stored response"] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["nothing", "--data", "DATA"], "neither a spec nor a grader"),
+        (["model", "--data", "DATA"], "a reward model needs a path"),
+        (["maths", "--data", "gone.parquet"], "no such file"),
+        (["gone.py:f", "--data", "DATA"], "no such file"),
+        (["maths", "--data", "DATA", "--responses", "gone"], "no such file or directory"),
+        (
+            ["maths", "--data", "DATA", "--responses", "DATA"],
+            "columns response, ground_truth, reward missing",
+        ),
+        (["maths", "--data", "DATA", "--responses", "BROKEN"], "cannot be read as Parquet"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, arguments, what):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no footer")
+    places = {"DATA": data(row(0, "72")), "BROKEN": str(tmp_path / "broken.parquet")}
+    assert run(["reward", "test", *(places.get(argument, argument) for argument in arguments)]) == 2
+    shown = capsys.readouterr().err
+    assert what in shown
+    assert "Traceback" not in shown

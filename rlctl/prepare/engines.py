@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 from collections import deque
@@ -119,8 +121,7 @@ def _on_ray(
         try:
             yield from zip(batch, (pickle.loads(row["result"]) for row in done.iter_rows()), strict=True)
         except ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise RunFailure(f"a Ray task failed: {reason}", fix="look at Ray's logs") from error
+            raise RunFailure(f"a Ray task failed: {_cause(error)}", fix="look at Ray's logs") from error
 
 
 def _start_ray() -> Any:
@@ -130,22 +131,35 @@ def _start_ray() -> Any:
     except ImportError as error:
         raise EnvironmentFailure("Ray is not installed", where="--engine ray", fix=RAY_INSTALL) from error
     if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        own = {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
         try:
-            ray.init(include_dashboard=False, log_to_driver=False)
+            ray.init(log_to_driver=False, **own)
         except Exception as error:  # connection, port and memory errors have no common base
             reason = str(error).splitlines()[0]
             raise EnvironmentFailure(f"Ray does not start: {reason}", fix="see `ray status`") from error
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it would say is raised
     return ray
 
 
 @lru_cache(maxsize=1)  # a worker process makes its tokenizer once
-def _opened(held: bytes) -> Any:
-    return pickle.loads(held)
+def _opened(held: Any) -> Any:
+    import ray
+
+    return pickle.loads(ray.get(held))
 
 
-def _ray_work(row: dict[str, bytes], held: bytes) -> dict[str, bytes]:
-    function, shared = _opened(held)  # Ray has put the object in place of its reference
+def _ray_work(row: dict[str, bytes], held: Any) -> dict[str, bytes]:
+    function, shared = _opened(held)
     return {"result": pickle.dumps(function(shared, pickle.loads(row["task"])))}
+
+
+def _cause(error: Exception) -> str:
+    """The line of Ray's long message that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(
+        (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line)), lines[-1]
+    )

@@ -89,7 +89,8 @@ class _Text:
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
                     raise self.wrong(getattr(error, "msg", str(error)), at) from None
             else:
-                if end < len(self._window) or not self._more(READ_BYTES):  # a number could go on
+                # A number at the end of the window could go on: 1, 1.5, 1e+9.
+                if len(self._window) - end > len("e+") or not self._more(READ_BYTES):
                     self.at = end
                     return value
 
@@ -107,8 +108,10 @@ class _Text:
                 self._lines_before + self._window.count("\n") + error.object[: error.start].count(b"\n") + 1
             )
             raise UsageError("not valid UTF-8", where=f"{self._path}:{line}") from None
+        if not data:
+            return False
         self._lines_before += self._window.count("\n", 0, self.at)
         self._window = self._window[self.at :] + text
         self.at = 0
         self.reads += 1
-        return bool(data)
+        return True

@@ -257,7 +257,7 @@ def test_quarantine_keeps_the_raw_text_and_counts(tmp_path):
 
 
 def test_nothing_usable_says_which_columns_were_looked_for(tmp_path):
-    source = write_jsonl(tmp_path / "in.jsonl", [{"problem": "q", "answer": "1"}])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"stem": "q", "key": "1"}])
     with pytest.raises(UsageError, match="1 of 1 rows") as caught:
         prepare(PrepareRequest((str(source),), tmp_path / "out", bad_rows="quarantine"))
     assert "--prompt-key" in caught.value.fix

@@ -1,13 +1,19 @@
 """Every format gives the same records; every broken one says where."""
 
 import gzip
+import io
 import json
+import sys
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare import json_array, sources
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
@@ -143,3 +149,174 @@ def test_progress_adds_up(tmp_path):
     blocks = list(read_blocks(Source(path, "name")))
     assert sum(block.num_bytes for block in blocks) == path.stat().st_size
     assert len(blocks) > 1
+
+
+def test_zero_rows_of_parquet_are_an_empty_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"q": pa.array([], pa.string())}), path)
+    with pytest.raises(UsageError, match="is empty"):
+        records_in(path)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_that_is_too_long_is_set_aside_and_the_rest_read(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 50_000)
+    lines = [{"a": 1}, {"a": "x" * 40_000}, {"a": "y" * 80_000}, {"a": 4}, {"a": "z" * 90_000}]
+    text = "\n".join(json.dumps(line) for line in lines).encode()
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix else text)
+    records = records_in(path)
+    assert [record.number for record in records] == [1, 2, 3, 4, 5]
+    assert [record.values for record in records] == [*lines[:2], None, lines[3], None]
+    assert "a line of" in records[2].problem
+    assert records[2].raw.startswith('{"a": "yyy')
+    assert len(records[2].raw) < 2000
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_a_line_of_a_million_characters_goes_through(tmp_path, suffix):
+    long = "word " * 200_000
+    rows = [{"q": long, "a": "1"}, {"q": "short", "a": "2"}]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("q,a\n" + "".join(f"{row['q']},{row['a']}\n" for row in rows))
+    else:
+        path.write_text(json.dumps(rows) if suffix == "json" else "".join(json.dumps(r) + "\n" for r in rows))
+    assert values(path) == rows
+
+
+def test_blocks_of_any_size_hold_the_same_records(tmp_path, monkeypatch):
+    rows = [{"q": "q" * (i * 37 % 101), "a": i} for i in range(300)]
+    paths = [tmp_path / f"a.{suffix}" for suffix in ("jsonl", "jsonl.gz", "csv", "parquet", "arrow")]
+    text = "\n".join(json.dumps(row) + "\n" * (row["a"] % 3) for row in rows)
+    paths[0].write_text(text)
+    paths[1].write_bytes(gzip.compress(text.encode()))
+    paths[2].write_text("q,a\n" + "".join(f"{row['q']},{row['a']}\n" for row in rows))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, paths[3], row_group_size=70)
+    with pa.OSFile(str(paths[4]), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    for path in paths:
+        source = Source(path, "name")
+        whole = [(record.number, record.values) for record in read_records(source)]
+        assert len(whole) == 300
+        monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
+        monkeypatch.setattr(sources, "BLOCK_ROWS", 7)
+        assert len(list(read_blocks(source))) > 20
+        assert [(record.number, record.values) for record in read_records(source)] == whole
+        monkeypatch.undo()
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(JSON_VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
+def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_only, indent):
+    text = json.dumps(rows, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
+    expected = json.loads(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "READ_BYTES", read_bytes)
+        file = io.BufferedReader(io.BytesIO(text))
+        pieces = list(json_array.array_elements("a.json", file, max_rows=3))
+    assert [element for piece in pieces for element in piece] == expected
+    assert all(len(piece) <= 3 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("[1, 2", ":1"),
+        ('[\n1,\n"a', ":3"),
+        ("[1,\n\n2 3]", ":3"),
+        ("[1]\nmore", ":2"),
+        ("[1,]", ":1"),
+        ("[1, 2\n}", ":2"),
+    ],
+)
+def test_a_broken_array_names_the_line(tmp_path, monkeypatch, text, where):
+    monkeypatch.setattr(json_array, "READ_BYTES", 3)
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="invalid JSON") as caught:
+        records_in(path)
+    assert caught.value.where == f"{path}{where}"
+
+
+def saved_dataset(path, rows, num_files=2):
+    """What `datasets.Dataset.save_to_disk` writes."""
+    path.mkdir(parents=True)
+    names = [f"data-{place:05}-of-{num_files:05}.arrow" for place in range(num_files)]
+    share = -(-len(rows) // num_files)
+    for place, name in enumerate(names):
+        table = pa.Table.from_pylist(rows[place * share : (place + 1) * share])
+        with pa.OSFile(str(path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (path / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_is_its_files_in_order(tmp_path):
+    rows = [{"q": str(i), "a": i} for i in range(9)]
+    saved_dataset(tmp_path / "sums", rows)
+    found = find_sources([str(tmp_path / "sums")])
+    assert [source.name for source in found] == ["sums", "sums"]
+    assert [record.values for source in found for record in read_records(source)] == rows
+
+
+def test_what_the_library_itself_saves_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    rows = [{"q": str(i), "a": i} for i in range(9)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "sums", num_shards=2)
+    found = find_sources([str(tmp_path / "sums")])
+    assert [record.values for source in found for record in read_records(source)] == rows
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows))
+    both.save_to_disk(tmp_path / "both")
+    with pytest.raises(UsageError, match="splits train, test") as caught:
+        find_sources([str(tmp_path / "both")])
+    assert str(tmp_path / "both/train") in caught.value.fix
+    assert len(find_sources([str(tmp_path / "both/train")])) == 1
+
+
+def test_a_saved_dataset_with_a_hole_is_refused(tmp_path):
+    saved_dataset(tmp_path / "sums", [{"q": "1"}, {"q": "2"}])
+    (tmp_path / "sums/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UsageError, match=r"data-00001-of-00002\.arrow is missing"):
+        find_sources([str(tmp_path / "sums")])
+
+
+def test_the_hub_needs_its_library_and_a_network(monkeypatch):
+    pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    with pytest.raises(EnvironmentFailure, match="cannot be had"):  # the tests run offline
+        find_sources(["hf:nobody/nothing-of-this-name:test"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EnvironmentFailure, match="`datasets`") as caught:
+        find_sources(["hf:nobody/nothing"])
+    assert caught.value.fix == 'pip install "rlctl[data]"'
+
+
+def test_a_dataset_of_the_hub_is_its_cached_files(tmp_path, monkeypatch):
+    rows = [{"q": str(i), "a": i} for i in range(4)]
+    saved_dataset(tmp_path / "cache", rows, num_files=1)
+    file = tmp_path / "cache/data-00000-of-00001.arrow"
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if split == "dev":
+            raise ValueError('Unknown split "dev". Should be one of [train].')
+        return types.SimpleNamespace(cache_files=[{"filename": str(file)}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    (source,) = find_sources(["hf:some/sums"])
+    assert (source.path, source.name) == (file, "some/sums")
+    find_sources(["hf:some/sums:test"])
+    assert asked == [("some/sums", "train"), ("some/sums", "test")]
+    with pytest.raises(UsageError, match="Unknown split"):
+        find_sources(["hf:some/sums:dev"])
+    with pytest.raises(UsageError, match="no dataset is named"):
+        find_sources(["hf:"])

@@ -312,9 +312,7 @@ def _logged_elsewhere() -> Iterator[Metric]:
     largest = {"trl": "sampling/sampling_logp_difference/max"}
     yield Metric("mismatch/log_prob_abs_diff_max", "nats", f"maximum {gap}", largest)
     error = "mean over response tokens of exp |log π_train − log π_rollout|, 1 where the policies agree"
-    yield Metric(
-        "mismatch/token_mult_prob_error", "1", error, {"nemo-rl": "train/token_mult_prob_error"}
-    )
+    yield Metric("mismatch/token_mult_prob_error", "1", error, {"nemo-rl": "train/token_mult_prob_error"})
     divergence = "mean over response tokens of the Jensen–Shannon divergence's estimate"
     yield Metric("mismatch/js_divergence", "nats", divergence, {"nemo-rl": "train/js_divergence_error"})
     outside = "share of raw weights outside the bound, on either side"
@@ -334,9 +332,7 @@ def _logged_elsewhere() -> Iterator[Metric]:
     spread = "standard deviation over samples of the grader's score"
     yield Metric("critic/score/std", "reward", spread, {"trl": "reward_std"})
     idle = "share of the time in which the trainer waited for rollouts"
-    yield Metric(
-        "perf/trainer_idle_fraction", "fraction", idle, {"verl": "fully_async/trainer/idle_ratio"}
-    )
+    yield Metric("perf/trainer_idle_fraction", "fraction", idle, {"verl": "fully_async/trainer/idle_ratio"})
 
 
 #: Metrics of other frameworks' logs that rlctl does not log itself.

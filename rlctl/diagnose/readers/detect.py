@@ -1,67 +1,102 @@
-"""From a path to a `RunLog`: the file is recognised by what it holds, not by its name."""
+"""From a path to a `RunLog`: a log is recognised by what it holds, not by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
 from pathlib import Path
 
-from rlctl.diagnose.readers import own
-from rlctl.diagnose.table import Facts, Origin, RunLog, facts_of
+from rlctl.diagnose.readers.build import OURS, Wanted, build, dialect_of
+from rlctl.diagnose.readers.choose import Candidate, choose
+from rlctl.diagnose.readers.collect import Collected, Collector
+from rlctl.diagnose.readers.framework import Dialect
+from rlctl.diagnose.readers.reading import Reading
+from rlctl.diagnose.readers.source import STDIN
+from rlctl.diagnose.readers.streams import LOOKED_FOR, read_files
+from rlctl.diagnose.table import RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec
 
-LOG_FILE = "metrics.jsonl"
-_LINES_LOOKED_AT = 50
+_NAMES_SHOWN = 8
+_ROWS_LOOKED_AT = 50
 
 
 def read_run(path: Path, wanted: Collection[str]) -> RunLog:
-    """Read a run directory, or a log file.
+    """Read one run's log, whoever wrote it.
 
     Args:
-        path: a run directory (its `metrics.jsonl` is read), or a log file; a `spec.yaml` beside the log is
-            taken for the run's.
-        wanted: metrics to keep; memory grows with these and the number of steps only.
+        path: a log file, plain or gzipped; a directory, of whose logs the one that says most is read; `-` for
+            standard input. A `spec.yaml` beside the log is taken for the run's.
+        wanted: canonical metrics to keep, `<…>` standing for any text; memory grows with these and the number
+            of rows only.
 
     Raises:
-        UsageError: no such file, not a log that is known, or no step in it.
+        UsageError: no such file, not a log that is known, no step or no known metric in it.
     """
-    log = path / LOG_FILE if path.is_dir() else path
-    if not log.is_file():
-        what = (
-            f"not a run directory: it holds no {LOG_FILE}" if path.is_dir() else "no such file or directory"
-        )
-        raise UsageError(what, where=str(path), fix="name a run directory, or a metrics.jsonl")
-    try:
-        with log.open("rb") as file:
-            is_ours = own.recognises(islice(file, _LINES_LOOKED_AT))
-            file.seek(0)
-            if not is_ours:
-                _refuse(log)
-            table, notes = own.read(file, wanted)
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(log)) from error
-    spec, spec_notes = _spec_beside(log)
+    wants = Wanted(wanted)
+    notes: list[str] = []
+    candidate = Candidate((path,), path)
+    if path != STDIN and path.is_dir():
+        candidate, notes = choose(path, _worth)
+    elif path != STDIN and not path.exists():
+        raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
+    reading = Reading(Collector(wants.by_any_name))
+    read_files(candidate.files, reading)
+    collected = reading.collector.finish()
+    spec, spec_notes = _spec_beside(candidate.shown)
+    dialect = _dialect(collected, reading, candidate.shown)
+    if spec is not None and dialect.uses_ours:
+        dialect = OURS
+    built = build(collected, dialect, wants, reading, facts_of(spec) if spec else None)
     return RunLog(
-        log,
-        table,
-        spec,
-        notes + spec_notes,
-        origins={key: Origin(key) for key in table.columns},
-        facts=facts_of(spec) if spec else Facts(),
+        path=candidate.shown,
+        table=built.table,
+        spec=spec,
+        notes=(*notes, *reading.notes, *collected.notes, *spec_notes),
+        framework=built.framework,
+        origins=built.origins,
+        facts=built.facts,
     )
 
 
-def _refuse(log: Path) -> None:
-    what = "the log is empty" if log.stat().st_size == 0 else "not a log that is known"
-    raise UsageError(what, where=str(log), fix=f"name a run directory of rlctl, or its {LOG_FILE}")
+def _dialect(collected: Collected, reading: Reading, log: Path) -> Dialect:
+    """Who wrote it.
+
+    Raises:
+        UsageError: there is no step, or no metric that is known.
+    """
+    found = dialect_of(collected.names, reading.hint)
+    if not len(collected.steps):
+        raise UsageError(
+            "not a log that is known: no line or row with a step", where=str(log), fix=LOOKED_FOR
+        )
+    if found is None:
+        names = sorted(collected.names)
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
+        what = f"not a log that is known: no metric in it is, only {shown}"
+        raise UsageError(what, where=str(log), fix=LOOKED_FOR)
+    return found
+
+
+def _worth(candidate: Candidate) -> tuple[int, int]:
+    """(metrics known, last step) by a first look; (0, 0) for what is no log."""
+    reading = Reading(Collector(lambda name: False), limit=_ROWS_LOOKED_AT)
+    try:
+        read_files(candidate.files, reading)
+    except UsageError:
+        return 0, 0
+    collected = reading.collector.finish()
+    dialect = dialect_of(collected.names, reading.hint)
+    if dialect is None or not reading.collector.num_rows:
+        return 0, 0
+    known = {named.key for name in collected.names if (named := dialect.translate(name))}
+    return len(known), reading.collector.last_step
 
 
 def _spec_beside(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
     """The run's spec, if it lies where `rlctl train` puts it; a broken one is noted, not fatal."""
     path = log.parent / RUN_SPEC_FILE
-    if not path.is_file():
+    if log == STDIN or not path.is_file():
         return None, ()
     try:
         return load_spec([], [path], []).spec, ()

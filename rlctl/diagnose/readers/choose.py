@@ -1,0 +1,85 @@
+"""Which of a directory's logs to read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.errors import UsageError
+from rlctl.spec.load import RUN_SPEC_FILE
+
+LOG_FILE = "metrics.jsonl"
+
+_SUFFIXES = frozenset(
+    {".jsonl", ".wandb", ".json", ".csv", ".tsv", ".parquet", ".log", ".txt", ".out", ".err", ".gz"}
+)
+_EVENTS = "tfevents"
+_DEEPEST = 5
+#: Of more logs than this only the least deep are looked at.
+_MOST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One log.
+
+    Attributes:
+        files: its files: several for TensorBoard, one otherwise.
+        shown: the path that stands for it.
+    """
+
+    files: tuple[Path, ...]
+    shown: Path
+
+
+def choose(directory: Path, value: Callable[[Candidate], tuple[int, int]]) -> tuple[Candidate, list[str]]:
+    """The log that says most, and a note which it is.
+
+    Args:
+        directory: looked through to a depth of five.
+        value: (metrics known, last step) of a log; of equal ones the newest is taken.
+
+    Raises:
+        UsageError: there is no log in it.
+    """
+    log = directory / LOG_FILE
+    if log.is_file() and (directory / RUN_SPEC_FILE).is_file():
+        return Candidate((log,), log), []
+    candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))
+    looked_at = [(value(one), _age(one), one) for one in candidates[:_MOST]]
+    known = [found for found in looked_at if found[0][0] > 0]
+    if not known:
+        raise UsageError(
+            f"no log in this directory: it holds no {LOG_FILE} and nothing else that is known",
+            where=str(directory),
+            fix="name a run directory, or a log",
+        )
+    best = max(known, key=lambda found: found[:2])[2]
+    if len(known) == 1:
+        return best, [f"read: {best.shown}"]
+    return best, [f"{len(known)} logs in {directory}: {best.shown} was read; name another to have it read"]
+
+
+def _candidates(directory: Path) -> Iterator[Candidate]:
+    depth = len(directory.parts)
+    for root, folders, names in os.walk(directory):
+        here = Path(root)
+        folders[:] = (
+            sorted(f for f in folders if not f.startswith(".")) if len(here.parts) - depth < _DEEPEST else []
+        )
+        events = tuple(here / name for name in sorted(names) if _EVENTS in name)
+        if events:
+            yield Candidate(events, here if len(events) > 1 else events[0])
+        for name in sorted(names):
+            if (
+                _EVENTS not in name
+                and Path(name).suffix in _SUFFIXES
+                and name != LOG_FILE.replace(".", ".discarded.")
+            ):
+                yield Candidate((here / name,), here / name)
+
+
+def _age(candidate: Candidate) -> float:
+    return max(file.stat().st_mtime for file in candidate.files if file.exists())

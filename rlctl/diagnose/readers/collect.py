@@ -1,0 +1,319 @@
+"""Rows as they were logged → one series per name; restarts and rows that share a step are sorted out.
+
+A log may have several clocks: steps that one writer counts on its own. Most logs have one. Evaluations may be
+logged late, slime counts updates and rollouts apart, and TensorBoard writes every metric by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: What the step is called, the first that a row has.
+STEP_KEYS = (
+    *("step", "train/global_step", "eval/global_step", "train/step", "rollout/step", "eval/step"),
+    *("global_step", "training/global_step", "trainer/global_step", "_step", "Step", "iteration", "iter"),
+)
+MAIN, EVAL = "main", "eval"
+
+_OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
+_IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
+_IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
+_CHUNK_ROWS = 4096  # converted to numbers at once
+_LARGEST_STEP = 1 << 62
+
+
+#: Values, and whether each was logged as a number; (n,) both.
+Logged = tuple["NDArray[np.float64]", "NDArray[np.bool_]"]
+
+
+@dataclass(slots=True)
+class _Column:
+    """Blocks of (rows, values) of one name on one clock; `bad`: rows that logged NaN or an infinity."""
+
+    blocks: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Rows counted by one writer: their steps, and where in the whole log they stand."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    order: array[int] = field(default_factory=lambda: array("q"))
+    columns: dict[str, _Column] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """What rows with the same keys have in common."""
+
+    clock: _Clock
+    step_key: str
+    names: tuple[str, ...]
+    rows: list[int] = field(default_factory=list)
+    values: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One log by the names it used.
+
+    Attributes:
+        steps: (N,) every step of the log, ascending.
+        series: name → (steps, values), the rows of the last pass; several names may share the arrays' rows.
+        nonfinite: name → steps at which NaN or an infinity was logged.
+        names: every name seen, those not kept included.
+        updates_per_rollout: how many times faster the updates are counted than the rollouts, where both are.
+        notes: what had to be tolerated.
+    """
+
+    steps: NDArray[np.int64]
+    series: Mapping[str, Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]]
+    nonfinite: Mapping[str, NDArray[np.int64]]
+    names: frozenset[str]
+    updates_per_rollout: int | None
+    notes: tuple[str, ...]
+
+
+class Collector:
+    """Takes rows, keeps what is wanted.
+
+    Args:
+        keeps: whether a name's values are wanted; memory grows with these and the number of rows only.
+
+    Attributes:
+        names: every name seen.
+        null_is_nan: whether null stands for NaN (where JSON is written without a word for it) and not for
+            "not logged".
+        num_rows: rows taken.
+        last_step: the newest row's.
+    """
+
+    def __init__(self, keeps: Callable[[str], bool]) -> None:
+        self.names: set[str] = set()
+        self.null_is_nan = False
+        self.num_rows = 0
+        self.last_step = 0
+        self.keeps = keeps
+        self._clocks: dict[str, _Clock] = {}
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._nested: set[tuple[str, ...]] = set()
+        self._order = 0
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Take one row; False if it has no step."""
+        keys = tuple(row)
+        if keys in self._nested:
+            row = dict(_flat(row))
+            keys = tuple(row)
+        layout = self._layouts.get(keys)
+        if layout is None or not layout.names:
+            if any(isinstance(value, dict) for value in row.values()):
+                self._nested.add(keys)
+                return self.add(row)
+            layout = layout or self._layout(row)
+        if layout is None:
+            return False
+        step = _whole(row[layout.step_key])
+        if step is None:
+            return False
+        self.num_rows += 1
+        self.last_step = step
+        clock = layout.clock
+        layout.rows.append(len(clock.steps))
+        clock.steps.append(step)
+        clock.order.append(self._order)
+        self._order += 1
+        if layout.names:
+            layout.values.append(tuple(map(row.__getitem__, layout.names)))
+            if len(layout.values) >= _CHUNK_ROWS:
+                self._flush(layout)
+        else:
+            layout.rows.clear()
+        return True
+
+    def add_columns(self, clock: str, steps: NDArray[np.int64], columns: Mapping[str, Logged]) -> None:
+        """Take (n,) rows at once, on a clock of that name."""
+        self.names.update(columns)
+        self.num_rows += len(steps)
+        rows = self._clocks.setdefault(clock, _Clock())
+        first = len(rows.steps)
+        rows.steps.extend(steps.tolist())
+        rows.order.extend(range(self._order, self._order + len(steps)))
+        self._order += len(steps)
+        places = np.arange(first, first + len(steps))
+        for name, (values, was_logged) in columns.items():
+            column = rows.columns.setdefault(name, _Column())
+            column.blocks.append((places, values))
+            column.bad += places[was_logged & ~np.isfinite(values)].tolist()
+
+    def finish(self) -> Collected:
+        """Sort out restarts and clocks; the collector is empty afterwards."""
+        for layout in self._layouts.values():
+            self._flush(layout)
+        kept = {name: _last_pass(np.array(clock.steps)) for name, clock in self._clocks.items()}
+        self._drop_stale_evaluations(kept)
+        ratio = _updates_per_rollout(self._clocks)
+        series: dict[str, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+        nonfinite: dict[str, NDArray[np.int64]] = {}
+        axis: list[NDArray[np.int64]] = []
+        for name, clock in self._clocks.items():
+            steps = np.array(clock.steps, dtype=np.int64)
+            if ratio and _family(name) == "train":
+                steps //= ratio
+            axis.append(np.unique(steps[kept[name]]))
+            for key, column in clock.columns.items():
+                series.setdefault(key, []).extend(_logged(column, steps, kept[name]))
+                if bad := [row for row in column.bad if kept[name][row]]:
+                    nonfinite[key] = np.union1d(nonfinite.get(key, axis[0][:0]), steps[bad])
+            clock.columns.clear()
+        left_out = sum(int((~rows).sum()) for rows in kept.values())
+        notes = [f"steps go back: {left_out} row(s) logged again later are left out"] if left_out else []
+        if ratio and ratio > 1:
+            notes.append(f"{ratio} updates per rollout: a step is a rollout, its last update is shown")
+        return Collected(
+            steps=np.unique(np.concatenate(axis)) if axis else np.empty(0, dtype=np.int64),
+            series=series,
+            nonfinite=nonfinite,
+            names=frozenset(self.names),
+            updates_per_rollout=ratio,
+            notes=tuple(notes),
+        )
+
+    def _layout(self, row: Mapping[str, Any]) -> _Layout | None:
+        step_key = next((key for key in STEP_KEYS if key in row), None)
+        if step_key is None:
+            return None
+        self.names.update(row)
+        metrics = [key for key in row if key not in STEP_KEYS]
+        clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
+        layout = _Layout(clock, step_key, tuple(filter(self.keeps, metrics)))
+        return self._layouts.setdefault(tuple(row), layout)
+
+    def _flush(self, layout: _Layout) -> None:
+        if layout.values:
+            rows = np.array(layout.rows)
+            numbers, was_logged = _as_numbers(layout.values, self.null_is_nan)
+            for place, name in enumerate(layout.names):
+                column = layout.clock.columns.setdefault(name, _Column())
+                column.blocks.append((rows, numbers[:, place].copy()))
+                column.bad += rows[was_logged[:, place] & ~np.isfinite(numbers[:, place])].tolist()
+        layout.rows.clear()
+        layout.values.clear()
+
+    def _drop_stale_evaluations(self, kept: dict[str, NDArray[np.bool_]]) -> None:
+        """A restart overtakes evaluations too: those of steps that the main rows count again later."""
+        if not kept.keys() >= {MAIN, EVAL}:
+            return
+        main, evals = self._clocks[MAIN], self._clocks[EVAL]
+        steps = np.array(main.steps)
+        lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], _LARGEST_STEP)
+        next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
+        # Late evaluations are none: their step is below what the main rows go on with.
+        kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
+
+
+def _clock_of(step_key: str, metrics: Sequence[str]) -> str:
+    if step_key in _OWN_CLOCKS:
+        return step_key
+    told = [name for name in metrics if not _IS_META.fullmatch(name)]
+    return EVAL if told and all(_IS_EVAL.match(name) for name in told) else MAIN
+
+
+def _family(clock: str) -> str:
+    return clock.partition("/")[0]
+
+
+def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
+    """From clocks `train/…` and `rollout/…`, which count from 0."""
+    last = {
+        family: max(
+            (max(c.steps) for name, c in clocks.items() if _family(name) == family and c.steps), default=-1
+        )
+        for family in ("train", "rollout")
+    }
+    if min(last.values()) < 0:
+        return None
+    return max(1, round((last["train"] + 1) / (last["rollout"] + 1)))
+
+
+def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """(N,) bool: rows whose step is below every later one; neighbours that share a step count as one."""
+    if len(steps) == 0:
+        return np.empty(0, dtype=bool)
+    starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
+    runs = steps[starts]
+    lowest_later = np.append(np.minimum.accumulate(runs[::-1])[::-1][1:], _LARGEST_STEP)
+    return np.repeat(runs < lowest_later, np.diff(np.append(starts, len(steps))))
+
+
+def _logged(
+    column: _Column, steps: NDArray[np.int64], kept: NDArray[np.bool_]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    for rows, values in column.blocks:
+        use = kept[rows] & np.isfinite(values)
+        yield steps[rows[use]], values[use]
+
+
+def _as_numbers(
+    rows: list[tuple[Any, ...]], null_is_nan: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """(n, m) numbers, and whether each was logged as a number at all."""
+    try:
+        numbers = np.array(rows, dtype=np.float64)
+        if numbers.ndim != 2:
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):  # texts, lists, integers beyond a double
+        numbers = np.array([[as_number(value) for value in row] for row in rows])
+    was_logged = np.ones(numbers.shape, dtype=bool)
+    for row, place in zip(*np.nonzero(~np.isfinite(numbers)), strict=True):
+        value = rows[row][place]
+        was_logged[row, place] = null_is_nan if value is None else _is_number(value)
+    return numbers, was_logged
+
+
+def as_number(value: object) -> float:
+    """A number, or a text that says one (`0.5`, `NaN`, `-Infinity`); NaN for anything else."""
+    if isinstance(value, str | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
+        except ValueError:
+            return float("nan")
+    return float("nan")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower().lstrip("+-") in {"nan", "inf", "infinity"}
+    return isinstance(value, int | float)
+
+
+def _whole(value: object) -> int | None:
+    """A step: a whole number, whatever its type; None for anything else."""
+    if type(value) is not int:
+        number = as_number(value) if not isinstance(value, bool) else float("nan")
+        if not number.is_integer():
+            return None
+        value = int(number)
+    return value if -_LARGEST_STEP < value < _LARGEST_STEP else None
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested objects by their path; wrappers such as verl's `data` are left out of it."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            is_wrapper = not prefix and key in {"data", "metrics", "logs"}
+            yield from _flat(value, "" if is_wrapper else f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value

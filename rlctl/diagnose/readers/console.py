@@ -1,0 +1,162 @@
+"""What frameworks print: verl's `step:N - key:value`, printed dictionaries, tables of `name value | …`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.diagnose.readers.reading import Reading
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)"
+#: A number as printed by Python: bare, quoted, or inside `np.float64(…)` and `tensor(…, device=…)`.
+_VALUE = rf"(?:(?:\w+\.)?\w+\(|['\"])?(?P<number>{_NUMBER}|True|False)(?=['\"),\s}}\]]|$)"
+_WHOLE_VALUE = re.compile(_VALUE, re.IGNORECASE)
+_PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}", re.IGNORECASE)
+_CELL = re.compile(
+    rf"(?P<name>[A-Za-z][\w .]*?):?\s+(?P<number>{_NUMBER})(?P<percent>%?)(?!\S*/)", re.IGNORECASE
+)
+
+_VERL = re.compile(r"(?:^|\s)step:(-?\d+) - (\S.*)")
+_OPENRLHF = re.compile(r"Global step (\d+): (\{.*)")
+_SLIME = re.compile(r"(?:^|\s|-)(step|rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
+_PRIME_RL = re.compile(r"(?:^|\s)Step (\d+) \| (.*)")
+_NEMO_HEAD = re.compile(r"={3,} Step (\d+)/\S+ ={3,}")
+_NEMO_CELL = re.compile(rf"\s*• (?P<name>[A-Z][\w ]+): (?P<number>{_NUMBER})\s*$")
+_DICT = re.compile(r"\{'[^{}]*\}\s*$")
+_CONFIG_START = re.compile(r"\{'\w+': ")
+_LONGEST_CONFIG = 20_000  # lines
+
+_Row = dict[str, Any]
+
+
+class Console:
+    """Turns printed lines into rows."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._count = 0  # of rows printed without a step
+        self._nemo_step: int | None = None
+        self._config: _ConfigDump | None = None
+        self._frames: tuple[Callable[[str], bool], ...] = (
+            *(self._verl, self._openrlhf, self._slime, self._prime_rl, self._nemo_rl, self._dictionary),
+        )
+
+    def read(self, line: bytes) -> bool:
+        """Take one line; False if there was no row in it."""
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if "\x1b" in text:
+            text = _ANSI.sub("", text)
+        # A progress bar returns to the start of its line without ending it.
+        found = [self._part(part) for part in text.split("\r") if part]
+        return any(found)
+
+    def notes(self) -> list[str]:
+        """What had to be assumed."""
+        return ["the printed lines carry no step: they are counted from 1"] if self._count else []
+
+    def _part(self, text: str) -> bool:
+        prefix = match.group() if (match := _RAY.match(text)) else ""
+        text = text[len(prefix) :]
+        if self._config and self._config.take(prefix, text):
+            if self._config.is_done:
+                self._reading.config |= self._config.value()
+                self._config = None
+            return False
+        if _CONFIG_START.match(text) and not _DICT.match(text):
+            self._config = _ConfigDump(prefix)
+            return self._part(prefix + text)
+        return any(frame(text) for frame in self._frames)
+
+    def _add(self, row: _Row) -> bool:
+        return len(row) > 1 and self._reading.collector.add(row)
+
+    def _verl(self, text: str) -> bool:
+        if "step:" not in text or not (match := _VERL.search(text)):
+            return False
+        row: _Row = {"step": int(match[1])}
+        for cell in match[2].split(" - "):
+            name, _, value = cell.rpartition(":")
+            if name and (number := _WHOLE_VALUE.match(value)):
+                row[name] = _plain(number["number"])
+        self._reading.hint = "verl"
+        return self._add(row)
+
+    def _openrlhf(self, text: str) -> bool:
+        if not (match := _OPENRLHF.search(text)):
+            return False
+        self._reading.hint = "openrlhf"
+        return self._add({"step": int(match[1]), **_pairs(match[2])})
+
+    def _slime(self, text: str) -> bool:
+        if not (match := _SLIME.search(text)):
+            return False
+        key = {"step": "train/step", "eval": "eval/step"}.get(match[1], "rollout/step")
+        return self._add({**_pairs(match[3]), key: int(match[2])})
+
+    def _prime_rl(self, text: str) -> bool:
+        if not (match := _PRIME_RL.search(text)):
+            return False
+        cells = filter(None, (_CELL.match(cell.strip()) for cell in match[2].split(" | ")))
+        row = {cell["name"]: float(cell["number"]) * (0.01 if cell["percent"] else 1.0) for cell in cells}
+        return self._add({"step": int(match[1]), **row})
+
+    def _nemo_rl(self, text: str) -> bool:
+        if match := _NEMO_HEAD.search(text):
+            self._nemo_step = int(match[1])
+        if self._nemo_step is None or not (cell := _NEMO_CELL.match(text)):
+            return False
+        return self._add({"step": self._nemo_step, cell["name"]: float(cell["number"])})
+
+    def _dictionary(self, text: str) -> bool:
+        """Hugging Face's trainer: no step in it, so that rows are counted."""
+        if not (match := _DICT.search(text)):
+            return False
+        row = _pairs(match.group())
+        if len(row) < 2 or "train_runtime" in row:  # the latter is the summary of the whole run
+            return False
+        if "step" not in row:
+            self._count += not all(name.startswith("eval_") or name == "epoch" for name in row)
+            row["step"] = self._count
+        return self._add(row)
+
+
+class _ConfigDump:
+    """A configuration printed over many lines, as `pprint` does it."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._lines: list[str] = []
+        self._depth = 0
+        self.is_done = False
+
+    def take(self, prefix: str, text: str) -> bool:
+        """Take a line; False if it is not from the same process or the dump never ends."""
+        if prefix != self._prefix or len(self._lines) > _LONGEST_CONFIG:
+            return False
+        self._lines.append(text)
+        self._depth += sum(text.count(c) for c in "{[(") - sum(text.count(c) for c in "}])")
+        self.is_done = self._depth <= 0
+        return True
+
+    def value(self) -> dict[str, Any]:
+        """The configuration; empty if it is no literal."""
+        try:
+            value = ast.literal_eval("\n".join(self._lines))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _pairs(text: str) -> _Row:
+    """The numbers of a printed dictionary."""
+    return {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
+
+
+def _plain(number: str) -> float | int:
+    if number in {"True", "False"}:
+        return number == "True"
+    return float(number) if not number.lstrip("-").isdigit() else int(number[:400])

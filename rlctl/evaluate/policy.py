@@ -90,7 +90,9 @@ class Policy:
             attn_implementation=self.attn_implementation,
             dtype=_DTYPES[self.dtype],
         )
-        yield HFRollout(model, tokenizer, sampling_device(), max_num_seqs=batch_size)
+        copy = HFRollout(model, tokenizer, sampling_device(), max_num_seqs=batch_size)
+        del model
+        yield copy
 
 
 def find_policy(target: Target, engine: EngineName | None) -> Policy:

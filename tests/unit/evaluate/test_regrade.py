@@ -19,7 +19,8 @@ def evaluated(task, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def even(response):\n    return float(len(response) % 2 == 0)\n"
-        "def all(response, ground_truth, prompt):\n    return float(ground_truth != '' and prompt != '')\n"
+        "def split(response, extra_info, messages):\n"
+        "    return float(extra_info['split'] == 'test' and messages[-1]['role'] == 'user')\n"
         "def broken(response):\n    raise ValueError('no')\n"
     )
     request = EvaluateRequest(
@@ -40,7 +41,7 @@ def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
     before = read_samples(directory / "samples.parquet")
     num_even = sum(sample.reward for sample in before)
     assert 0 < num_even < 48
-    out, found = regrade(RegradeRequest(directory, reward=f"{reward}:all", out=tmp_path / "again"), quiet)
+    out, found = regrade(RegradeRequest(directory, reward=f"{reward}:split", out=tmp_path / "again"), quiet)
     after = read_samples(out / "samples.parquet")
     assert [sample.response for sample in after] == [sample.response for sample in before]
     assert {sample.reward for sample in after} == {1.0}
@@ -48,7 +49,7 @@ def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
     results = json.loads((out / "results.json").read_text())
     assert results["regraded"]["directory"] == str(directory)
     assert results["regraded"]["reward"]["name"].endswith(":even")
-    assert results["reward"]["name"].endswith(":all")
+    assert results["reward"]["name"].endswith(":split")
     assert results["sampling"]["n"] == 4
     assert results["scores"][0]["avg"]["value"] == 1.0
 

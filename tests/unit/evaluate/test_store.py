@@ -87,6 +87,16 @@ def test_a_damaged_line_is_named(tmp_path, line):
     assert "delete" in caught.value.fix
 
 
+def test_a_full_disk_is_named(tmp_path):
+    with ResponseStore(tmp_path, SETTINGS) as store:
+        store.add({A: SAID})
+        whole, store._append = store._append, open("/dev/full", "a", encoding="utf-8")  # noqa: PTH123, SIM115
+        with pytest.raises(EnvironmentFailure, match="No space left"):
+            store.add({B: SAID})
+        store._append = whole
+    assert stored(tmp_path, A, B) == {(0, 0): SAID}
+
+
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "evaluations").write_text("a file")
     with pytest.raises(EnvironmentFailure, match="cannot be stored"), ResponseStore(tmp_path, SETTINGS):

@@ -1,0 +1,117 @@
+"""Which model, in which engine."""
+
+import hashlib
+
+import pytest
+from huggingface_hub import constants
+
+from rlctl.errors import EnvironmentFailure
+from rlctl.evaluate import policy as policy_module
+from rlctl.evaluate.policy import files_hash, find_policy
+from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate.target import Target, find_target
+from rlctl.rollout import vllm
+from rlctl.rollout.hf import HFRollout
+from tests.unit.evaluate.runs import make_run
+
+
+def quiet(doing, done, total):
+    del doing, done, total
+
+
+@pytest.fixture
+def hub(task, tmp_path, monkeypatch):
+    """A hub cache that holds the model as `org/tiny`, large files named by their SHA-256."""
+    place = tmp_path / "hub" / "models--org--tiny"
+    snapshot = place / "snapshots" / "0123abc"
+    for directory in (snapshot, place / "blobs", place / "refs"):
+        directory.mkdir(parents=True)
+    (place / "refs" / "main").write_text("0123abc")
+    for file in task.model_dir.iterdir():
+        name = hashlib.sha256(file.read_bytes()).hexdigest()
+        (place / "blobs" / name).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(place / "blobs" / name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_hub_model_is_its_snapshot_and_as_good_as_the_same_files_anywhere(hub, task, tmp_path):
+    request = EvaluateRequest(
+        "org/tiny", [str(task.val_file)], n=2, limit=3, max_response_length=6, out=tmp_path / "hub-out"
+    )
+    _, found = evaluate(request, quiet)
+    assert found.about["model"]["path"] == "org/tiny"
+    assert found.num_stored == 0
+    local = EvaluateRequest(
+        str(task.model_dir), [str(task.val_file)], n=2, limit=3, max_response_length=6, out=tmp_path / "out"
+    )
+    _, again = evaluate(local, quiet)
+    assert again.num_stored == 6
+    assert again.about["model"]["sha256"] == found.about["model"]["sha256"]
+
+
+def test_large_files_of_the_hub_are_not_read_again(hub, monkeypatch):
+    whole = files_hash(hub, {})
+    monkeypatch.setattr(policy_module.hashlib, "file_digest", None)
+    assert files_hash(hub, {}) == whole
+
+
+def test_a_checkpoint_has_the_hash_of_its_files(task, tmp_path):
+    run_dir = make_run(tmp_path / "run", task)
+    target = find_target(str(run_dir), [])
+    assert "model.safetensors" in target.checksums
+    assert find_policy(target, None).sha256 == files_hash(task.model_dir, {})
+
+
+def test_a_model_that_is_nowhere(hub, task):
+    with pytest.raises(EnvironmentFailure, match="neither a directory nor in the cache"):
+        find_policy(Target("org/other", [str(task.val_file)]), None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
+    told = {}
+
+    class Fake:
+        def __init__(self, model_path, tokenizer, **options):
+            told.update(options, model_path=model_path)
+            model, _ = policy_module.load_policy(
+                model_path,
+                revision=None,
+                trust_remote_code=False,
+                attn_implementation="sdpa",
+                dtype=policy_module._DTYPES[options["dtype"]],
+            )
+            self._engine = HFRollout(model, tokenizer, "cpu")
+
+        def generate(self, *arguments, **options):
+            if fails:
+                raise KeyboardInterrupt
+            told["rows"] = len(arguments[0].texts)
+            return self._engine.generate(*arguments, **options)
+
+        def close(self):
+            told["closed"] = True
+
+    monkeypatch.setattr(vllm, "VLLMRollout", Fake)
+    request = EvaluateRequest(
+        str(task.model_dir),
+        [str(task.val_file)],
+        n=2,
+        limit=30,
+        max_response_length=6,
+        engine="vllm",
+        batch_size=8,
+        out=tmp_path / "out",
+    )
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(request, quiet)
+    else:
+        _, found = evaluate(request, quiet)
+        assert found.about["sampling"]["engine"] == "vllm"
+        assert told["rows"] == 60  # it makes its own batches
+    assert told["closed"]
+    assert told["model_path"] == str(task.model_dir)
+    assert (told["dtype"], told["max_num_seqs"]) == ("fp32", 8)
+    assert told["max_model_len"] == 6 + 6  # "12+34=" and the response

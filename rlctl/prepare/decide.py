@@ -60,7 +60,7 @@ class Decision:
     @property
     def is_kept(self) -> NDArray[np.bool_]:
         """(rows,) rows still in."""
-        return self.fates == Fate.KEPT
+        return np.asarray(self.fates == Fate.KEPT)
 
     def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
         """Rows by what became of them.

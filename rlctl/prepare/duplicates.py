@@ -158,7 +158,7 @@ def _meetings(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[Pa
 def _similarity(signature: Path, rows: NDArray[np.uint32], others: NDArray[np.uint32]) -> NDArray[Any]:
     """Estimated Jaccard similarity: equal values, less those whose 8 bits are equal by chance."""
     equal = (_read_rows(signature, rows) == _read_rows(signature, others)).mean(axis=1)
-    return (equal - 1 / 256) / (1 - 1 / 256)
+    return np.asarray((equal - 1 / 256) / (1 - 1 / 256))
 
 
 def _read_rows(signature: Path, rows: NDArray[np.uint32]) -> NDArray[np.uint8]:

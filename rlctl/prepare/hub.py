@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError
 
 HUB = "hf:"
 STATE, SPLITS = "state.json", "dataset_dict.json"
-INSTALL = 'pip install "rlctl[data]"'
+INSTALL = 'pip install "rlctl[datasets]"'
 
 
 def is_dataset(path: Path) -> bool:
@@ -74,7 +75,7 @@ def hub_files(name: str) -> tuple[list[Path], str]:
     return [Path(file["filename"]) for file in loaded.cache_files], dataset
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -11,13 +11,10 @@ row at a time. Nothing appears under the output's name before all of it is there
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +22,8 @@ from rlctl.data.checks import RowError, check_text
 from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
-from rlctl.prepare.blocks import Block, records_of
 from rlctl.prepare.decide import Decision, decide
-from rlctl.prepare.engines import run
+from rlctl.prepare.intake import take_in
 from rlctl.prepare.leaks import find_leaks
 from rlctl.prepare.manifest import (
     Manifest,
@@ -41,39 +37,10 @@ from rlctl.prepare.output import write_split
 from rlctl.prepare.progress import Progress
 from rlctl.prepare.recipes import Recipe, recognise
 from rlctl.prepare.request import PrepareRequest, PrepareSummary
-from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
+from rlctl.prepare.sources import Source, find_sources, read_records
 from rlctl.prepare.split import limit_for_fraction
 from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import BadRow, Plan, Transformed, transform
-
-QUARANTINE = "quarantine.jsonl"
-PROBLEMS_SHOWN = 5
-#: Inputs up to this size are not worth processes of their own.
-SMALL_BYTES = 16 << 20
-
-
-class BadRows:
-    """Counts rows that cannot be used, remembers the first few, and sets all aside where asked to."""
-
-    def __init__(self, quarantine: IO[str] | None = None) -> None:
-        self._quarantine = quarantine
-        self.count = 0
-        self.first: list[str] = []
-
-    def add(self, path: Path, row: BadRow) -> None:
-        """One more."""
-        self.count += 1
-        if len(self.first) < PROBLEMS_SHOWN:
-            self.first.append(f"{path}:{row.number}: {row.reason}")
-        if self._quarantine is not None:
-            entry = {"file": str(path), "row": row.number, "reason": row.reason, "raw": row.raw}
-            self._quarantine.write(json.dumps(entry) + "\n")
-
-    def error(self, num_rows: int, fix: str) -> UsageError:
-        """All of it as one error."""
-        more = [f"and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
-        lines = "".join(f"\n  {line}" for line in [*self.first, *more])
-        return UsageError(f"{self.count} of {num_rows} rows cannot be used:{lines}", fix=fix)
+from rlctl.prepare.transform import Plan
 
 
 def prepare(request: PrepareRequest, progress: Progress | None = None) -> PrepareSummary:
@@ -83,6 +50,9 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     Args:
         request: what to prepare.
         progress: told of what is going on.
+
+    Larger inputs start processes of their own: a script that calls this needs
+    `if __name__ == "__main__":`, as everywhere with `multiprocessing`.
 
     Raises:
         UsageError: an input is missing or broken, rows are bad (file and row are named), too many are
@@ -104,12 +74,12 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     _check_output(request)
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
-            bad, spoiled, sources_seen = _transform_all(request, plan, sources, staging, stage, progress)
-            decision = decide(request, staging, spoiled, progress)
-            decision.findings += _source_findings(sources_seen) + _template_findings(plan, staging, decision)
+            intake = take_in(request, plan, sources, staging, stage, progress)
+            decision = decide(request, staging, intake.spoiled, progress)
+            decision.findings += [*intake.findings, *_template_findings(plan, staging, decision)]
             if request.leakage != "off":
                 find_leaks(request, staging, decision, progress)
-            counts = decision.counts(staging.num_records, bad.count - len(spoiled))
+            counts = decision.counts(staging.num_records, intake.num_bad)
             _check_split(counts)
             shards = _write(request, staging, decision, stage, progress)
         manifest = _manifest(made_from, counts, decision, shards, stage)
@@ -192,88 +162,6 @@ def _check_output(request: PrepareRequest) -> None:
             fix="pass --overwrite to replace it, or choose another --out",
         )
     check_replaceable(out)
-
-
-def _transform_all(
-    request: PrepareRequest,
-    plan: Plan,
-    sources: Sequence[Source],
-    staging: Staging,
-    stage: Path,
-    progress: Progress,
-) -> tuple[BadRows, list[int], Counter[str]]:
-    """The first pass.
-
-    Returns:
-        The bad rows, places of staged rows that are among them, and rows per data source.
-    """
-    num_bytes = sum(source.path.stat().st_size for source in sources)
-    workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
-    spoiled: list[int] = []
-    by_source: Counter[str] = Counter()
-    by_file: Counter[Path] = Counter()
-    progress.phase("reading", num_bytes)
-    with ExitStack() as stack:
-        quarantine: IO[str] | None = None
-        if request.bad_rows == "quarantine":
-            quarantine = stack.enter_context((stage / QUARANTINE).open("w", encoding="utf-8"))
-        bad = BadRows(quarantine)
-        blocks = (block for source in sources for block in read_blocks(source))
-        for block, done in run(request.engine, transform, plan, blocks, workers):
-            failed = _ungradable(block, done) if request.check_graders else {}
-            spoiled += [staging.num_rows + place for place in failed]
-            for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
-                bad.add(block.path, row)
-            staging.add(block, done)
-            by_source.update(done.sources)
-            by_file[block.path] += done.num_records
-            progress.advance(block.num_bytes, done.num_records)
-    staging.finish()
-    empty = next((source.path for source in sources if not by_file[source.path]), None)
-    if empty:
-        raise UsageError("the file is empty: it has no rows", where=str(empty))
-    all_bad = bad.count == staging.num_records
-    if all_bad or (bad.count and quarantine is None):
-        raise bad.error(staging.num_records, _fix_for(plan.recipe, all_bad=all_bad))
-    return bad, spoiled, by_source
-
-
-def _ungradable(block: Block, done: Transformed) -> dict[int, BadRow]:
-    """Rows whose own grader does not give their ground truth 1: place among the rows → the bad row."""
-    from rlctl.reward.round_trip import check_ground_truths
-
-    reasons = check_ground_truths(done.truths)
-    wrong = [place for place, truth in enumerate(done.truth_of) if truth >= 0 and reasons[truth]]
-    if not wrong:
-        return {}
-    numbers = done.keys["number"]
-    places = {int(numbers[place]): place for place in wrong}
-    return {
-        places[record.number]: BadRow(
-            record.number,
-            f"grader(ground truth) is not 1: {reasons[done.truth_of[places[record.number]]]}",
-            record.raw,
-        )
-        for record in records_of(block)
-        if record.number in places
-    }
-
-
-def _fix_for(recipe: Recipe, *, all_bad: bool) -> str:
-    if all_bad:
-        keys = f"prompts were looked for in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
-        return f"{keys} (recipe {recipe.name}): say --prompt-key, --answer-key or --recipe"
-    return f"mend them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
-
-
-def _source_findings(by_source: Counter[str]) -> list[findings.Finding]:
-    from rlctl.reward.graders import knows_source
-
-    return [
-        findings.unknown_source(name, count)
-        for name, count in sorted(by_source.items())
-        if not knows_source(name)
-    ]
 
 
 def _template_findings(plan: Plan, staging: Staging, decision: Decision) -> list[findings.Finding]:

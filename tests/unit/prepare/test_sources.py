@@ -269,7 +269,7 @@ def test_a_saved_dataset_is_its_files_in_order(tmp_path):
 
 
 def test_what_the_library_itself_saves_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
     rows = [{"q": str(i), "a": i} for i in range(9)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "sums", num_shards=2)
     found = find_sources([str(tmp_path / "sums")])
@@ -290,13 +290,13 @@ def test_a_saved_dataset_with_a_hole_is_refused(tmp_path):
 
 
 def test_the_hub_needs_its_library_and_a_network(monkeypatch):
-    pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
     with pytest.raises(EnvironmentFailure, match="cannot be had"):  # the tests run offline
         find_sources(["hf:nobody/nothing-of-this-name:test"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EnvironmentFailure, match="`datasets`") as caught:
         find_sources(["hf:nobody/nothing"])
-    assert caught.value.fix == 'pip install "rlctl[data]"'
+    assert caught.value.fix == 'pip install "rlctl[datasets]"'
 
 
 def test_a_dataset_of_the_hub_is_its_cached_files(tmp_path, monkeypatch):

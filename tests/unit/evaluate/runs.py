@@ -9,7 +9,7 @@ from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from rlctl.tiny.embedded import ensure_embedded
 
 #: The embedded model, all but untrained: built in a second.
-QUICK = replace(RECIPE, target_accuracy=0.0, num_val_prompts=150)
+QUICK = replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0, num_val_prompts=150)
 
 
 def quick_task(cache):

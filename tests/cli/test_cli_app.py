@@ -41,8 +41,9 @@ def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
 
     def row(name: str) -> list[str]:
-        [line] = [line for line in lines if line.split()[:1] == [name] and line.startswith("    ")]
-        return line.split(maxsplit=2)
+        """The first key of that name; sections of sections come after their parent's own keys."""
+        found = [line for line in lines if line.split()[:1] == [name] and line.startswith("    ")]
+        return found[0].split(maxsplit=2)
 
     assert code == 0
     assert row("seed") == ["seed", "5", "command line"]

@@ -7,9 +7,11 @@ NFKC and case folding; punctuation does not count, signs of arithmetic do: 2 + 3
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +28,7 @@ Kind = Literal["exact", "masked", "ngram"]
 #: An n-gram in more questions of a file than both of these is a phrase of the file's prompts, not a question.
 COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
 HASHED_AT_ONCE = 1024
+_NAMES = "names.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,26 @@ class Reference:
         for file, questions in waiting.items():
             builders[file].add(questions)
         return cls({file: builder.finish() for file, builder in builders.items()})
+
+    def save(self, directory: Path) -> None:
+        """Write it to a directory that does not exist yet."""
+        directory.mkdir()
+        names = list(self._files)
+        (directory / _NAMES).write_text(json.dumps(names), encoding="utf-8")
+        for place, name in enumerate(names):
+            for kind, hashes in asdict(self._files[name]).items():
+                np.save(directory / f"{place}-{kind}.npy", hashes)
+
+    @classmethod
+    def load(cls, directory: Path) -> Reference:
+        """What `save` wrote, mapped: processes that load it share one copy."""
+        names = json.loads((directory / _NAMES).read_text(encoding="utf-8"))
+        kinds = [field.name for field in fields(_File)]
+
+        def read(place: int) -> _File:
+            return _File(*(np.load(directory / f"{place}-{kind}.npy", mmap_mode="r") for kind in kinds))
+
+        return cls({name: read(place) for place, name in enumerate(names)})
 
     def matches(self, questions: Sequence[str]) -> list[frozenset[tuple[Kind, str]]]:
         """Of each question the files it occurs in, and the surest way in which it does; empty: nowhere."""
@@ -97,10 +120,22 @@ class _Builder:
         self._ngrams.append(keys.ngrams[is_new[keys.ngram_of]])
 
     def finish(self) -> _File:
-        ngrams, counts = np.unique(np.concatenate(self._ngrams), return_counts=True)
-        most = max(COMMON_QUESTIONS, COMMON_SHARE * len(self._seen))
+        most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(self._seen)))
         exact = np.sort(np.fromiter(self._seen, dtype=np.uint64, count=len(self._seen)))
-        return _File(exact, np.unique(np.concatenate(self._masked)), ngrams[counts <= most])
+        self._seen.clear()
+        ngrams = np.concatenate(self._ngrams)
+        self._ngrams.clear()
+        return _File(exact, np.unique(np.concatenate(self._masked)), _at_most(ngrams, most))
+
+
+def _at_most(values: Hashes, most: int) -> Hashes:
+    """The different values that are there at most so often, ascending; sorts `values` in place."""
+    values.sort()
+    is_first = np.ones(len(values), dtype=bool)
+    is_first[1:] = values[1:] != values[:-1]
+    common = values[most:][values[most:] == values[: max(0, len(values) - most)]]
+    different = values[is_first]
+    return different[~_among(different, common)]
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +15,7 @@ from rlctl.prepare import findings
 from rlctl.prepare.decide import Decision, Fate
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import EXAMPLES_SHOWN
-from rlctl.prepare.leakage import Kind, Reference
+from rlctl.prepare.leakage import HASHED_AT_ONCE, Kind, Reference
 from rlctl.prepare.progress import Progress
 from rlctl.prepare.recipes import Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TEST = "the test split"
+REFERENCE = "reference"
 #: So many rows are compared here and not in processes of their own.
 LOCAL_ROWS = 20_000
 #: From sure to suspicious.
@@ -41,10 +44,12 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     is_train = decision.is_kept & ~decision.is_test
     is_test = decision.is_kept & decision.is_test
     progress.phase("leakage", int(is_train.sum()))
-    reference = Reference.build(_guarded(request, staging, is_test))
+    directory = staging.file(REFERENCE)
+    Reference.build(_guarded(request, staging, is_test)).save(directory)
+    _reference.cache_clear()  # this process may have had another one under that name
     tasks = ((block, is_train[block.rows]) for block in staging.blocks if is_train[block.rows].any())
     found: Found = {}
-    for (block, wanted), matches in run("local", scan, reference, tasks, _workers(request, is_train)):
+    for (block, wanted), matches in run("local", scan, directory, tasks, _workers(request, is_train)):
         for key, places in matches.items():
             found.setdefault(key, []).extend(block.first_row + place for place in places)
         progress.advance(int(wanted.sum()))
@@ -65,20 +70,27 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
         decision.findings += _findings(staging, found)
 
 
-def scan(
-    reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]
-) -> dict[tuple[str, Kind], list[int]]:
-    """Places in a block of the wanted rows that occur in the reference, by file and kind."""
+def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
+    """Places in a block of the wanted rows that occur in the saved reference, by file and kind."""
     import pyarrow as pa
 
+    reference = _reference(directory)
     block, wanted = task
     batch, _ = block.read()
     questions = batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()
+    places = np.flatnonzero(wanted).tolist()
     found: Found = {}
-    for place, matches in zip(np.flatnonzero(wanted), reference.matches(questions), strict=True):
-        for kind, file in matches:
-            found.setdefault((file, kind), []).append(int(place))
+    for start in range(0, len(questions), HASHED_AT_ONCE):
+        part = reference.matches(questions[start : start + HASHED_AT_ONCE])
+        for place, matches in zip(places[start:], part, strict=False):
+            for kind, file in matches:
+                found.setdefault((file, kind), []).append(place)
     return found
+
+
+@lru_cache(maxsize=1)
+def _reference(directory: Path) -> Reference:
+    return Reference.load(directory)
 
 
 def _guarded(

@@ -1,0 +1,93 @@
+"""Rows that must not be trained on, through the whole pipeline."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rlctl.data.read import load_rows
+from rlctl.errors import UsageError
+from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.request import PrepareRequest
+from tests.unit.prepare.helpers import write_jsonl
+
+LONG = "a farmer has a very long field and walks along all of its sides with his old dog every single day"
+COST = "What do %d apples cost at the market on Monday if one costs %d francs and nobody haggles at all?"
+BENCHMARK = [f"Where {LONG}, and how far is 12 km?", COST % (7, 3), "Wo ist der Hund?"]
+TRAIN = [
+    f"where {LONG} and how far is 12 km",
+    COST % (9, 5),
+    f"Then {LONG}. How old is the dog?",
+    *(f"An honest question number {i}" for i in range(20)),
+]
+EXPECTED = {"exact": 1, "masked": 1, "ngram": 1}
+
+
+@pytest.fixture
+def request_(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"question": text, "answer": "#### 1"} for text in TRAIN])
+    benchmark = [{"prompt": text, "answer": "1"} for text in BENCHMARK]
+    write_jsonl(tmp_path / "bench.jsonl", benchmark)
+    return PrepareRequest(
+        (str(source),),
+        tmp_path / "out",
+        val_fraction=0,
+        against=(str(tmp_path / "bench.jsonl"),),
+        check_graders=False,
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reported_by_file_and_kind(request_, workers):
+    summary = prepare(replace(request_, workers=workers))
+    assert summary.counts["train"] == 23
+    assert summary.report["leakage"] == {"rows": 3, "by_file": {request_.against[0]: EXPECTED}}
+    codes = [finding["code"] for finding in summary.report["findings"]]
+    assert codes[0] == "leak-exact"
+    assert {"leak-masked", "leak-ngram"} <= set(codes)
+
+
+def test_dropped(request_):
+    summary = prepare(replace(request_, leakage="drop"))
+    assert summary.counts["leaked_dropped"] == 3
+    assert [row.index for row in load_rows([str(request_.out / "train.parquet")])] == list(range(3, 23))
+
+
+def test_refused(request_):
+    with pytest.raises(UsageError, match="3 rows to train on occur") as caught:
+        prepare(replace(request_, leakage="refuse"))
+    assert f"{request_.sources[0]}:1" in str(caught.value)
+    assert "--leakage drop" in caught.value.fix
+    assert not request_.out.exists()
+
+
+def test_not_looked_for(request_):
+    assert "leakage" not in prepare(replace(request_, leakage="off")).report
+
+
+def test_the_test_split_is_guarded_too(tmp_path):
+    rows = [{"question": f"{LONG} ({word})", "answer": "#### 1"} for word in "abcdefghijklmnopqrst"]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    options = {"val_size": 4, "check_graders": False, "near_duplicates": "off"}
+    summary = prepare(PrepareRequest((str(source),), tmp_path / "out", **options))
+    assert summary.report["leakage"] == {"rows": 16, "by_file": {"the test split": {"ngram": 16}}}
+
+
+def test_a_second_run_in_one_process_compares_with_its_own_files(request_, tmp_path):
+    prepare(request_)
+    write_jsonl(tmp_path / "bench.jsonl", [{"prompt": "Something else entirely", "answer": "1"}])
+    assert prepare(replace(request_, overwrite=True)).report["leakage"]["rows"] == 0
+
+
+def test_a_benchmark_without_questions_is_refused_by_name(request_, tmp_path):
+    write_jsonl(tmp_path / "bench.jsonl", [{"stem": "q"}])
+    with pytest.raises(UsageError, match=r"no question can be read from it: .*bench\.jsonl:1") as caught:
+        prepare(request_)
+    assert caught.value.where == str(tmp_path / "bench.jsonl")
+
+
+def test_what_was_compared_with_is_part_of_the_manifest(request_):
+    prepare(request_)
+    made_from = json.loads((request_.out / "manifest.json").read_text())["made_from"]
+    assert [entry["name"] for entry in made_from["against"]] == ["bench.jsonl"]
+    assert prepare(request_).unchanged

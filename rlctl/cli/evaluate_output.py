@@ -125,7 +125,7 @@ def _differences(figures: list[Figure]) -> Table:
             f"{figure.a:.3f}",
             f"{figure.b:.3f}",
             f"{found.value:+.3f}",
-            f"{found.low:+.3f} – {found.high:+.3f}" if has_interval else "—",
+            f"{found.low:+.3f} to {found.high:+.3f}" if has_interval else "—",
             "—" if found.p_value is None else f"{found.p_value:.2g}",
         )
     return table

@@ -43,7 +43,7 @@
       }
     }
     page = 0;
-    byId("count").textContent = `${count(responses)} responses to ${count(found.length)} questions`;
+    byId("count").textContent = `${count(responses)} responses, ${count(found.length)} questions`;
     show();
   };
 
@@ -116,18 +116,22 @@
     byId("next").disabled = page === pages - 1;
   };
 
+  const scrollTo = (target) => {
+    const nav = document.querySelector("nav");
+    const covered = getComputedStyle(nav).position === "sticky" ? nav.offsetHeight + 8 : 0;
+    window.scrollTo(0, window.scrollY + target.getBoundingClientRect().top - covered);
+  };
   const turn = (by) => {
     page += by;
     show();
-    byId("questions").scrollIntoView();
-    window.scrollBy(0, -byId("count").closest("nav").offsetHeight);
+    scrollTo(byId("questions"));
   };
   const move = (by) => {
     const cards = document.querySelectorAll("article");
     if (!cards.length) return;
     current = Math.min(Math.max(current + by, 0), cards.length - 1);
     cards[current].focus({ preventScroll: true });
-    cards[current].scrollIntoView();
+    scrollTo(cards[current]);
   };
   const toggleVerdict = (chip) => {
     const name = chip.dataset.verdict;

@@ -115,7 +115,7 @@ def _question(group: Sequence[EvalSample]) -> dict[str, Any]:
 
 def _json_block(value: object) -> Markup:
     """JSON that no HTML parser sees markup in: ASCII, and `<`, `>`, `&` by their numbers."""
-    text = json.dumps(value, allow_nan=False)
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)

@@ -79,11 +79,10 @@
     const card = element("article");
     card.tabIndex = -1;
     const title = element("h2");
-    const right = question.responses.filter((response) => response.verdict === "right").length;
     title.append(
       element("span", "", `Question ${count(question.index)}`),
       element("small", "", question.source),
-      element("small", "", `${right} of ${question.responses.length} right`),
+      element("small", "", `${question.right} of ${question.of} right`),
     );
     const asked = element("div", "asked");
     for (const [name, text] of [["prompt", question.prompt], ["ground truth", question.truth]]) {

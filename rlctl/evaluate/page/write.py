@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def write_page(
         about=_about(document),
         notes=_notes(document, samples, kept),
         scores=[_table(score, document["sampling"]["n"]) for score in document["scores"]],
-        data=_json_block({"questions": [_question(group) for group in by_question(kept)]}),
+        data=_json_block({"questions": _questions(samples, kept)}),
         style=Markup(style),
         script=Markup(script),
         style_hash=_csp_hash(style),
@@ -89,6 +90,17 @@ def _verdict(sample: EvalSample) -> str:
     if sample.reward is None:
         return "error"
     return "right" if sample.reward >= RIGHT else "wrong"
+
+
+def _questions(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> list[dict[str, Any]]:
+    """The kept samples by question, with counts of all of its samples."""
+    everything = Counter(sample.question_index for sample in samples)
+    right = Counter(sample.question_index for sample in samples if _verdict(sample) == "right")
+    return [
+        _question(group)
+        | {"right": right[group[0].question_index], "of": everything[group[0].question_index]}
+        for group in by_question(kept)
+    ]
 
 
 def _question(group: Sequence[EvalSample]) -> dict[str, Any]:

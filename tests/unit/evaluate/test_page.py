@@ -237,6 +237,7 @@ def test_too_many_samples_keep_what_is_to_learn_from_and_say_so(page_of):
     assert max(each.question_index for each in few) > 100  # not only the first ones
     text = page_of(samples, max_text=whole // 2).read_text()
     assert f"{len(kept):,} of 600 responses are on this page" in text
+    assert text.count('"right":1,"of":3}') == 200  # counts are of all responses
 
 
 def test_data_block_is_json_without_any_markup(page_of):

@@ -145,6 +145,7 @@ class Collector:
         """Take (n,) rows at once, on a clock of that name."""
         self.names.update(columns)
         self.num_rows += len(steps)
+        self.last_step = int(steps[-1]) if len(steps) else self.last_step
         rows = self._clocks.setdefault(clock, _Clock())
         first = len(rows.steps)
         rows.steps.extend(steps.tolist())

@@ -28,7 +28,7 @@ _NEMO_HEAD = re.compile(r"={3,} Step (\d+)/\S+ ={3,}")
 _NEMO_CELL = re.compile(rf"\s*• (?P<name>[A-Z][\w ]+): (?P<number>{_NUMBER})\s*$")
 _DICT = re.compile(r"\{'[^{}]*\}\s*$")
 _CONFIG_START = re.compile(r"\{'\w+': ")
-_LONGEST_CONFIG = 20_000  # lines
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 _Row = dict[str, Any]
 
@@ -61,14 +61,13 @@ class Console:
     def _part(self, text: str) -> bool:
         prefix = match.group() if (match := _RAY.match(text)) else ""
         text = text[len(prefix) :]
+        if self._config is None and _CONFIG_START.match(text) and not _DICT.match(text):
+            self._config = _ConfigDump(prefix)
         if self._config and self._config.take(prefix, text):
             if self._config.is_done:
                 self._reading.config |= self._config.value()
                 self._config = None
             return False
-        if _CONFIG_START.match(text) and not _DICT.match(text):
-            self._config = _ConfigDump(prefix)
-            return self._part(prefix + text)
         return any(frame(text) for frame in self._frames)
 
     def _add(self, row: _Row) -> bool:
@@ -134,11 +133,12 @@ class _ConfigDump:
         self.is_done = False
 
     def take(self, prefix: str, text: str) -> bool:
-        """Take a line; False if it is not from the same process or the dump never ends."""
-        if prefix != self._prefix or len(self._lines) > _LONGEST_CONFIG:
+        """Take a line; False if it does not go on with the dump."""
+        if prefix != self._prefix or (self._lines and not text.startswith(" ")):
             return False
         self._lines.append(text)
-        self._depth += sum(text.count(c) for c in "{[(") - sum(text.count(c) for c in "}])")
+        bare = _STRING.sub("", text)
+        self._depth += sum(map(bare.count, "{[(")) - sum(map(bare.count, "}])"))
         self.is_done = self._depth <= 0
         return True
 

@@ -80,7 +80,7 @@ def _dialect(collected: Collected, reading: Reading, log: Path) -> Dialect:
 
 def _worth(candidate: Candidate) -> tuple[int, int]:
     """(metrics known, last step) by a first look; (0, 0) for what is no log."""
-    reading = Reading(Collector(lambda name: False), limit=_ROWS_LOOKED_AT)
+    reading = Reading(Collector(lambda name: True), limit=_ROWS_LOOKED_AT)
     try:
         read_files(candidate.files, reading)
     except UsageError:

@@ -53,10 +53,10 @@ def _records(stream: IO[bytes], path: Path, reading: Reading) -> Iterator[bytes]
     The package's own reader spends most of its time on checksums in Python. A file that is still written to
     ends in half a record.
     """
-    while len(head := stream.read(12)) == 12:
+    while head := stream.read(12):
         length = int.from_bytes(head[:8], "little")
         content = stream.read(length + 4) if length < _LARGEST_RECORD else b""
-        if len(content) < length + 4:
+        if len(head) < 12 or len(content) < length + 4:
             reading.notes.append(f"{path.name} ends in half a record")
             return
         yield content[:-4]

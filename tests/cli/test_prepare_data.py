@@ -143,6 +143,7 @@ def test_a_terminal_gets_a_progress_bar(source, tmp_path):
         str(source),
         "--out",
         str(tmp_path / "out"),
+        "--no-check-graders",
     ]
     with os.fdopen(parent, "rb", buffering=0) as terminal:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
@@ -152,9 +153,45 @@ def test_a_terminal_gets_a_progress_bar(source, tmp_path):
 
 
 def test_neither_help_nor_preparing_imports_torch(source, tmp_path):
-    work = f"run(['prepare-data', 'parquet', {str(source)!r}, '--out', {str(tmp_path / 'out')!r}])"
+    arguments = ["prepare-data", "parquet", str(source), "--out", str(tmp_path / "out"), "--no-check-graders"]
+    work = f"run({arguments!r})"
     code = (
         "import sys\nfrom rlctl.cli.app import run\nrun(['prepare-data', 'parquet', '--help'])\n"
         f"assert 'pyarrow' not in sys.modules\n{work}\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_options_of_the_second_pass_arrive(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [*gsm8k_rows(copies=20), *gsm8k_rows(copies=2)])
+    against = write_jsonl(tmp_path / "bench.jsonl", gsm8k_rows(copies=1))
+    out = tmp_path / "out"
+    options = ["--duplicates", "drop", "--near-duplicates", "off", "--leakage", "drop", "--against", against]
+    more = ["--rows-per-shard", "50", "--val-fraction", "0", "--no-check-graders", "--workers", "2"]
+    assert prepare(source, "--out", out, *options, *more, "--to", "trl") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"duplicates dropped +12\n", printed)
+    assert re.search(r"leaked dropped +44\n", printed)
+    assert re.search(rf"train +76  {out}/train-\*\.parquet\n", printed)
+    assert sorted(file.name for file in out.iterdir()) == [
+        "manifest.json",
+        *(f"train-{place:05}-of-00002.parquet" for place in range(2)),
+    ]
+    import pyarrow.parquet as pq
+
+    assert {"prompt", "solution"} <= set(pq.read_schema(out / "train-00000-of-00002.parquet").names)
+
+
+def test_the_next_command_names_every_shard(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=5))
+    out = tmp_path / "out"
+    assert prepare(source, "--out", out, "--rows-per-shard", "20", "--no-check-graders", "--val-size", 0) == 0
+    shards = ",".join(str(out / f"train-{place:05}-of-00002.parquet") for place in range(2))
+    assert f"rlctl train data.train_files='[{shards}]' model.path=MODEL" in capsys.readouterr().out
+
+
+def test_lengths_need_a_model(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=5))
+    options = ["--out", tmp_path / "out", "--no-check-graders"]
+    assert prepare(source, *options, "--overlong", "drop") == 2
+    assert "--model" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Prompts measured with a model's tokenizer on their way through the pipeline."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlctl.data.read import load_rows
+from rlctl.errors import UsageError
+from rlctl.prepare import sources
+from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.request import PrepareRequest
+from tests.unit.prepare.helpers import write_jsonl
+from tests.unit.prepare.small_models import save_model
+
+LIMIT = 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def request_(tmp_path, model):
+    rows = [{"prompt": " ".join(f"{i}x{j}" for j in range(i + 1)), "answer": "1"} for i in range(40)]
+    return PrepareRequest(
+        (str(write_jsonl(tmp_path / "in.jsonl", rows)),),
+        tmp_path / "out",
+        model=model,
+        max_prompt_length=LIMIT,
+        check_graders=False,
+        near_duplicates="off",
+        val_fraction=0,
+        instruction="Go.",
+    )
+
+
+def prompts(request):
+    return {row.index: row.prompt[-1].content for row in load_rows([str(request.out / "train.parquet")])}
+
+
+def test_kept_but_counted(request_):
+    summary = prepare(request_)
+    lengths = summary.report["lengths"]
+    assert summary.counts["train"] == 40
+    assert lengths["overlong"] > 20
+    assert lengths["max"] > LIMIT
+    assert sum(lengths["histogram"]["rows"]) == 40
+    assert "overlong" in [finding["code"] for finding in summary.report["findings"]]
+
+
+def test_dropped(request_):
+    overlong = prepare(request_).report["lengths"]["overlong"]
+    dropped = prepare(replace(request_, overlong="drop", overwrite=True))
+    assert dropped.counts["overlong_dropped"] == overlong
+    assert dropped.counts["train"] == 40 - overlong
+    assert dropped.report["lengths"]["max"] <= LIMIT
+    assert list(prompts(request_)) == list(range(40 - overlong))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cut_on_one_side_and_the_instruction_stays(request_, side):
+    summary = prepare(replace(request_, overlong=f"cut-{side}"))
+    assert summary.counts["train"] == 40
+    assert summary.report["lengths"]["max"] <= LIMIT
+    assert summary.report["lengths"]["cut"] > 20
+    last = prompts(request_)[39]
+    assert last.endswith("\nGo.")
+    assert ("39x39\n" in last) == (side == "left")
+    assert last.startswith("39x0") == (side == "right")
+
+
+@pytest.mark.slow  # each process imports a tokenizer library
+def test_processes_measure_the_same(request_, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
+    cut = replace(request_, overlong="cut-left")
+    prepare(replace(cut, workers=1))
+    prepare(replace(cut, workers=2, out=tmp_path / "two"))
+    for name in ("train.parquet", "manifest.json"):
+        assert (request_.out / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_another_limit_is_another_output(request_):
+    prepare(request_)
+    with pytest.raises(UsageError, match="not empty"):
+        prepare(replace(request_, max_prompt_length=LIMIT + 1))
+
+
+@pytest.mark.parametrize("options", [{"max_prompt_length": 5}, {"overlong": "drop"}])
+def test_measuring_needs_a_model(request_, options):
+    with pytest.raises(UsageError, match="none is named"):
+        prepare(replace(request_, model=None, **{"max_prompt_length": None} | options))

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from rlctl.errors import UsageError
+
 BOM = b"\xef\xbb\xbf"
 #: A longer line is no record anyone meant; it is set aside without being read into memory.
 MAX_LINE_BYTES = 64 << 20
@@ -126,13 +128,11 @@ def records_of(block: Block) -> Iterator[Record]:
     """Every row of a block, unreadable ones included; blank lines are none.
 
     Raises:
-        OSError: the block's file cannot be read any more.
+        UsageError: the block's file is not what it was when the block was made.
     """
     match block.content:
-        case FileRange(offset, length):
-            with block.path.open("rb") as file:
-                file.seek(offset)
-                return _json_lines(block, file.read(length))
+        case FileRange() as where:
+            return _json_lines(block, _read(block.path, where))
         case bytes() as lines:
             return _json_lines(block, lines)
         case list() as rows:
@@ -144,6 +144,21 @@ def records_of(block: Block) -> Iterator[Record]:
         case OversizedLine(head, length):
             problem = f"a line of {length / 2**20:.0f} MiB (the limit is {MAX_LINE_BYTES >> 20})"
             return iter([Record(block.path, block.first_number, None, problem, head + b"...")])
+
+
+def _read(path: Path, where: FileRange) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(where.offset)
+            lines = file.read(where.length)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"the file cannot be read any more: {reason}", where=str(path), fix="start again"
+        ) from error
+    if len(lines) < where.length:
+        raise UsageError("the file became shorter while it was read", where=str(path), fix="start again")
+    return lines
 
 
 def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:

@@ -59,8 +59,9 @@ def hub_files(name: str) -> tuple[list[Path], str]:
             fix=INSTALL,
         ) from error
     dataset, _, split = name.removeprefix(HUB).partition(":")
-    if not dataset:
-        raise UsageError("no dataset is named", where=name, fix="write hf:organisation/name or hf:name:split")
+    if not dataset or "[" in split:  # a slice is a view of files that hold more
+        what = "a slice of a split cannot be read" if dataset else "no dataset is named"
+        raise UsageError(what, where=name, fix="write hf:organisation/name or hf:organisation/name:split")
     try:
         loaded = datasets.load_dataset(dataset, split=split or "train")
     except ValueError as error:  # an unknown split, or a dataset of several configurations
@@ -72,7 +73,10 @@ def hub_files(name: str) -> tuple[list[Path], str]:
             where=name,
             fix="check its name and the network, or download its files and name them",
         ) from error
-    return [Path(file["filename"]) for file in loaded.cache_files], dataset
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    if not files:
+        raise UsageError("the dataset has no rows", where=name)
+    return files, dataset
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def transform(plan: Plan, block: Block) -> Transformed:
     """The rows of a block, checked, laid out, measured and hashed.
 
     Raises:
-        OSError: the block's file cannot be read any more.
+        UsageError: the block's file is not what it was when the block was made.
     """
     # Thousands of rows are made and none is garbage: looking for some would take a fifth of the time.
     was_enabled = gc.isenabled()

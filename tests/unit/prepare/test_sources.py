@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import pickle
 import sys
 import types
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prepare import json_array, sources
+from rlctl.prepare.blocks import records_of
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 
 ROWS = [{"q": "one, two", "a": "3"}, {"q": 'say "hi"\nagain', "a": "4"}]
@@ -318,5 +320,20 @@ def test_a_dataset_of_the_hub_is_its_cached_files(tmp_path, monkeypatch):
     assert asked == [("some/sums", "train"), ("some/sums", "test")]
     with pytest.raises(UsageError, match="Unknown split"):
         find_sources(["hf:some/sums:dev"])
-    with pytest.raises(UsageError, match="no dataset is named"):
-        find_sources(["hf:"])
+    for name, problem in (("hf:", "no dataset is named"), ("hf:some/sums:train[:9]", "a slice")):
+        with pytest.raises(UsageError, match=problem):
+            find_sources([name])
+
+
+def test_a_file_that_shrinks_or_goes_while_it_is_read_is_said(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(JSONL)
+    (block,) = read_blocks(Source(path, "name"))
+    path.write_text(JSONL[:-9])
+    with pytest.raises(UsageError, match="became shorter"):
+        records_of(block)
+    path.unlink()
+    with pytest.raises(UsageError, match="cannot be read any more") as caught:
+        records_of(pickle.loads(pickle.dumps(block)))
+    again = pickle.loads(pickle.dumps(caught.value))  # as it comes from a worker process
+    assert (again.what, again.where, again.fix) == (caught.value.what, str(path), "start again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,15 +84,11 @@ def _place(out: Path, files: list[str]) -> Path:
 def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
     if request.to != "verl":
         return []
-    train, test = (
-        ",".join(str(request.out / name) for name in summary.outputs[split]) for split in ("train", "test")
-    )
-    if len(summary.outputs["train"]) > 1:
-        train = f"'[{train}]'"
-    if len(summary.outputs["test"]) > 1:
-        test = f"'[{test}]'"
-    val_files = f" data.val_files={test}" if test else ""
-    return [
-        "next:",
-        f"  rlctl train data.train_files={train}{val_files} model.path={request.model or 'MODEL'}",
+    keys = {"train": "data.train_files", "test": "data.val_files"}
+    files = [
+        f"{key}={_place(request.out, summary.outputs[split])}"
+        for split, key in keys.items()
+        if summary.outputs[split]
     ]
+    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}"]))
+    return ["next:", f"  rlctl train {arguments}"]

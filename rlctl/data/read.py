@@ -10,6 +10,7 @@ from typing import Any
 from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import OTHER, Row
 from rlctl.errors import UsageError
+from rlctl.spec.paths import matches
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -30,22 +31,25 @@ def load_rows(files: Sequence[str]) -> list[Row]:
 
 def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
     for name in files:
-        path = Path(name)
-        if not path.exists():
-            raise UsageError("no such file or directory", where=name, fix=PREPARE)
-        if not path.is_dir():
-            yield path
-            continue
-        found = sorted(path.glob("*.parquet"))
+        found = matches(name)
         if not found:
-            raise UsageError("the directory holds no .parquet file", where=name, fix=PREPARE)
-        if {"train.parquet", "test.parquet"} <= {file.name for file in found}:
-            raise UsageError(
-                "the directory holds a training and a test split; reading both would mix them",
-                where=name,
-                fix=f"name {path / 'train.parquet'}",
-            )
-        yield from found
+            raise UsageError("no such file or directory", where=name, fix=PREPARE)
+        for path in found:
+            yield from _inside(path) if path.is_dir() else [path]
+
+
+def _inside(directory: Path) -> list[Path]:
+    found = sorted(directory.glob("*.parquet"))
+    if not found:
+        raise UsageError("the directory holds no .parquet file", where=str(directory), fix=PREPARE)
+    splits = {file.name.partition("-")[0].removesuffix(".parquet") for file in found}
+    if {"train", "test"} <= splits:
+        raise UsageError(
+            "the directory holds a training and a test split; reading both would mix them",
+            where=str(directory),
+            fix=f"name '{directory / 'train*.parquet'}'",
+        )
+    return found
 
 
 def _read_file(path: Path) -> Iterator[Row]:

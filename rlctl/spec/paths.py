@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 
 from rlctl.errors import Problem
@@ -31,9 +32,15 @@ def missing_paths(spec: RunSpec) -> list[Problem]:
         Problem("warning", key, f"{path} is not here", "create it, or mend the path, before you start")
         for key, paths in files.items()
         for path in paths
-        if not Path(path).expanduser().exists()
+        if not matches(path)
     ]
     return found
+
+
+def matches(name: str) -> list[Path]:
+    """The files or directories a name stands for: itself, or all that fit it where it is a pattern."""
+    path = Path(name).expanduser()
+    return [path] if path.exists() else sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - any depth
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
@@ -58,7 +65,7 @@ _FILES = ("train_files", "val_files")
 
 def _absolute(path: str | None) -> str | None:
     """An existing path from the root; the built-in model's name and everything else as it is."""
-    if path is None or path == EMBEDDED or not Path(path).expanduser().exists():
+    if path is None or path == EMBEDDED or not matches(path):
         return path
     return str(Path(path).expanduser().resolve())
 

@@ -177,4 +177,15 @@ def test_a_prepared_directory_is_not_read_with_its_test_split(tmp_path):
     write(tmp_path / "test.parquet", [ROW])
     with pytest.raises(UsageError, match="mix") as caught:
         load_rows([str(tmp_path)])
-    assert "train.parquet" in caught.value.fix
+    assert str(tmp_path / "train*.parquet") in caught.value.fix
+
+
+def test_shards_are_named_by_a_pattern(tmp_path):
+    for split, names in {"train": "ab", "test": "c"}.items():
+        for place, name in enumerate(names):
+            write(tmp_path / f"{split}-{place:05}-of-{len(names):05}.parquet", [ROW | {"data_source": name}])
+    assert [row.data_source for row in load_rows([str(tmp_path / "train-*.parquet")])] == ["a", "b"]
+    with pytest.raises(UsageError, match="mix"):
+        load_rows([str(tmp_path)])
+    with pytest.raises(UsageError, match="no such file"):
+        load_rows([str(tmp_path / "val-*.parquet")])

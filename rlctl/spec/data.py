@@ -11,7 +11,8 @@ class DataSpec(Section):
     """Training and validation prompts (Parquet in verl's row schema)."""
 
     train_files: StrList = Field(default=[])
-    """Parquet files, directories or patterns (`train-*.parquet`); empty together with `model.path: embedded` means the built-in task."""
+    """Parquet files, directories, or patterns such as `data/train-*.parquet`; empty together with
+    `model.path: embedded` means the built-in task."""
     val_files: StrList = Field(default=[])
     """Validation prompts, same schema; empty: no validation (the built-in task brings its own)."""
     train_batch_size: int = Field(default=128, ge=1)

@@ -31,7 +31,7 @@ def sampling_causes(found: Examination, taken: Taken) -> Iterator[Cause]:
     unsure = "" if found.drawn is not None and found.drawn.not_asked else " (or only reports so)"
     middle = gap(taken.before.changed("sampling", Settings(reported.temperature)))
     value = f"{reported.temperature:.3g}"
-    if not Settings(reported.temperature).is_like(Settings(asked.temperature)):
+    if reported.temperature != asked.temperature:
         what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was asked for"
         yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
     if reported.cut.kind == "none":

@@ -8,8 +8,9 @@ from typing import Any, Literal
 #: A factor in the state it has in the trainer.
 OWN = "trainer"
 
-#: What two sides may differ in, from the coarse to the fine: among equals the first is named.
-Factor = Literal["prompt", "shift", "sampling", "positions", "weights", "dtype", "steps", "attention", "rows"]
+#: What two sides may differ in. Of changes that explain as much the first is named: from the coarse to the
+#: fine, and last what is fitted.
+Factor = Literal["prompt", "shift", "positions", "weights", "dtype", "steps", "attention", "rows", "sampling"]
 
 
 @dataclass(frozen=True, slots=True)

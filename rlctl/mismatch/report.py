@@ -101,9 +101,9 @@ def _print_tried(console: Console, report: Report) -> None:
     if report.gap.agrees:
         return
     table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
-    table.add_column("read by the trainer with", no_wrap=True)
-    for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS/token", "ESS/seq"):
-        table.add_column(column, justify="right")
+    table.add_column("the trainer reading")
+    for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=7)
     table.add_row("nothing changed", *_cells(report.gap))
     for change in report.tried:
         if change.after is not None:

@@ -24,7 +24,7 @@ from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-from rlctl.spec.model import EMBEDDED
+from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 
@@ -182,8 +182,8 @@ def _trainer(request: MismatchRequest) -> _Trainer:
     path = Path(request.model).expanduser()
     if (path / RUN_SPEC_FILE).is_file():
         return _of_run(path, request.data_files)
-    spec = load_spec([], [], [f"model.path={request.model}"]).spec
-    if request.model == EMBEDDED:
+    spec = RunSpec(model=ModelSpec(path=request.model))
+    if spec.is_embedded:
         task = ensure_embedded(spec.trainer.seed)
         data = request.data_files or [str(task.val_file)]
         return _Trainer(str(task.model_dir), spec, "fp32", data)

@@ -105,16 +105,27 @@ class Scorer:
 
     @torch.no_grad()
     def log_probs(self, reading: Reading) -> Tensor:
-        """(B, T) float32 of the sampled tokens, 0.0 on padding."""
+        """(B, T) float32 of the sampled tokens, 0.0 on padding.
+
+        Raises:
+            RunFailure: the model cannot be run so; says why.
+        """
         reading = replace(reading, shift=0)  # which says what the reports mean, not how the model reads
         if reading not in self._scores:
-            score = self._as_trainer if _is_plain(reading) else self._from_logits
-            found = torch.zeros_like(self.sample.reported)
-            policy = self._policy(reading)
-            for rows in self._rows(reading):
-                score(policy, reading, rows, found)
-            self._scores[reading] = found
+            try:
+                self._scores[reading] = self._computed(reading)
+            except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
+                reason = str(error).partition("\n")[0]
+                raise RunFailure(f"the model cannot be run so: {reason}") from error
         return self._scores[reading]
+
+    def _computed(self, reading: Reading) -> Tensor:
+        score = self._as_trainer if _is_plain(reading) else self._from_logits
+        found = torch.zeros_like(self.sample.reported)
+        policy = self._policy(reading)
+        for rows in self._rows(reading):
+            score(policy, reading, rows, found)
+        return found
 
     def fitted(self, reading: Reading, asked: Settings) -> Settings:
         """The settings that best explain the reported log-probs, all else being as in `reading`."""
@@ -198,13 +209,10 @@ class Scorer:
         return self._changed[1]
 
     def _change(self, model: Any, weights: str, dtype: str, attention: str) -> Any:
-        try:
-            if weights != OWN:
-                self.weights[weights](model)
-            if attention != OWN:
-                model.set_attn_implementation(attention)
-        except (RuntimeError, ValueError, ImportError, KeyError) as error:
-            raise RunFailure(f"the model cannot be run so: {str(error).splitlines()[0]}") from error
+        if weights != OWN:
+            self.weights[weights](model)
+        if attention != OWN:
+            model.set_attn_implementation(attention)
         if dtype == "bf16 weights":
             own = next(model.parameters()).dtype
             into_precision(model, "bf16")

@@ -95,7 +95,9 @@ class _Search:
         self._scorer = scorer
         self._asked = asked
         self._start = Reading(Settings(asked.temperature))
-        changes = [(factor, other) for factor in FACTORS for other in self._changes(self._start, factor)]
+        agree = scorer.gap(self._start).agrees  # then there is nothing to compare
+        factors = () if agree else FACTORS
+        changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
         self._tried = {other: self._try(factor, other) for factor, other in changes}
 
     def run(self) -> Explanation:
@@ -170,7 +172,7 @@ class _Search:
             return Tried(factor, value, why_not=failure.what)
 
     def _pruned(self, reading: Reading) -> Reading:
-        """Backward: the reading without what it can do without, the fine changes first."""
+        """Backward: the reading without what it can do without, what is fitted and what is fine first."""
         for factor in reversed(FACTORS):
             without = reading.with_factor(factor, self._start)
             if self._left(without) <= self._left(reading) * _SLACK + AGREE / 10:

@@ -173,7 +173,7 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
     """The temperature of the smallest loss: a grid, then a search around its best."""
     from scipy.optimize import minimize_scalar
 
-    grid = sorted({*np.geomspace(0.2, 5.0, 25).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
+    grid = sorted({*np.geomspace(0.2, 5.0, 15).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
     losses = [loss(value) for value in grid]
     place = int(np.argmin(losses))
     low, high = grid[max(place - 1, 0)], grid[min(place + 1, len(grid) - 1)]

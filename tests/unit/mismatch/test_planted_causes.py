@@ -1,0 +1,309 @@
+"""Each cause is planted and must be named; a healthy pair must be left alone; two at once are both named."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlctl.batch import Rollouts
+from rlctl.mismatch.verdict import causes, not_told, remainder
+from rlctl.mismatch.weights import all_and_head
+from rlctl.rollout.hf import HFRollout, into_precision
+from rlctl.rollout.protocol import Sampling
+from tests.models import tiny_model
+from tests.unit.mismatch.planted import (
+    MODEL,
+    NUCLEUS,
+    PLAIN,
+    TEXTS,
+    TOKENIZER,
+    Engine,
+    Llama,
+    found,
+    look,
+    naive,
+    names,
+    plain,
+    raw,
+    reporting,
+    with_start_token,
+)
+from tests.unit.rollout.test_hf_rollout import make_prompts, random_model
+
+#: For those who must tell distributions apart by what is drawn from them.
+MANY: dict[str, Any] = {"n": 16}
+
+
+def shifted(rollouts: Rollouts, by: int) -> torch.Tensor:
+    return rollouts.rollout_log_probs.roll(by, 1)
+
+
+# --- nothing wrong ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, replace(PLAIN, temperature=0.6)], ids=["plain", "cool"])
+def test_a_healthy_pair_is_left_alone(sampling: Sampling) -> None:
+    examination = look(plain(), sampling=sampling, **MANY)
+    assert causes(examination) == []
+    assert examination.start.abs_max < 1e-5
+    assert examination.moved is not None  # the sync was tried
+    assert remainder(examination) is None
+    assert any("raw or processed" in note for note in not_told(examination)) == (sampling is PLAIN)
+
+
+def test_the_engine_gets_its_weights_back() -> None:
+    engine = plain()
+    look(engine)
+    for name, tensor in engine._weights.items():
+        assert torch.equal(tensor, MODEL.state_dict()[name]), name
+
+
+# --- which distribution -----------------------------------------------------------------------------
+
+
+def test_wrong_temperature() -> None:
+    (cause,) = found(Engine(plain(), sampling=lambda s: replace(s, temperature=0.7)), **MANY)
+    assert cause.name == "temperature"
+    assert "samples at temperature 0.7, 1 was asked for" in cause.what
+    assert cause.spec == ("rollout.temperature=0.7",)
+    assert cause.share > 0.999
+
+
+def test_top_p_unannounced() -> None:
+    (cause,) = found(Engine(plain(), sampling=lambda s: replace(s, top_p=0.8)), **MANY)
+    assert cause.name == "truncation"
+    assert "samples with top_p 0.8, no truncation was asked for" in cause.what
+
+
+def test_truncation_as_asked_is_named_too() -> None:
+    (cause,) = found(plain(), sampling=NUCLEUS)
+    assert cause.name == "truncation"
+    assert "as asked" in cause.what
+    assert cause.spec == ("rollout.top_p=1",)
+
+
+def test_raw_log_probs() -> None:
+    (cause,) = found(Engine(plain(), answer=reporting(raw)), sampling=NUCLEUS, **MANY)
+    assert cause.name == "log-prob mode"
+    assert "drawn at temperature 0.7, top_p 0.8" in cause.what
+    assert "those of temperature 1 (the raw ones)" in cause.what
+    assert cause.spec == ("rollout.temperature=1 rollout.top_p=1",)
+
+
+def test_draws_that_are_not_those_of_the_log_probs_show_although_there_is_no_gap() -> None:
+    engine = Engine(plain(), sampling=lambda s: replace(s, top_p=0.6), answer=reporting(raw))
+    examination = look(engine, **MANY)
+    assert examination.start.agrees
+    (cause,) = causes(examination)
+    assert cause.name == "log-prob mode"
+    assert cause.before is None
+    assert "top_p 0." in cause.what
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_shifted_by_one_token(by: int) -> None:
+    (cause,) = found(Engine(plain(), answer=reporting(lambda r: shifted(r, by))))
+    assert cause.name == "shifted log-probs"
+    assert ("preceding" if by == 1 else "following") in cause.what
+
+
+# --- what is read -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_extra_start_token(told: bool) -> None:
+    def ask(prompts: Any) -> Any:
+        return make_prompts(tuple(f"<unk>{text}" for text in TEXTS))
+
+    def hidden(rollouts: Rollouts) -> Rollouts:
+        mask = rollouts.attention_mask.clone()
+        start = mask.long().argmax(1)
+        mask[torch.arange(len(mask)), start] = False
+        return replace(rollouts, attention_mask=mask)
+
+    engine = Engine(plain(), ask=ask, **({} if told else {"answer": hidden}))
+    (cause,) = found(engine, tokenizer=with_start_token())
+    assert cause.name == "token ids"
+    assert "one more start token" in cause.what
+    assert ("does not say so" in cause.what) == (not told)
+    assert "from token 1 of prompt 1 on" in cause.what
+
+
+def test_another_chat_template() -> None:
+    other = copy.deepcopy(TOKENIZER)
+    other.chat_template = "+" + TOKENIZER.chat_template
+    (cause,) = found(plain(), engine_tokenizer=other)
+    assert cause.name == "chat template"
+    assert "from token 1 of prompt 1 on" in cause.what
+
+
+def test_positions_that_jump_over_padding() -> None:
+    def compute(rollouts: Rollouts) -> torch.Tensor:
+        """Prompts padded on the right: responses stand after the padding."""
+        width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
+        columns = torch.arange(rollouts.input_ids.shape[1]).expand_as(rollouts.input_ids)
+        positions = torch.where(columns < width, rollouts.position_ids, columns)
+        return naive(MODEL, rollouts, rollouts.attention_mask, positions)
+
+    (cause,) = found(Engine(plain(), answer=reporting(compute)))
+    assert cause.name == "positions"
+    assert "from the padded width" in cause.what
+
+
+def test_padding_that_attention_reads() -> None:
+    def masked_again(rollouts: Rollouts) -> Rollouts:
+        width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
+        real = rollouts.attention_mask & (rollouts.input_ids != TOKENIZER.pad_token_id)
+        return replace(rollouts, attention_mask=torch.cat([real[:, :width], rollouts.response_mask], 1))
+
+    engine = Engine(
+        plain(), ask=lambda p: replace(p, prompt_mask=torch.ones_like(p.prompt_mask)), answer=masked_again
+    )
+    (cause,) = found(engine)
+    assert cause.name == "positions"
+    assert "attention reads" in cause.what
+
+
+# --- how it is computed -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_precision(dtype: Any) -> None:
+    (cause,) = found(plain(dtype=dtype))
+    assert cause.name == "dtype"
+    assert f"the engine computes in {dtype}, the trainer in fp32" in cause.what
+    assert cause.spec[0] == "rollout.dtype=fp32"
+
+
+def test_attention_kernel() -> None:
+    trainer = copy.deepcopy(MODEL)
+    into_precision(trainer, "bf16")
+    engine = copy.deepcopy(trainer)
+    engine.set_attn_implementation("eager")
+    (cause,) = found(plain(engine), model=trainer)
+    assert cause.name == "attention kernel"
+    assert cause.spec[0] == "model.attn_implementation=eager"
+
+
+def test_prefill_against_decode() -> None:
+    model = Llama(MODEL, off=lambda ids: ids.shape[1] == 1)
+    (cause,) = found(plain(model), model=model)
+    assert cause.name == "prefill against decode"
+
+
+def test_batch_size() -> None:
+    model = Llama(MODEL, off=lambda ids: len(ids) > 4)
+    (cause,) = found(plain(model, max_num_seqs=4), model=model)
+    assert cause.name == "batch size"
+
+
+# --- which weights ----------------------------------------------------------------------------------
+
+
+def test_weights_of_a_known_step_are_named() -> None:
+    other = random_model(2)
+    weights = all_and_head("step 40", other.state_dict) | all_and_head("step 20", random_model(3).state_dict)
+    (cause,) = found(Engine(plain(other)), weights=weights)
+    assert cause.name == "stale weights"
+    assert cause.what == "the engine's weights are those of step 40"
+
+
+def test_unknown_weights_are_found_by_handing_over_the_trainers() -> None:
+    (cause,) = found(plain(random_model(2)))
+    assert cause.name == "stale weights"
+    assert "handing them over closes the gap" in cause.what
+    assert cause.share > 0.999
+
+
+def test_without_a_way_to_tell_it_does_not_guess() -> None:
+    examination = look(Engine(plain(random_model(2))))
+    assert causes(examination) == []
+    left = remainder(examination)
+    assert left is not None
+    assert "other weights" in left
+    assert any("older checkpoints" in note for note in not_told(examination))
+
+
+class StaleHead(HFRollout):
+    """A sync that goes past a packed copy of the tied output head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, TOKENIZER, "cpu")
+        head = copy.deepcopy(self._model.get_output_embeddings())
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        self._model.set_output_embeddings(head)
+
+
+def test_a_sync_that_misses_the_tied_head() -> None:
+    model = tiny_model(tied=True, vocabulary=len(TOKENIZER))
+    model.generation_config.eos_token_id = TOKENIZER.eos_token_id
+    examination = look(StaleHead(model), model=model)
+    assert examination.start.agrees
+    (cause,) = causes(examination)
+    assert cause.name == "weight sync"
+    assert "before the sync, output head only" in cause.what
+
+
+def test_a_stale_head_of_a_known_step_is_told_from_stale_weights() -> None:
+    old = random_model(2)
+    mixed = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        mixed.lm_head.weight.copy_(old.lm_head.weight)
+    (cause,) = found(Engine(plain(mixed)), weights=all_and_head("step 40", old.state_dict))
+    assert cause.what == "the engine's weights are those of step 40, output head only"
+
+
+# --- several, and bad numbers -----------------------------------------------------------------------
+
+
+def test_temperature_and_precision() -> None:
+    engine = Engine(plain(dtype="int8"), sampling=lambda s: replace(s, temperature=0.7))
+    assert names(found(engine, **MANY)) == ["temperature", "dtype"]
+
+
+def test_temperature_and_truncation() -> None:
+    engine = Engine(plain(), sampling=lambda _: NUCLEUS)
+    assert sorted(names(found(engine, **MANY))) == ["temperature", "truncation"]
+
+
+def test_shift_and_start_token() -> None:
+    engine = Engine(
+        plain(),
+        ask=lambda _: make_prompts(tuple(f"<unk>{text}" for text in TEXTS)),
+        answer=reporting(lambda r: shifted(r, 1)),
+    )
+    assert sorted(names(found(engine, tokenizer=with_start_token()))) == ["shifted log-probs", "token ids"]
+
+
+def test_stale_weights_and_temperature() -> None:
+    class Warm(HFRollout):
+        def generate(self, prompts: Any, sampling: Sampling, **options: Any) -> Rollouts:
+            return super().generate(prompts, replace(sampling, temperature=0.7), **options)
+
+    engine = Warm(random_model(2), TOKENIZER, "cpu")
+    assert names(found(engine, **MANY)) == ["stale weights", "temperature"]
+
+
+def test_precision_and_attention_kernel_hide_each_other() -> None:
+    engine = copy.deepcopy(MODEL)
+    into_precision(engine, "bf16")
+    engine.set_attn_implementation("eager")
+    assert sorted(names(found(Engine(plain(engine))))) == ["attention kernel", "dtype"]
+
+
+def test_log_probs_that_are_no_numbers_are_counted_and_left_out() -> None:
+    def broken(rollouts: Rollouts) -> torch.Tensor:
+        values = rollouts.rollout_log_probs.clone()
+        values[3, 0] = torch.nan
+        return values
+
+    examination = look(Engine(plain(), answer=reporting(broken)))
+    assert examination.start.agrees
+    assert examination.start.num_nonfinite == 1
+    assert causes(examination) == []
+    assert any("NaN" in note for note in not_told(examination))

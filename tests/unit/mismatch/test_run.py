@@ -1,0 +1,79 @@
+"""The command, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rlctl.cli.diagnose_mismatch import mismatch
+from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
+from rlctl.errors import UsageError
+from rlctl.mismatch.run import MismatchRequest, run_preflight
+from tests.unit.mismatch.planted import MODEL, TOKENIZER
+from tests.unit.rollout.test_hf_rollout import random_model
+
+app = typer.Typer()
+app.command()(mismatch)
+
+
+def save(directory: Path, seed: int) -> Path:
+    random_model(seed).save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return directory
+
+
+def test_a_model_with_built_in_questions(tmp_path: Path) -> None:
+    MODEL.config.max_position_embeddings = 256  # the questions are long for the tiny model
+    MODEL.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    said = CliRunner().invoke(app, ["--model", str(tmp_path), "--engine-dtype", "int8", "--format", "json"])
+    assert said.exit_code == 0, said.output
+    document = json.loads(said.stdout)
+    assert [cause["name"] for cause in document["causes"]] == ["dtype"]
+    assert document["causes"][0]["spec"] == ["rollout.dtype=fp32"]
+    assert document["gap"]["abs_mean"] > 1e-4
+    assert document["verdict"] == "100% of the gap is explained: dtype"
+    assert {change["factor"] for change in document["tried"]} >= {"shift", "dtype", "steps", "positions"}
+
+
+def test_the_embedded_model_agrees_with_itself(embedded: Path) -> None:
+    said = CliRunner().invoke(app, [])
+    assert said.exit_code == 0, said.output
+    assert said.stdout.startswith("the engines agree to 1e-")
+    assert "64 responses" in said.stdout
+    assert "raw or processed" in said.stdout
+
+
+def test_weights_of_an_older_checkpoint_are_named(tmp_path: Path, embedded: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    spec = ["model.path=embedded", "engine.dtype=fp32", "trainer.seed=1"]
+    from rlctl.spec.load import dump_spec, load_spec
+
+    (run / "spec.yaml").write_text(dump_spec(load_spec([], [], spec).spec))
+    for step, seed in ((20, 2), (40, 3), (60, 4)):
+        partial = begin(run / CHECKPOINTS, step)
+        save(partial / "model", seed)
+        publish(run / CHECKPOINTS, partial, TrainerState(step, step, 1, 0), keep=None)
+    stale = save(tmp_path / "stale", 3)
+    report = run_preflight(MismatchRequest(str(run), engine_model=str(stale)))
+    (cause,) = report.causes
+    assert cause.what == "the engine's weights are those of step 40"
+    assert "step_000060" in report.trainer
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (MismatchRequest("/nowhere/at/all"), "no such directory"),
+        (MismatchRequest(data_files=["/nowhere.parquet"]), "no such file"),
+        (MismatchRequest(engine="vllm", engine_dtype="int8"), "fp32 or bf16"),
+    ],
+)
+def test_mistakes_are_the_users(request_: MismatchRequest, says: str, embedded: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        run_preflight(request_)

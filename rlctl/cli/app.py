@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlctl.cli import prepare_data, presets, reward
-from rlctl.cli.diagnose import diagnose
+from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.export import export
 from rlctl.cli.schema import schema
@@ -42,7 +42,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(cls=EvaluateCommand)(evaluate)
-app.command()(diagnose)
+app.command(cls=DiagnoseCommand)(diagnose)
 app.command()(export)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.diagnose.finding import Diagnosis
 
 
 class Format(StrEnum):
-    """How the diagnosis is printed."""
+    """How the diagnosis is written."""
 
     TEXT = "text"
     JSON = "json"
+    MARKDOWN = "markdown"
+    HTML = "html"
 
 
 class FailOn(StrEnum):
@@ -23,44 +33,212 @@ class FailOn(StrEnum):
     CRITICAL = "critical"
 
 
+class DiagnoseCommand(TyperCommand):
+    """`diagnose PATH…`, with `diagnose compare A B` and `diagnose mismatch` beside it."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Hand over when the first word is a command's; a log of that name is `./compare`."""
+        if args[:1] in (["compare"], ["mismatch"]):
+            name = f"{info_name} {args[0]}"
+            return _command(args[0]).make_context(name, args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+def _command(name: str) -> Any:
+    from rlctl.cli.diagnose_compare import compare
+    from rlctl.cli.diagnose_mismatch import mismatch
+
+    help_names = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=help_names)
+    if name == "compare":
+        app.command(name=name)(compare)
+    else:
+        app.command(name=name)(mismatch)
+    return typer.main.get_command(app)
+
+
 def diagnose(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH…", help="Run directories, or metrics.jsonl files.")
+        list[Path],
+        typer.Argument(
+            metavar="PATH…",
+            help="Run directories or logs, of rlctl, verl, TRL, OpenRLHF, slime, prime-rl or NeMo-RL; "
+            "`-` for standard input.",
+        ),
     ],
     output_format: Annotated[
-        Format, typer.Option("--format", help="For people or for programs.")
+        Format, typer.Option("--format", help="For people, for programs, or a page with plots.")
     ] = Format.TEXT,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
+    ] = None,
     fail_on: Annotated[
         FailOn | None,
         typer.Option("--fail-on", help="Exit with 3 when a finding is this severe.", show_default="never"),
     ] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(
+            "--fix",
+            metavar="FILE",
+            help="Write the run's spec with the remedies applied, for `rlctl train --spec FILE`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say what is wrong with a run, why, and which change of its spec to try.
 
-    rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
+      rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 
-    rlctl diagnose metrics.jsonl --format json --fail-on warning
+      rlctl diagnose RUN OTHER_RUN --format html --out report.html
+
+      rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
+
+      kubectl logs trainer | rlctl diagnose - --fail-on critical
+
+    Two runs side by side: rlctl diagnose compare A B
+    Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
-    from rlctl.diagnose.readers.detect import read_run
+    _check(paths, output_format, out, fix)
     from rlctl.diagnose.rules import METRICS_READ, examine
 
-    diagnoses = [examine(read_run(path, METRICS_READ)) for path in paths]
-    if output_format is Format.JSON:
-        import json
-
-        from rlctl.diagnose.report import as_document
-
-        typer.echo(json.dumps(as_document(diagnoses), indent=2, ensure_ascii=False, allow_nan=False))
-    else:
-        from rich.console import Console
-
-        from rlctl.diagnose.report import print_diagnosis
-
-        console = Console(highlight=False)
-        for place, diagnosis in enumerate(diagnoses):
-            if place:
-                console.print()
-            print_diagnosis(console, diagnosis)
+    with reading(paths, METRICS_READ) as runs:
+        diagnoses = [examine(run) for run in runs]
+    _write(diagnoses, output_format, out)
+    if fix is not None:
+        _write_fix(diagnoses[0], fix)
     severity: Literal["warning", "critical"] | None = fail_on.value if fail_on else None
     if severity and any(diagnosis.reaches(severity) for diagnosis in diagnoses):
         raise typer.Exit(3)
+
+
+def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: Path | None) -> None:
+    """Refuse what cannot work before anything is read."""
+    check_out(paths, out, is_page=output_format is Format.HTML)
+    if fix is None:
+        return
+    if len(paths) > 1:
+        raise UsageError(
+            f"--fix writes one run's spec, and {len(paths)} are named", where="--fix", fix="name one run"
+        )
+    from rlctl.diagnose.fix import check_free
+
+    check_free(fix)
+
+
+def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None:
+    """Refuse an output that would destroy a log, has no place, or floods a terminal.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    import sys
+
+    if out is None:
+        if is_page and sys.stdout.isatty():
+            raise UsageError("a page is no text for a terminal", where="--format html", fix="add --out FILE")
+        return
+    if any(path.exists() and out.exists() and out.samefile(path) for path in paths):
+        raise UsageError("this is the log itself", where=f"--out {out}", fix="choose another name")
+    if out.is_dir() or not out.parent.is_dir():
+        what = "this is a directory" if out.is_dir() else "no such directory"
+        raise UsageError(what, where=f"--out {out}", fix="name a file in a directory that exists")
+
+
+@contextmanager
+def reading(paths: Sequence[Path], wanted: Any) -> Iterator[Iterator[Any]]:
+    """The runs, read one after the other with a bar on standard error, on terminals only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rlctl.diagnose.readers.detect import read_run
+    from rlctl.diagnose.wording import visible
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None if len(paths) == 1 else len(paths))
+
+        def runs() -> Iterator[Any]:
+            for done, path in enumerate(paths):
+                bar.update(task, description=visible(f"reading {path}"), completed=done)
+                yield read_run(path, wanted)
+
+        yield runs()
+
+
+def _write(diagnoses: list[Diagnosis], output_format: Format, out: Path | None) -> None:
+    if output_format is Format.TEXT:
+        from rlctl.diagnose.report import print_diagnoses
+
+        with text_console(out) as console:
+            print_diagnoses(console, diagnoses)
+        return
+    write_out(_rendered(diagnoses, output_format), out)
+
+
+def _rendered(diagnoses: list[Diagnosis], output_format: Format) -> str:
+    if output_format is Format.JSON:
+        from rlctl.diagnose.report import as_document
+
+        return as_json(as_document(diagnoses))
+    if output_format is Format.MARKDOWN:
+        from rlctl.diagnose.report_markdown import as_markdown
+
+        return as_markdown(diagnoses)
+    from rlctl.diagnose.page.write import page
+
+    return page(diagnoses)
+
+
+def as_json(document: object) -> str:
+    """For programs: text that any encoding can carry."""
+    import json
+
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+@contextmanager
+def text_console(out: Path | None) -> Iterator[Any]:
+    """A console on standard output, or one whose text goes into the file."""
+    import io
+
+    from rich.console import Console
+
+    if out is None:
+        yield Console(highlight=False)
+        return
+    text = io.StringIO()
+    yield Console(highlight=False, file=text, width=120)
+    write_out(text.getvalue(), out)
+
+
+def write_out(text: str, out: Path | None) -> None:
+    """To standard output, or in one go into the file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    from rlctl.files import write_text
+
+    try:
+        write_text(out, text)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=f"--out {out}") from error
+
+
+def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
+    """Write the new spec, and say on standard error what became of every finding."""
+    from rich.console import Console
+
+    from rlctl.diagnose.fix import fix, write_fix
+    from rlctl.diagnose.fix_report import print_fix
+
+    found = fix(diagnosis)
+    if found.applied:
+        write_fix(path, found)
+    print_fix(Console(stderr=True, highlight=False), found, path if found.applied else None)

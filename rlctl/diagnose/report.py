@@ -1,17 +1,34 @@
-"""A diagnosis for people and for programs; both say the same."""
+"""A diagnosis on the terminal, and as plain values for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlctl.diagnose.finding import SEVERITIES, Diagnosis, Evidence, Finding
+from rlctl.diagnose.charts import sparkline
+from rlctl.diagnose.finding import SEVERITIES, Diagnosis, Evidence, Finding, Severity
+from rlctl.diagnose.wording import (
+    how_to_apply,
+    is_in_other_words,
+    not_checked,
+    run_name,
+    seen,
+    settings,
+    visible,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlctl.diagnose.table import RunLog
 
 _STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+_CHART_WIDTH = 60
+#: Columns beside a chart: indent, labels, and the range of its values.
+_BESIDE_CHART = 34
 
 
 def as_document(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
@@ -24,14 +41,34 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
     steps = run.table.steps
     return {
         "log": str(run.path),
-        "framework": "rlctl",
+        "framework": run.framework,
         "steps": {"first": int(steps[0]), "last": int(steps[-1]), "count": len(steps)},
         "has_spec": run.spec is not None,
+        "facts": asdict(run.facts),
         "notes": list(run.notes),
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "checked": [{"rule": rule.name, "looks_for": rule.looks_for} for rule in diagnosis.checked],
         "skipped": [asdict(skipped) for skipped in diagnosis.skipped],
     }
+
+
+def verdict(diagnosis: Diagnosis) -> tuple[str, Severity | None]:
+    """All findings in a line, and the worst severity among warnings and worse."""
+    counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
+    worst = next((s for s in SEVERITIES[:2] if counts[s]), None)
+    if worst:
+        return ", ".join(f"{count} {s}" for s, count in counts.items() if count), worst
+    if diagnosis.checked:
+        return f"Healthy as far as {len(diagnosis.checked)} rules can tell: no warnings.", None
+    return "Nothing could be checked.", "warning"
+
+
+def print_diagnoses(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
+    """One run after the other."""
+    for place, diagnosis in enumerate(diagnoses):
+        if place:
+            console.print()
+        print_diagnosis(console, diagnosis)
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -40,24 +77,23 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
     run = diagnosis.run
     steps = run.table.steps
-    console.print(Text.assemble((str(run.path), "bold"), f": steps {steps[0]}–{steps[-1]}"), soft_wrap=True)
+    amount = f": steps {steps[0]}–{steps[-1]}, logged by {run.framework}"
+    console.print(Text.assemble((run_name(run), "bold"), amount), soft_wrap=True)
     for note in run.notes:
-        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+        console.print(Text(visible(f"note: {note}"), style="yellow"), soft_wrap=True)
     console.print()
     for finding in diagnosis.findings:
-        _print_finding(console, finding)
-    counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
-    if diagnosis.reaches("warning"):
-        console.print(Text(", ".join(f"{count} {s}" for s, count in counts.items() if count), style="bold"))
-    elif diagnosis.checked:
-        verdict = f"Healthy as far as {len(diagnosis.checked)} rules can tell: no warnings."
-        console.print(Text(verdict, style="bold green"))
-    else:
-        console.print(Text("Nothing could be checked.", style="bold yellow"))
-    _print_rules(console, diagnosis)
+        _print_finding(console, finding, run)
+    line, severity = verdict(diagnosis)
+    console.print(Text(line, style=_STYLES[severity] if severity else "bold green"))
+    if any(remedy.spec for finding in diagnosis.findings for remedy in finding.remedies):
+        for command in how_to_apply(run):
+            console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
+    console.print()
+    console.print(_rules(diagnosis))
 
 
-def _print_finding(console: Console, finding: Finding) -> None:
+def _print_finding(console: Console, finding: Finding, run: RunLog) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -65,41 +101,81 @@ def _print_finding(console: Console, finding: Finding) -> None:
     head = Text.assemble(
         (finding.severity.upper(), _STYLES[finding.severity]),
         "  ",
-        finding.what,
+        visible(finding.what),
         (f"  [{finding.rule}]", "dim"),
     )
     console.print(head, soft_wrap=True)
     parts = Table.grid(padding=(0, 2))
+    parts.add_column(no_wrap=True)
+    parts.add_column(overflow="fold")
     for evidence in finding.evidence:
-        parts.add_row("seen", Text(_seen(evidence)))
-    parts.add_row("cause", Text(finding.cause))
+        parts.add_row("seen", Text(seen(evidence)))
+        for line in _chart(evidence, finding.severity, run, console.width - _BESIDE_CHART):
+            parts.add_row("", line)
+    _add_meaning(parts, finding, run)
+    parts.add_row("cause", Text(visible(finding.cause)))
+    _add_remedies(parts, finding, run)
+    sure = f"{finding.confidence}: {finding.why_so_sure}" if finding.why_so_sure else finding.confidence
+    parts.add_row("sure", Text(visible(sure), style="dim"))
+    for missing in finding.could_not_check:
+        parts.add_row("open", Text(visible(missing), style="dim"))
+    parts.add_row("source", Text(visible(finding.source), style="dim"))
+    console.print(Padding(parts, (0, 0, 1, 2), expand=False))
+
+
+def _chart(evidence: Evidence, severity: Severity, run: RunLog, room: int) -> Iterator[Text]:
+    """The metric over the run as a line of blocks, and below it a mark under the evidence's steps."""
+    from rich.text import Text
+
+    series = run.table.series(evidence.metric)
+    blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, room)))
+    if len(blocks) < 2 or evidence.first_step is None or evidence.last_step is None:
+        return
+    first = max(0, int(steps.searchsorted(evidence.first_step, "right")) - 1)
+    last = max(first, int(steps.searchsorted(evidence.last_step, "right")) - 1)
+    values = f"  {series.values.min():.3g} … {series.values.max():.3g}"
+    line = Text.assemble(blocks, (values, "dim"), no_wrap=True)
+    line.stylize(_STYLES[severity], first, last + 1)
+    yield line
+    mark = "╵" if first == last else f"└{'─' * (last - first - 1)}┘"
+    yield Text(" " * first + mark, style=_STYLES[severity], no_wrap=True)
+
+
+def _add_meaning(parts: Table, finding: Finding, run: RunLog) -> None:
+    """What the log called the figures, where that is not rlctl's name and definition."""
+    from rich.text import Text
+
+    for key in dict.fromkeys(evidence.metric for evidence in finding.evidence):
+        origin = run.origins.get(key)
+        if origin is None or (origin.name == key and not origin.meaning):
+            continue
+        meaning = f": {origin.meaning}" if origin.meaning else ""
+        parts.add_row("logged", Text(visible(f"{key} as {origin.name}{meaning}"), style="dim"))
+
+
+def _add_remedies(parts: Table, finding: Finding, run: RunLog) -> None:
+    from rich.text import Text
+
     for place, remedy in enumerate(finding.remedies):
-        parts.add_row("try" if place == 0 else "or", Text(str(remedy), style="cyan"))
-    parts.add_row("source", Text(finding.source, style="dim"))
-    console.print(Padding(parts, (0, 0, 1, 2)))
+        to_paste = settings(remedy, run)
+        why = visible(remedy.why)
+        if to_paste and is_in_other_words(remedy, run):
+            why = f"in rlctl's keys{f'; {why}' if why else ''}"
+        beside = (f"  ({why})", "dim") if to_paste and why else ("" if to_paste else why, "")
+        parts.add_row("try" if place == 0 else "or", Text.assemble((to_paste, "cyan"), beside))
 
 
-def _seen(evidence: Evidence) -> str:
-    where = f", steps {evidence.first_step}–{evidence.last_step}" if evidence.first_step is not None else ""
-    return f"{evidence.metric}: {evidence.figure}{where}"
-
-
-def _print_rules(console: Console, diagnosis: Diagnosis) -> None:
+def _rules(diagnosis: Diagnosis) -> Table:
+    """One line per rule: found, ok, SKIPPED with what is missing, n/a with the reason."""
     from rich.table import Table
     from rich.text import Text
 
-    missing = [skipped for skipped in diagnosis.skipped if skipped.missing]
-    beside = [skipped for skipped in diagnosis.skipped if not skipped.missing]
     table = Table.grid(padding=(0, 2))
     hit = {finding.rule for finding in diagnosis.findings}
     for rule in diagnosis.checked:
-        table.add_row(
-            "found" if rule.name in hit else "ok", Text(rule.name), Text(rule.looks_for, style="dim")
-        )
-    for skipped in missing:
-        why = f"{skipped.why}: {', '.join(skipped.missing)}"
-        table.add_row("SKIPPED", Text(skipped.rule), Text(why, style="yellow"))
-    for skipped in beside:
-        table.add_row("n/a", Text(skipped.rule), Text(skipped.why, style="dim"))
-    console.print()
-    console.print(table)
+        word = "found" if rule.name in hit else "ok"
+        table.add_row(word, Text(rule.name), Text(rule.looks_for, style="dim"))
+    for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
+        word, style = ("SKIPPED", "yellow") if skipped.missing else ("n/a", "dim")
+        table.add_row(word, Text(skipped.rule), Text(not_checked(skipped), style=style))
+    return table

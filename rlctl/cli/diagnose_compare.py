@@ -1,0 +1,59 @@
+"""`rlctl diagnose compare`: what differs between two runs, and since when."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Format(StrEnum):
+    """How the comparison is written."""
+
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+    output_format: Annotated[
+        Format, typer.Option("--format", help="For people, for programs, or a page with both runs' plots.")
+    ] = Format.TEXT,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
+    ] = None,
+) -> None:
+    """Say what differs between two runs' specs and metrics, and since which step.
+
+    Metrics are compared step by step. They differ where medians of several steps
+    are further apart than both runs' own noise, for longer than one such window.
+
+      rlctl diagnose compare runs/rlctl/good runs/rlctl/bad
+
+      rlctl diagnose compare good.log bad.log --format html --out compared.html
+    """
+    from rlctl.cli.diagnose import as_json, check_out, reading, text_console, write_out
+
+    check_out([a, b], out, is_page=output_format is Format.HTML)
+    from rlctl.diagnose.compare import compare as run_comparison
+    from rlctl.diagnose.rules import METRICS_READ, examine
+    from rlctl.metric_names import ELSEWHERE, METRICS
+
+    with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *METRICS_READ})) as runs:
+        found = run_comparison(*(examine(run) for run in runs))
+    if output_format is Format.TEXT:
+        from rlctl.diagnose.compare_report import print_comparison
+
+        with text_console(out) as console:
+            print_comparison(console, found)
+    elif output_format is Format.JSON:
+        write_out(as_json(found.as_document()), out)
+    else:
+        from rlctl.diagnose.page.write import page
+
+        write_out(page([found.a, found.b], found), out)

@@ -1,0 +1,59 @@
+"""Series made small enough to draw: as a line of text, and as points of a plot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.diagnose.table import Series
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Points of one curve on a page.
+MAX_POINTS = 2000
+
+
+def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
+    """At most `max_points` of the points: of each bucket the lowest and the highest, so that spikes survive.
+
+    The first and the last point are always kept.
+    """
+    if len(series) <= max_points:
+        return series
+    starts = _bucket_starts(len(series), max(1, max_points // 2 - 1))
+    ends = np.append(starts[1:], len(series))
+    kept = {0, len(series) - 1}
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        part = series.values[start:end]
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    places = np.array(sorted(kept))
+    return Series(series.steps[places], series.values[places])
+
+
+def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
+    """The series as one line of blocks, and the first step under each of them.
+
+    Each block shows the value of its bucket that is furthest from the series' median.
+
+    Returns:
+        text of at most `width` characters, (len(text),) steps; empty for an empty series.
+    """
+    if len(series) == 0:
+        return "", series.steps
+    starts = _bucket_starts(len(series), width)
+    distance = series.values - np.median(series.values)
+    low = np.minimum.reduceat(distance, starts)
+    high = np.maximum.reduceat(distance, starts)
+    shown = np.where(-low > high, low, high)
+    spread = float(np.ptp(shown))
+    levels = np.zeros(len(shown)) if spread == 0.0 else (shown - shown.min()) / spread
+    text = "".join(_BLOCKS[round(level * (len(_BLOCKS) - 1))] for level in levels.tolist())
+    return text, series.steps[starts]
+
+
+def _bucket_starts(length: int, buckets: int) -> NDArray[np.int64]:
+    """Where each of at most `buckets` parts of nearly equal size begins."""
+    return np.unique(np.linspace(0, length, min(buckets, length), endpoint=False).astype(np.int64))

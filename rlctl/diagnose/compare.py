@@ -1,0 +1,256 @@
+"""Two runs side by side: what differs in their specs and metrics, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.finding import Diagnosis, Finding
+from rlctl.diagnose.table import RunLog, Table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Steps = NDArray[np.int64]
+
+#: Runs differ where window medians are further apart than this many of both runs' robust deviations. The
+#: medians' own noise is about 0.4 of one.
+APART_SIGMAS = 2.0
+#: Windows whose median stands for the level that a value's noise is measured from.
+_SMOOTHED = 5
+#: Points a metric is compared at; of longer logs medians of consecutive steps.
+_MAX_POINTS = 5000
+#: Share of a run's values on one side of zero from which a ratio to them makes sense.
+_ONE_SIDED = 0.9
+#: Metrics of the machine, not of the training.
+_MACHINE = ("perf/", "timing_s/", "timing/")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecChange:
+    """A key whose value differs; None where the run's log does not tell."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MetricChange:
+    """A metric that differs for the length of several windows.
+
+    Attributes:
+        key: the metric.
+        first_step, last_step: the longest stretch in which it differs.
+        lasts: whether it still does at the end of what both have logged.
+        a, b: medians over that stretch.
+        sigmas: their distance in robust standard deviations of both runs' noise.
+        ratio: B's over A's; None where A's values scatter around zero.
+    """
+
+    key: str
+    first_step: int
+    last_step: int
+    lasts: bool
+    a: float
+    b: float
+    sigmas: float
+    ratio: float | None
+
+    def __str__(self) -> str:
+        """`rollout_corr/k3_kl of B is 3.2 × A's (0.0032 against 0.001)`."""
+        figures = f"({self.b:.3g} against {self.a:.3g})"
+        if self.ratio is not None and not 0.8 <= self.ratio <= 1.25:
+            return f"{self.key} of B is {self.ratio:.2g} × A's {figures}"
+        side = "above" if self.b > self.a else "below"
+        return f"{self.key} of B is {abs(self.b - self.a):.3g} {side} A's {figures}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs.
+
+    Attributes:
+        a, b: both diagnoses.
+        shared: first and last step both have logged, and how many; None where there is none.
+        identical_until: the last step before which every figure of the training is the same to the last
+            digit; None where the first step already differs or no metric is shared.
+        spec: changed keys.
+        metrics: what differs, the largest first.
+        same: shared metrics without a lasting difference.
+        only_a, only_b: metrics only one of them has logged.
+        findings_a, findings_b: findings of rules that found nothing in the other run.
+    """
+
+    a: Diagnosis
+    b: Diagnosis
+    shared: tuple[int, int, int] | None
+    identical_until: int | None
+    spec: tuple[SpecChange, ...]
+    metrics: tuple[MetricChange, ...]
+    same: tuple[str, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    findings_a: tuple[Finding, ...]
+    findings_b: tuple[Finding, ...]
+
+    def as_document(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        from rlctl.diagnose.compare_report import sentences
+
+        steps = dict(zip(("first", "last", "count"), self.shared, strict=True)) if self.shared else None
+        return {
+            "a": str(self.a.run.path),
+            "b": str(self.b.run.path),
+            "sentences": list(sentences(self)),
+            "shared_steps": steps,
+            "identical_until": self.identical_until,
+            "spec": [asdict(change) for change in self.spec],
+            "metrics": [asdict(change) | {"sentence": str(change)} for change in self.metrics],
+            "same": list(self.same),
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "findings_only_a": [asdict(finding) for finding in self.findings_a],
+            "findings_only_b": [asdict(finding) for finding in self.findings_b],
+        }
+
+
+def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
+    """Compare two runs step by step."""
+    tables = a.run.table, b.run.table
+    columns_a, columns_b = (set(table.columns) for table in tables)
+    shared = sorted(columns_a & columns_b)
+    changes = [change for key in shared if (change := metric_change(key, *tables)) is not None]
+    changes.sort(key=lambda change: -change.sigmas)
+    differing = {change.key for change in changes}
+    steps = np.intersect1d(tables[0].steps, tables[1].steps)
+    return Comparison(
+        a=a,
+        b=b,
+        shared=(int(steps[0]), int(steps[-1]), len(steps)) if len(steps) else None,
+        identical_until=_identical_until(*tables, shared),
+        spec=tuple(_spec_changes(a.run, b.run)),
+        metrics=tuple(changes),
+        same=tuple(key for key in shared if key not in differing),
+        only_a=tuple(sorted(columns_a - columns_b)),
+        only_b=tuple(sorted(columns_b - columns_a)),
+        findings_a=_only_in(a, b),
+        findings_b=_only_in(b, a),
+    )
+
+
+def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
+    """The longest stretch of steps in which window medians are further apart than both runs' noise.
+
+    Noise is the median absolute deviation from a running median of five windows, of both runs together,
+    and at least a small share of the level, so that a material difference is asked for too.
+    """
+    from scipy.ndimage import median_filter
+
+    from rlctl.diagnose.signals import longest_true
+
+    steps, values_a, values_b = _shared_values(key, a, b)
+    if len(steps) < th.WINDOW:
+        return None
+    medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="nearest") for v in (values_a, values_b))
+    noise = float(np.hypot(_noise(values_a), _noise(values_b)))
+    floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
+    distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
+    streaks = [longest_true(_settled(side * distance > APART_SIGMAS)) for side in (1.0, -1.0)]
+    start, length = max(streaks, key=lambda streak: streak[1])
+    if length < th.WINDOW:
+        return None
+    inside = slice(start, start + length)
+    left, right = float(np.median(values_a[inside])), float(np.median(values_b[inside]))
+    has_ratio = left * right > 0.0 and np.mean(values_a[inside] * left > 0.0) > _ONE_SIDED
+    return MetricChange(
+        key=key,
+        first_step=int(steps[start]),
+        last_step=int(steps[start + length - 1]),
+        lasts=start + length == len(steps),
+        a=left,
+        b=right,
+        sigmas=float(np.abs(np.median(distance[inside]))),
+        ratio=right / left if has_ratio else None,
+    )
+
+
+def _settled(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Single windows neither begin nor interrupt a stretch."""
+    from scipy.ndimage import median_filter
+
+    return np.asarray(median_filter(flags.astype(np.uint8), size=th.WINDOW, mode="nearest")).astype(bool)
+
+
+def _noise(values: Floats) -> float:
+    """Robust standard deviation of the values around their running level."""
+    from scipy.ndimage import median_filter
+    from scipy.stats import median_abs_deviation
+
+    size = min(_SMOOTHED * th.WINDOW, len(values) // 2 * 2 - 1)
+    return float(
+        median_abs_deviation(values - median_filter(values, size=size, mode="nearest"), scale="normal")
+    )
+
+
+def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:
+    """Steps at which both logged the metric, and the values; of many, medians of consecutive ones."""
+    of_a, of_b = a.series(key), b.series(key)
+    steps, in_a, in_b = np.intersect1d(of_a.steps, of_b.steps, assume_unique=True, return_indices=True)
+    values_a, values_b = of_a.values[in_a], of_b.values[in_b]
+    bucket = -(-len(steps) // _MAX_POINTS)
+    if bucket > 1:
+        count = len(steps) // bucket
+        steps = steps[: count * bucket : bucket]
+        values_a, values_b = (
+            np.median(values[: count * bucket].reshape(count, bucket), axis=1)
+            for values in (values_a, values_b)
+        )
+    return steps, values_a, values_b
+
+
+def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
+    """The last step up to which all figures of the training are equal, at steps both have logged."""
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+    compared = [key for key in keys if not key.startswith(_MACHINE)]
+    if not len(steps) or not compared:
+        return None
+    differs = np.zeros(len(steps), dtype=bool)
+    for key in compared:
+        left, right = a.columns[key][in_a], b.columns[key][in_b]
+        differs |= (left != right) & np.isfinite(left) & np.isfinite(right)
+    count = int(np.argmax(differs)) if differs.any() else len(steps)
+    return int(steps[count - 1]) if count else None
+
+
+def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
+    """Key by key; of runs without a spec, what their logs tell of them."""
+    if a.spec is not None and b.spec is not None:
+        left, right = _flat(a.spec.model_dump(mode="json")), _flat(b.spec.model_dump(mode="json"))
+        for key in left | right:
+            if left.get(key) != right.get(key):
+                yield SpecChange(key, left.get(key), right.get(key))
+        return
+    right = asdict(b.facts)
+    for key, value in asdict(a.facts).items():
+        if value != right[key]:
+            yield SpecChange(key, value, right[key])
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:
+    found = {finding.rule for finding in other.findings}
+    return tuple(finding for finding in one.findings if finding.rule not in found)

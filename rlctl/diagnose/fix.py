@@ -1,0 +1,241 @@
+"""A diagnosis' best remedies as a spec file that `rlctl train --spec` takes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.diagnose.finding import Diagnosis, Finding, Remedy
+from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.wording import run_name, settings, visible
+from rlctl.errors import SpecError, UsageError
+from rlctl.spec.load import dump_spec, load_spec
+from rlctl.spec.run import RunSpec
+from rlctl.spec.yaml_source import read_value
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A remedy that goes into the new spec, and the finding it answers."""
+
+    finding: Finding
+    remedy: Remedy
+
+
+@dataclass(frozen=True, slots=True)
+class NotApplied:
+    """A finding that changes nothing in the new spec, and why."""
+
+    finding: Finding
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """What `--fix` does.
+
+    Attributes:
+        run: the diagnosed run.
+        applied: what is changed, the worst finding's first.
+        not_applied: what is not.
+        spec: the run's with the changes; None where the log has none, and only changes can be written.
+    """
+
+    run: RunLog
+    applied: tuple[Applied, ...]
+    not_applied: tuple[NotApplied, ...]
+    spec: RunSpec | None
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """Dotted key → value as text."""
+        return dict(_pairs(setting for each in self.applied for setting in each.remedy.spec))
+
+
+def fix(diagnosis: Diagnosis) -> Fix:
+    """Of every finding that is at least a warning the best remedy that fits those chosen before it.
+
+    A remedy fits if it gives no key another value than a worse finding wants, and if the spec with it
+    passes all checks. Without a spec of the run it is checked on top of the defaults.
+    """
+    base = diagnosis.run.spec
+    chosen: list[Applied] = []
+    left: list[NotApplied] = []
+    spec = base or load_spec([], [], []).spec
+    for finding in diagnosis.findings:
+        outcome = _best(finding, chosen, base, spec)
+        if isinstance(outcome, str):
+            left.append(NotApplied(finding, outcome))
+        else:
+            chosen.append(outcome[0])
+            spec = outcome[1]
+    return Fix(diagnosis.run, tuple(chosen), tuple(left), spec if base else None)
+
+
+def _best(
+    finding: Finding, chosen: list[Applied], base: RunSpec | None, spec: RunSpec
+) -> tuple[Applied, RunSpec] | str:
+    """The first remedy that fits, with the spec it makes; or why there is none."""
+    if finding.severity == "info":
+        return "only a remark"
+    settings_of = [remedy for remedy in finding.remedies if remedy.spec]
+    if not settings_of:
+        by_hand = "; ".join(remedy.why for remedy in finding.remedies)
+        return f"no setting helps, do by hand: {by_hand}" if by_hand else "nothing to try is known"
+    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _pairs(each.remedy.spec)}
+    earlier = [setting for each in chosen for setting in each.remedy.spec]
+    whys: list[str] = []
+    for remedy in settings_of:
+        if clash := _clash(remedy, taken):
+            whys.append(clash)
+            continue
+        try:
+            changed = _with(base, [*earlier, *remedy.spec])
+        except SpecError as error:
+            first = next(problem for problem in error.problems if problem.severity == "error")
+            whys.append(f"{' '.join(remedy.spec)}: {first.what}")
+            continue
+        if changed == spec:
+            rules = {taken[key][1] for key, _ in _pairs(remedy.spec) if key in taken}
+            return f"done already for {', '.join(sorted(rules))}" if rules else "the spec says so already"
+        return Applied(finding, remedy), changed
+    return "; ".join(whys)
+
+
+def _clash(remedy: Remedy, taken: Mapping[str, tuple[str, str]]) -> str | None:
+    for key, value in _pairs(remedy.spec):
+        if key in taken and taken[key][0] != value:
+            other, rule = taken[key]
+            return f"{key}={value}: {rule} wants {other}"
+    return None
+
+
+def _with(base: RunSpec | None, overrides: list[str]) -> RunSpec:
+    """The spec with these changes.
+
+    Raises:
+        SpecError: it does not pass the checks.
+    """
+    if base is None:
+        return load_spec([], [], overrides).spec
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_spec(base))
+        file.flush()
+        return load_spec([], [Path(file.name)], overrides).spec
+
+
+def _pairs(spec: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for setting in spec:
+        key, _, value = setting.partition("=")
+        yield key, value
+
+
+def check_free(path: Path) -> None:
+    """Refuse a place that cannot be written, before the work is done.
+
+    Raises:
+        UsageError: there is a file of that name, or no such directory.
+    """
+    if path.exists() or path.is_symlink():
+        fix = "choose another name, or remove it first"
+        raise UsageError("the file exists; --fix replaces nothing", where=str(path), fix=fix)
+    if not path.parent.is_dir():
+        raise UsageError("no such directory", where=str(path.parent), fix="create it first")
+
+
+def write_fix(path: Path, found: Fix) -> None:
+    """Write the new spec; each changed key says which finding changed it, and what it was.
+
+    Raises:
+        UsageError: the file exists, or cannot be written.
+    """
+    check_free(path)
+    text = as_yaml(found)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def as_yaml(found: Fix) -> str:
+    """The spec with its comments, as `write_fix` writes it."""
+    run = found.run
+    if found.spec is not None:
+        head = [f"The spec of {run_name(run)} with what `rlctl diagnose` proposes."]
+        text = dump_spec(found.spec)
+    else:
+        head = [f"Only the changes that `rlctl diagnose` proposes for {run_name(run)}, in rlctl's keys:"]
+        head.append("the log comes without a spec of rlctl. Layer it over one with a second --spec.")
+        text = yaml.safe_dump(_nested(found.changes), sort_keys=False, allow_unicode=True, width=1 << 20)
+    head += [
+        f"Not applied: {each.finding.rule} ({each.finding.severity}): {each.why}"
+        for each in found.not_applied
+        if each.finding.severity != "info"
+    ]
+    comments = _comments(found)
+    lines = [f"# {visible(line)}" for line in head]
+    places = {line: key for key, line in _lines_of(text).items()}
+    for number, line in enumerate(text.splitlines()):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += [f"{indent}# {visible(comment)}" for comment in comments.get(places.get(number, ""), ())]
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _comments(found: Fix) -> dict[str, list[str]]:
+    """Dotted key → what stands above it."""
+    before = _flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
+    comments: dict[str, list[str]] = {}
+    for each in found.applied:
+        for place, (key, _) in enumerate(_pairs(each.remedy.spec)):
+            was = f" (was {before[key]})" if key in before else ""
+            lines = comments.setdefault(key, [])
+            lines.append(f"{each.finding.rule}: {each.finding.what}{was}")
+            if place == 0 and found.run.framework in each.remedy.others:
+                lines.append(f"in {found.run.framework}: {settings(each.remedy, found.run)}")
+    return comments
+
+
+def _nested(changes: Mapping[str, str]) -> dict[str, Any]:
+    """`{"actor.lr": "1e-6"}` → `{"actor": {"lr": 1e-6}}`."""
+    root: dict[str, Any] = {}
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = root
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = read_value(value).value
+    return root
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: _shown(value)}
+    return flat
+
+
+def _shown(value: object) -> str:
+    """As YAML writes it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n...\n").strip()
+
+
+def _lines_of(text: str) -> dict[str, int]:
+    """Dotted key → the line it stands on, from 0."""
+    found: dict[str, int] = {}
+
+    def visit(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                found[f"{prefix}{name.value}"] = name.start_mark.line
+                visit(value, f"{prefix}{name.value}.")
+
+    visit(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    return found

@@ -95,6 +95,18 @@ class Skipped:
     rule: str = ""
 
 
+Judge = Callable[["RunLog"], Finding | Skipped | None]
+#: Facts that a rule may need.
+Fact = Literal[
+    "bypass_mode", "updates_per_batch", "ppo_epochs", "rollout_is", "rollout_rs", "batch_size", "lr"
+]
+
+
+def _applies(run: RunLog) -> str:
+    """Of a rule for every run."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One thing to look for.
@@ -104,16 +116,42 @@ class Rule:
         looks_for: one line, for the list of what was checked.
         judge: None means nothing found.
         needs: metrics without which there is nothing to judge.
+        one_of: metrics of which one must be logged.
         uses: further metrics it reads where they are logged.
-        needs_spec: whether the run's `spec.yaml` is needed.
+        facts: what must be known of the run.
+        beside: why the rule does not apply to a run; empty where it does.
+        min_steps: values each needed metric must have.
     """
 
     name: str
     looks_for: str
-    judge: Callable[[RunLog], Finding | Skipped | None]
+    judge: Judge
     needs: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    needs_spec: bool = False
+    facts: tuple[Fact, ...] = ()
+    beside: Callable[[RunLog], str] = _applies
+    min_steps: int = 5
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every metric it looks at."""
+        return (*self.needs, *self.one_of, *self.uses)
+
+
+def rule(
+    name: str,
+    looks_for: str,
+    *,
+    needs: tuple[str, ...] = (),
+    one_of: tuple[str, ...] = (),
+    uses: tuple[str, ...] = (),
+    facts: tuple[Fact, ...] = (),
+    beside: Callable[[RunLog], str] = _applies,
+    min_steps: int = 5,
+) -> Callable[[Judge], Rule]:
+    """Make a `Rule` of the function below."""
+    return lambda judge: Rule(name, looks_for, judge, needs, one_of, uses, facts, beside, min_steps)
 
 
 @dataclass(frozen=True, slots=True)

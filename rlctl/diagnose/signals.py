@@ -1,29 +1,46 @@
-"""Levels and spikes in a noisy series, by medians."""
+"""Levels, starts, trends and spikes in noisy series, by medians.
+
+A million values take about a tenth of a second each; what is costlier works on few window medians.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Severity
-from rlctl.diagnose.table import Series
-from rlctl.diagnose.thresholds import (
-    MIN_STEPS,
-    SPIKE_HISTORY,
-    SPIKE_MEDIANS,
-    SPIKE_MIN_HISTORY,
-    SPIKE_SIGMAS,
-    WINDOW,
-    Levels,
-)
+from rlctl.diagnose.table import Series, Table
+from rlctl.diagnose.thresholds import Levels, Move
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CHUNK = 1 << 16  # windows at once, so that memory stays bounded on long logs
+_CHUNK = 1 << 12  # windows at once, so that memory stays bounded on long logs
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A metric over the run's first steps.
+
+    Attributes:
+        median: of the first steps.
+        sigma: robust standard deviation (from the median absolute deviation), at least a small share of the
+            median.
+        is_stable: no trend within them, so that they can serve as a measure.
+    """
+
+    median: float
+    sigma: float
+    is_stable: bool
+
+    def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which values noise cannot explain."""
+        return np.abs(values - self.median) > th.FAR_SIGMAS * self.sigma
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +48,12 @@ class Crossing:
     """A level and how it was crossed.
 
     Attributes:
-        severity: of the worst level crossed.
+        severity: of the worst level crossed; `info` where there is an excuse.
         worst: the window median furthest beyond it.
         limit: the level.
         first_step, last_step: from the first to the last window beyond it.
         lasts: whether the newest window is still beyond.
+        excuse: why it is only a remark: the run has been like this from its start, or only at its start.
         key: the metric.
     """
 
@@ -46,26 +64,71 @@ class Crossing:
     first_step: int
     last_step: int
     lasts: bool
+    excuse: str = ""
 
     @property
     def where(self) -> str:
         """`in steps 3–40`, and whether that is over."""
-        return f"in steps {self.first_step}–{self.last_step}" + ("" if self.lasts else " (not since)")
+        after = self.excuse or ("" if self.lasts else "not since")
+        return f"in steps {self.first_step}–{self.last_step}{after and f' ({after})'}"
 
     @property
     def evidence(self) -> Evidence:
         """The crossing as a figure."""
         relation = "over" if self.worst > self.limit else "under"
-        figure = f"{self.worst:.3g} (median of {WINDOW} steps), {relation} {self.limit:g}"
+        figure = f"{self.worst:.3g} (median of {th.WINDOW} steps), {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A lasting change of a series.
+
+    Attributes:
+        start, end: of the robust line through it.
+        rises: which way.
+    """
+
+    start: float
+    end: float
+    rises: bool
+
+
+def start_of(series: Series) -> Start | None:
+    """The run's own start; None where too little was logged to tell it from the rest."""
+    from scipy.stats import kendalltau, median_abs_deviation
+
+    count = min(th.START_STEPS, len(series) // 2)
+    if count < th.START_MIN_STEPS:
+        return None
+    first = series.values[:count]
+    median = float(np.median(first))
+    sigma = float(median_abs_deviation(first, scale="normal"))
+    is_constant = bool(np.ptp(first) == 0.0)
+    is_stable = is_constant or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
+    return Start(median, max(sigma, th.SIGMA_FLOOR * abs(median)), is_stable)
+
+
+def rolling_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(M,) → (M − W + 1,): the median of every `WINDOW` consecutive values, or of all if there are fewer."""
+    from scipy.ndimage import median_filter
+
+    if len(values) < th.WINDOW:
+        return np.array([np.median(values)])
+    half = th.WINDOW // 2
+    return np.asarray(median_filter(values, size=th.WINDOW, mode="nearest")[half : len(values) - half])
 
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
     """The worst level that the series crossed for the length of a window, if any."""
-    if len(series) < MIN_STEPS:
+    if len(series) < th.MIN_STEPS:
         return None
-    values = np.abs(series.values) if levels.absolute else series.values
-    medians = rolling_median(values, min(WINDOW, len(values)))
+    if levels.absolute:
+        series = Series(series.steps, np.abs(series.values))
+    values, mildest = series.values, levels.tiers[0][1]
+    if not ((values < mildest) if levels.is_floor else (values > mildest)).any():
+        return None
+    medians = rolling_median(values)
     worst = float(medians.min() if levels.is_floor else medians.max())
     for severity, limit in reversed(levels.tiers):
         beyond = medians < limit if levels.is_floor else medians > limit
@@ -73,15 +136,91 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
             places = np.flatnonzero(beyond)
             last = places[-1] + len(values) - len(medians)
             first_step, last_step = int(series.steps[places[0]]), int(series.steps[last])
-            return Crossing(levels.key, severity, worst, limit, first_step, last_step, bool(beyond[-1]))
+            found = Crossing(levels.key, severity, worst, limit, first_step, last_step, bool(beyond[-1]))
+            return _excused(found, series, levels.relative, grown_out=last < th.START_STEPS)
     return None
 
 
-def rolling_median(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """(M,) → (M − width + 1,): the median of every `width` consecutive values."""
-    windows = sliding_window_view(values, width)
-    parts = [np.median(windows[at : at + _CHUNK], axis=1) for at in range(0, len(windows), _CHUNK)]
-    return np.concatenate(parts)
+def _excused(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
+    """Beyond a level that is not critical counts less where the run began so, or has grown out of it."""
+    if crossed.severity == "critical":
+        return crossed
+    if grown_out and not crossed.lasts:
+        return replace(crossed, severity="info", excuse="not since: at the run's start only")
+    start = start_of(series) if relative else None
+    if start is None or not start.is_stable or start.is_far(np.array([crossed.worst]))[0]:
+        return crossed
+    return replace(crossed, severity="info", excuse="as from the run's start")
+
+
+def trend(series: Series) -> Trend | None:
+    """A rise or fall over the whole series that noise does not explain (Kendall's τ, Theil–Sen line)."""
+    from scipy.stats import kendalltau, theilslopes
+
+    count = min(th.TREND_POINTS, len(series) // th.TREND_WINDOW)
+    if count < th.MIN_STEPS:
+        return None
+    medians = np.array([np.median(part) for part in np.array_split(series.values, count)])
+    if np.ptp(medians) == 0.0:
+        return None
+    places = np.arange(count)
+    tau = kendalltau(places, medians)
+    if abs(tau.statistic) < th.TREND_TAU or tau.pvalue > th.TREND_P:
+        return None
+    slope, intercept = theilslopes(medians, places)[:2]
+    return Trend(float(intercept), float(intercept + slope * (count - 1)), bool(slope > 0))
+
+
+def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
+    """Where a metric is far from its start.
+
+    Returns:
+        the start; (M,) bool, per value whether the median around it has moved as described; (M,) those
+        medians. None where there is no start to compare with, or it is not positive.
+    """
+    from scipy.ndimage import median_filter
+
+    start = start_of(series)
+    if start is None or start.median <= 0.0:
+        return None
+    medians = np.asarray(median_filter(series.values, size=th.WINDOW, mode="nearest"))
+    limit = move.factor * start.median
+    if move.factor > 1.0:
+        has_moved = medians >= (limit if move.beyond is None else max(limit, move.beyond))
+    else:
+        has_moved = medians <= (limit if move.beyond is None else min(limit, move.beyond))
+    return start, has_moved & start.is_far(medians), medians
+
+
+def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None:
+    """Metrics that are all far from their starts during the same steps, for the length of a window.
+
+    Returns:
+        one figure per move with the step range they share; None if there is no such range.
+    """
+    steps, columns = table.aligned(*(move.key for move in moves))
+    each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
+    told = [one for one in each if one is not None]
+    if len(told) < len(moves):
+        return None
+    start, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in told]))
+    if length < th.WINDOW:
+        return None
+    inside = slice(start, start + length)
+    return tuple(
+        change_evidence(
+            move.key,
+            begin.median,
+            float(medians[inside].max() if move.factor > 1.0 else medians[inside].min()),
+            steps[inside],
+        )
+        for move, (begin, _, medians) in zip(moves, told, strict=True)
+    )
+
+
+def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:
+    """A metric that got from here to there within these steps."""
+    return Evidence(key, f"{start:.3g} at the start, {end:.3g} here", int(steps[0]), int(steps[-1]))
 
 
 def spikes(series: Series) -> Series:
@@ -89,21 +228,21 @@ def spikes(series: Series) -> Series:
 
     Compared with the `SPIKE_HISTORY` values before, so that a slow drift is none.
     """
+    from scipy.ndimage import median_filter
     from scipy.stats import median_abs_deviation
 
     values = series.values
-    width = min(SPIKE_HISTORY, max(SPIKE_MIN_HISTORY, len(values) // 2))
+    width = min(th.SPIKE_HISTORY, max(th.SPIKE_MIN_HISTORY, len(values) // 2 | 1))
     if len(values) <= width:
         return Series(series.steps[:0], values[:0])
-    history = sliding_window_view(values[:-1], width)
-    candidates = values[width:]
-    found = np.zeros(len(values), dtype=bool)
-    for at in range(0, len(history), _CHUNK):
-        before = history[at : at + _CHUNK]
-        median = np.median(before, axis=1)
-        sigma = median_abs_deviation(before, axis=1, scale="normal")
-        limit = np.maximum(median + SPIKE_SIGMAS * sigma, SPIKE_MEDIANS * median)
-        found[width + at : width + at + len(before)] = candidates[at : at + _CHUNK] > limit
+    half = width // 2
+    before = np.asarray(median_filter(values, size=width, mode="nearest"))[half : len(values) - half - 1]
+    places = width + np.flatnonzero((before > 0.0) & (values[width:] > th.SPIKE_MEDIANS * before))
+    history = sliding_window_view(values, width)
+    parts = [places[at : at + _CHUNK] for at in range(0, len(places), _CHUNK)]
+    sigma = [median_abs_deviation(history[part - width], axis=1, scale="normal") for part in parts]
+    limit = before[places - width] + th.SPIKE_SIGMAS * np.concatenate([np.empty(0), *sigma])
+    found = places[values[places] > limit]
     return Series(series.steps[found], values[found])
 
 

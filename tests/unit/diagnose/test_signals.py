@@ -1,21 +1,36 @@
 import numpy as np
 import pytest
 
-from rlctl.diagnose.signals import crossing, longest_true, rolling_median, spikes
-from rlctl.diagnose.table import Series
-from rlctl.diagnose.thresholds import Levels
+from rlctl.diagnose.signals import (
+    crossing,
+    longest_true,
+    moved,
+    rolling_median,
+    spikes,
+    start_of,
+    together,
+    trend,
+)
+from rlctl.diagnose.table import Series, Table
+from rlctl.diagnose.thresholds import FAR_SIGMAS, SPIKE_SIGMAS, WINDOW, Levels, Move
 
 LEVELS = Levels("some/key", (("info", 1.0), ("critical", 2.0)), "a test")
+RELATIVE = Levels("some/key", (("warning", 1.0), ("critical", 50.0)), "a test", relative=True)
 
 
 def series(values, first=1):
     return Series(np.arange(first, first + len(values)), np.asarray(values, dtype=float))
 
 
+def noisy(level, count, seed=0, spread=0.05):
+    return level * np.exp(np.random.default_rng(seed).normal(0, spread, count))
+
+
 def test_rolling_median_is_the_plain_one():
     values = np.random.default_rng(0).normal(size=50)
-    expected = [np.median(values[i : i + 7]) for i in range(44)]
-    np.testing.assert_array_equal(rolling_median(values, 7), expected)
+    expected = [np.median(values[i : i + WINDOW]) for i in range(51 - WINDOW)]
+    np.testing.assert_array_equal(rolling_median(values), expected)
+    np.testing.assert_array_equal(rolling_median(values[:6]), [np.median(values[:6])])
 
 
 def test_the_worst_level_and_where_it_was():
@@ -23,22 +38,103 @@ def test_the_worst_level_and_where_it_was():
     assert (found.severity, found.limit, found.worst) == ("critical", 2.0, 3.0)
     assert not found.lasts
     # A window counts once its median is beyond: from half a window before to half a window after.
-    assert 16 <= found.first_step <= 20
+    assert 15 <= found.first_step <= 20
     assert 40 <= found.last_step <= 45
     assert crossing(series([0.0] * 20 + [1.5] * 20), LEVELS).lasts
 
 
 def test_floors_and_absolute_values():
     floor = Levels("some/key", (("warning", -1.0),), "a test", is_floor=True)
-    assert crossing(series([-2.0] * 10), floor).worst == -2.0
-    assert crossing(series([0.0] * 10), floor) is None
+    assert crossing(series([-2.0] * 11), floor).worst == -2.0
+    assert crossing(series([0.0] * 11), floor) is None
     either = Levels("some/key", (("warning", 1.0),), "a test", absolute=True)
-    assert crossing(series([-2.0] * 10), either).worst == 2.0
+    assert crossing(series([-2.0] * 11), either).worst == 2.0
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_too_few_steps_cross_nothing(count):
     assert crossing(series([9.0] * count), LEVELS) is None
+
+
+def test_a_start_is_a_robust_one():
+    values = noisy(2.0, 60)
+    values[3] = 1e6
+    start = start_of(series(values))
+    assert start.median == np.median(values[:20])
+    assert 0.05 <= start.sigma <= 0.3
+    assert start.is_stable
+    assert start.is_far(np.array([2.0, 2.0 + 2 * FAR_SIGMAS])).tolist() == [False, True]
+    assert not start_of(series(np.linspace(1.0, 2.0, 60))).is_stable
+    assert start_of(series([1.0] * 19)) is None
+    assert start_of(series([0.0] * 60)).is_stable
+
+
+@pytest.mark.parametrize(
+    ("values", "severity", "excuse"),
+    [
+        (noisy(3.0, 60), "info", "as from"),
+        (np.concatenate([noisy(3.0, 30), noisy(9.0, 30)]), "warning", ""),
+        (np.concatenate([noisy(0.5, 30), noisy(3.0, 30)]), "warning", ""),
+        (noisy(99.0, 60), "critical", ""),
+        (np.linspace(1.0, 9.0, 60), "warning", ""),  # a start with a trend
+        (noisy(3.0, 15), "warning", ""),  # too short for a start
+        (np.concatenate([noisy(3.0, 12), noisy(0.5, 48)]), "info", "at the run's start only"),
+    ],
+)
+def test_what_the_start_excuses(values, severity, excuse):
+    found = crossing(series(values), RELATIVE)
+    assert found.severity == severity
+    assert excuse in found.excuse
+    assert bool(found.excuse) == bool(excuse)
+
+
+@pytest.mark.parametrize("count", [40, 1000, 50_000])
+def test_trends_are_told_from_noise(count):
+    noise = np.random.default_rng(1)
+    rise = trend(series(np.linspace(1.0, 3.0, count) + noise.normal(0, 0.5, count)))
+    assert rise.rises
+    assert rise.start == pytest.approx(1.0, abs=0.5)
+    assert rise.end == pytest.approx(3.0, abs=0.5)
+    assert not trend(series(np.linspace(3.0, 1.0, count) + noise.normal(0, 0.5, count))).rises
+    assert trend(series(np.ones(count))) is None
+
+
+def test_noise_seldom_makes_a_trend():
+    noise = np.random.default_rng(2)
+    found = sum(trend(series(noise.normal(size=200))) is not None for _ in range(100))
+    assert found <= 1
+    assert trend(series([1.0, 2.0, 3.0, 4.0])) is None
+    assert trend(series(np.arange(20))).rises
+
+
+def test_moved_wants_factor_and_distance():
+    quiet, loud = noisy(1.0, 30), np.concatenate([noisy(1.0, 30), noisy(2.0, 30)])
+    up = Move("a", 1.5)
+    assert not moved(series(quiet), up)[1].any()
+    has_moved = moved(series(loud), up)[1]
+    assert has_moved[40:].all()
+    assert not has_moved[:20].any()
+    assert not moved(series(loud), Move("a", 1.5, beyond=5.0))[1].any()
+    assert moved(series(loud[::-1]), Move("a", 0.6))[1][45:].all()
+    assert moved(series(np.zeros(60)), up) is None
+    # twice as large, but the start is too noisy to tell
+    wild = np.concatenate([noisy(1.0, 30, spread=2.0), noisy(2.0, 30)])
+    assert not moved(series(wild), up)[1][40:].any()
+
+
+def test_together_means_at_the_same_steps():
+    def table(a_from, b_until):
+        a = np.where(np.arange(100) >= a_from, 2.0, 1.0) * noisy(1.0, 100, 1)
+        b = np.where(np.arange(100) >= b_until, 1.0, 3.0) * noisy(1.0, 100, 2)
+        b[:25] /= 3.0
+        return Table(np.arange(100), {"a": a, "b": b})
+
+    moves = (Move("a", 1.5), Move("b", 1.5))
+    first, second = together(table(40, 80), moves)
+    assert (first.first_step, first.last_step) == (second.first_step, second.last_step)
+    assert 36 <= first.first_step <= 44
+    assert 76 <= first.last_step <= 84
+    assert together(table(80, 75), moves) is None
 
 
 def test_spikes_in_noise_are_found_at_their_steps():
@@ -48,9 +144,24 @@ def test_spikes_in_noise_are_found_at_their_steps():
     assert spikes(series(values, first=11)).steps.tolist() == [111, 332]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_spikes_are_what_their_definition_says(seed):
+    values = np.random.default_rng(seed).lognormal(0.0, 1.0, 300)
+    expected = []
+    for i in range(51, 300):
+        before = values[i - 51 : i]
+        median = np.median(before)
+        sigma = 1.4826 * np.median(np.abs(before - median))
+        if values[i] > 3 * median and values[i] > median + SPIKE_SIGMAS * sigma:
+            expected.append(i)
+    assert spikes(series(values, first=0)).steps.tolist() == expected
+    assert expected
+
+
 def test_a_short_series_has_no_spikes():
-    assert len(spikes(series([1.0] * 19 + [99.0]))) == 0
-    assert spikes(series([1.0] * 20 + [99.0])).steps.tolist() == [21]
+    assert len(spikes(series([1.0] * 20 + [99.0]))) == 0
+    assert spikes(series([1.0] * 21 + [99.0])).steps.tolist() == [22]
+    assert len(spikes(series([0.0] * 40 + [1.0] * 20))) == 0  # no size to compare with
 
 
 def test_longest_true():

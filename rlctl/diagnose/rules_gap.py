@@ -1,0 +1,292 @@
+"""Rules about the gap between the two policies, before anything corrects for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlctl.diagnose import remedies as remedy
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.finding import Evidence, Finding, Remedy, Severity, Skipped, rule
+from rlctl.diagnose.signals import change_evidence, crossing, trend
+from rlctl.diagnose.table import RunLog, Series
+
+_STALENESS = "training/staleness_max"
+_DRIFT, _CLIPPED, _LR = "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"
+#: Measures of the same gap, the most telling first.
+GAPS = (th.K3.key, th.LOG_PROB_GAP.key, th.PROBS_GAP.key)
+_MASKED = th.MASKED.key
+
+
+@rule(
+    "probability-gap",
+    "both policies give sampled tokens the same probability",
+    needs=(th.PROBS_GAP.key,),
+    uses=(_STALENESS,),
+)
+def probability_gap(run: RunLog) -> Finding | Skipped | None:
+    """The two engines give the same tokens different probabilities."""
+    if not run.gap_is_mismatch:
+        return _mixed(run, th.PROBS_GAP.key)
+    crossed = crossing(run.table.series(th.PROBS_GAP.key), th.PROBS_GAP)
+    if crossed is None:
+        return None
+    return Finding(
+        crossed.severity,
+        f"the probabilities of the same tokens differ by {crossed.worst:.3g} on average {crossed.where}",
+        (crossed.evidence,),
+        "rollout engine and trainer compute in different precision or with different kernels (vLLM's cascade "
+        "attention at long contexts is one)",
+        th.PROBS_GAP.source,
+        (*remedy.same_precision(run), _no_cascade(), remedy.find_the_cause()),
+        "medium",
+        "the gap is pure mismatch in this mode, but the log does not say where it comes from",
+    )
+
+
+@rule(
+    "policy-gap",
+    "KL between sampling and trained policy",
+    one_of=(th.KL.key, th.K3.key),
+    uses=(_STALENESS,),
+)
+def policy_gap(run: RunLog) -> Finding | Skipped | None:
+    """The KL between the sampling and the trained policy is large."""
+    crossed = crossing(run.table.series(th.KL.key), th.KL)
+    if crossed is None and run.gap_is_mismatch:
+        crossed = crossing(run.table.series(th.K3.key), th.K3)
+    if crossed is None:
+        return None
+    if run.gap_is_mismatch:
+        cause = "rollout engine and trainer differ: kernel, precision, parallelism, or stale weights"
+        remedies = (*remedy.same_precision(run), remedy.find_the_cause())
+        why = "the gap is pure mismatch in this mode, but the log does not say where it comes from"
+    else:
+        cause = "rollout engine and trainer differ, or the policy moves far while it uses up one batch"
+        remedies = remedy.gentler(run)
+        why = "the logged gap holds the policy's own progress too, or nothing tells"
+    return Finding(
+        crossed.severity,
+        f"trained and sampling policy are {crossed.worst:.3g} nats per token apart {crossed.where}",
+        (crossed.evidence,),
+        cause,
+        th.KL.source,
+        (*remedies, *remedy.correct_tokens(run)),
+        "medium",
+        why,
+    )
+
+
+@rule(
+    "token-error",
+    "no token is off by a factor, and none gets worse",
+    needs=(th.TOKEN_ERROR.key,),
+    beside=lambda run: (
+        "`policy-gap` judges the same gap"
+        if th.K3.key in run.table.columns and th.TOKEN_ERROR.key not in run.table.columns
+        else ""
+    ),
+)
+def token_error(run: RunLog) -> Finding | Skipped | None:
+    """The mean factor between both policies' token probabilities is large, or grows."""
+    series = run.table.series(th.TOKEN_ERROR.key)
+    crossed = crossing(series, th.TOKEN_ERROR)
+    rise = _rising_error(series) if crossed is None or crossed.excuse else None
+    severity: Severity = "warning"
+    if rise is not None:
+        what, evidence = "the factor by which token probabilities are off keeps rising", rise
+    elif crossed is not None:
+        severity, evidence = crossed.severity, crossed.evidence
+        what = f"token probabilities are off by ×{crossed.worst:.3g} {crossed.where}"
+    else:
+        return None
+    return Finding(
+        severity,
+        what,
+        (evidence,),
+        "weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
+        th.TOKEN_ERROR.source,
+        (remedy.by_hand("score a fixed sequence on both sides after every hand-over of weights"),),
+        "medium",
+        "bad hand-over and kernels look alike in this figure",
+    )
+
+
+def _rising_error(series: Series) -> Evidence | None:
+    rise = trend(series)
+    if rise is None or not rise.rises or rise.end - 1.0 < th.TOKEN_ERROR_EXCESS:
+        return None
+    if rise.end - 1.0 < th.TOKEN_ERROR_RISE * max(rise.start - 1.0, 0.0):
+        return None
+    return change_evidence(th.TOKEN_ERROR.key, rise.start, rise.end, series.steps)
+
+
+@rule(
+    "first-step",
+    "at the first step trainer and engine hold the same policy",
+    one_of=(_DRIFT, _CLIPPED, th.LOG_PROB_GAP.key),
+    facts=("updates_per_batch", "bypass_mode"),
+    min_steps=1,
+)
+def first_step(run: RunLog) -> Finding | Skipped | None:
+    """Before anything was learned, nothing can differ but implementations."""
+    if run.table.steps[0] > th.FIRST_STEP:
+        return Skipped("the log does not begin at the run's start")
+    limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
+    if not run.facts.bypass_mode:  # there π_old is another policy
+        limits |= {_DRIFT: th.FIRST_PPO_KL, _CLIPPED: th.FIRST_CLIPFRAC}
+    if run.facts.updates_per_batch != 1:
+        return Skipped("several updates per batch: the first step's figures hold progress")
+    if not any(key in run.table.columns for key in limits):
+        return Skipped("in bypass mode drift and clipping hold the gap of the engines")
+    step = int(run.table.steps[0])
+    found = []
+    for key, limit in limits.items():
+        series = run.table.series(key)
+        if len(series) and series.steps[0] == step and abs(series.values[0]) > limit:
+            figure = f"{series.values[0]:.3g}, over {limit:g}"
+            found.append(Evidence(key, figure, step, step))
+    if not found:
+        return None
+    return Finding(
+        "warning",
+        "at the first step, with nothing learned yet, the two policies differ already",
+        tuple(found),
+        "the engine holds other weights than the trainer, or one of them is not deterministic",
+        th.SLIME,
+        (remedy.by_hand("stop, and mend this before it costs more"), remedy.find_the_cause()),
+        "high",
+        "nothing but the implementations can differ before the first update",
+    )
+
+
+@rule(
+    "template",
+    "both sides read the same prompt",
+    needs=(th.KL.key,),
+    uses=(_STALENESS,),
+    min_steps=1,
+)
+def template(run: RunLog) -> Finding | Skipped | None:
+    """The first step's KL is of the size that a lost chat template gives."""
+    series = run.table.series(th.KL.key)
+    if series.steps[0] > th.FIRST_STEP:
+        return Skipped("the log does not begin at the run's start")
+    if not run.gap_is_mismatch:
+        return _mixed(run, th.KL.key)
+    kl, (low, high) = float(abs(series.values[0])), th.TEMPLATE_KL
+    if not low <= kl <= high:
+        return None
+    step = int(series.steps[0])
+    return Finding(
+        "critical",
+        f"the first step's KL is {kl:.2g} nats per token: the two sides seem to read different prompts",
+        (Evidence(th.KL.key, f"{series.values[0]:.3g}, between {low:g} and {high:g}", step, step),),
+        "the chat template, or special tokens, are applied on one side only",
+        th.FIELD,
+        (remedy.by_hand("compare the token ids of one prompt on both sides"), remedy.find_the_cause()),
+        "medium",
+        "a wrong temperature or other weights may give a KL of this size too",
+    )
+
+
+@rule(
+    "frozen-gap",
+    "the gap does not grow while nothing is learned",
+    one_of=GAPS,
+    uses=(_LR,),
+    min_steps=th.FROZEN_STEPS,
+)
+def frozen_gap(run: RunLog) -> Finding | Skipped | None:
+    """A mismatch that grows with a learning rate of zero is no off-policyness."""
+    key = most_logged(run, GAPS)
+    series = run.table.series(key)
+    if run.facts.lr != 0.0:
+        if not len(run.table.series(_LR)):
+            known = run.facts.lr is not None
+            return Skipped("the policy learns") if known else Skipped("not logged", (_LR,))
+        steps, (lr, gap) = run.table.aligned(_LR, key)
+        series = Series(steps[lr == 0.0], gap[lr == 0.0])
+    if len(series) < th.FROZEN_STEPS:
+        return Skipped("the policy learns: a growing gap may be progress")
+    rise = trend(series)
+    if rise is None or not rise.rises or rise.end < th.FROZEN_GROWTH * max(rise.start, th.EXACT):
+        return None
+    return Finding(
+        "critical",
+        "the gap between the policies grows although the learning rate is 0",
+        (change_evidence(key, rise.start, rise.end, series.steps),),
+        "a fault of the engine or of the scoring: caches, memory, or weights that are handed over wrongly",
+        th.LOGIC,
+        (remedy.find_the_cause(),),
+        "high",
+        "a policy that does not learn cannot leave its sampler",
+    )
+
+
+@rule(
+    "stale-weights",
+    "the engine's log-probs are of the policy in training",
+    one_of=(th.LOG_PROB_GAP.key, th.MEAN_VANISHED.key),
+    uses=(_MASKED,),
+)
+def stale_weights(run: RunLog) -> Finding | Skipped | None:
+    """Log-probs so far apart that they are of two different models."""
+    crossed = crossing(run.table.series(th.LOG_PROB_GAP.key), th.LOG_PROB_GAP)
+    if crossed is not None:
+        what = f"log-probs of the same tokens differ by {crossed.worst:.3g} nats on average {crossed.where}"
+    else:
+        steps, (mean, masked) = run.table.aligned(th.MEAN_VANISHED.key, _MASKED)
+        series = run.table.series(th.MEAN_VANISHED.key)
+        if len(steps):  # what rejection zeroes is the matter of `rejected`
+            series = Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
+        crossed = crossing(series, th.MEAN_VANISHED)
+        if crossed is None:
+            return None
+        what = f"importance weights are {crossed.worst:.2g} on average {crossed.where}"
+    stale = run.spec is not None and run.spec.rollout.staleness > 0
+    fresh = (remedy.change("rollout.staleness=0"),) if stale else ()
+    hand_over = remedy.by_hand(
+        "hand the weights over after every update, and let the engine report the log-probs it sampled from",
+        verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        trl="steps_per_generation=<gradient_accumulation_steps>",
+    )
+    return Finding(
+        "critical",
+        what,
+        (crossed.evidence,),
+        "the engine samples with old weights, or reports log-probs before temperature and top-p",
+        th.LOG_PROB_GAP.source,
+        (*fresh, hand_over, remedy.find_the_cause()),
+        "medium",
+        "old weights and the wrong kind of log-probs look alike in this figure",
+    )
+
+
+def most_logged(run: RunLog, keys: tuple[str, ...]) -> str:
+    """The metric with the most values; the first of equals."""
+    return max(keys, key=lambda key: len(run.table.series(key)))
+
+
+def _no_cascade() -> Remedy:
+    return remedy.by_hand(
+        "turn the engine's cascade attention off, or upgrade the engine",
+        verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+    )
+
+
+def _mixed(run: RunLog, key: str) -> Skipped:
+    """Why a rule on pure mismatch has nothing to go by."""
+    if run.facts.bypass_mode is None and run.facts.updates_per_batch is None:
+        return Skipped(f"whether {key} is mismatch or progress depends on the spec", ("spec.yaml",))
+    return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
+
+
+RULES = (
+    probability_gap,
+    policy_gap,
+    token_error,
+    first_step,
+    template,
+    frozen_gap,
+    stale_weights,
+)

@@ -1,0 +1,142 @@
+"""One step's rows as padded tensors of whole groups, and their advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlctl.algos import advantages as outcome_advantages
+from rlctl.replay.dumps import Step
+from rlctl.replay.moments import Chunk
+
+#: Padded tokens per chunk: what bounds memory besides one step's rows.
+CHUNK_TOKENS = 1 << 18
+#: Tokens pooled from steps of few rows at most.
+POOL_TOKENS = 1 << 22
+#: Groups per chunk: each has a dense surrogate gradient for a moment.
+CHUNK_GROUPS = 512
+
+
+def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
+    """Consecutive steps as one, until they hold so many prompt groups or `POOL_TOKENS`."""
+    held: list[Step] = []
+    for step in steps:
+        if not len(step.lengths):
+            continue
+        held.append(step)
+        count = sum(len(np.unique(one.group_ids)) for one in held)
+        if count >= groups or sum(len(one.token_ids) for one in held) >= POOL_TOKENS:
+            yield _merged(held)
+            held = []
+    if held:
+        yield _merged(held)
+
+
+def _merged(steps: list[Step]) -> Step:
+    """One step with everybody's rows; groups of different steps stay different."""
+    if len(steps) == 1:
+        return steps[0]
+    ids, start = [], 0
+    for step in steps:
+        _, numbers = np.unique(step.group_ids, return_inverse=True)
+        ids.append(numbers + start)
+        start += int(numbers.max()) + 1
+    masks = [np.ones(len(one.token_ids), np.bool_) if one.mask is None else one.mask for one in steps]
+    return Step(
+        number=steps[0].number,
+        group_ids=np.concatenate(ids),
+        rewards=np.concatenate([one.rewards for one in steps]),
+        lengths=np.concatenate([one.lengths for one in steps]),
+        token_ids=np.concatenate([one.token_ids for one in steps]),
+        rollout_log_probs=np.concatenate([one.rollout_log_probs for one in steps]),
+        log_probs=np.concatenate([one.log_probs for one in steps]),
+        mask=np.concatenate(masks),
+        advantages=np.concatenate([_given(one.advantages) for one in steps]),
+    )
+
+
+def _given(advantages: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    if advantages is None:
+        raise ValueError("advantages are computed before rows are pooled")
+    return advantages
+
+
+def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(rows, number of each row's group), siblings together, as many groups as a chunk takes."""
+    _, numbers = np.unique(step.group_ids, return_inverse=True)
+    order = np.argsort(numbers, kind="stable")
+    ends = np.flatnonzero(np.diff(numbers[order])) + 1
+    taken: list[NDArray[np.int64]] = []
+    for group in np.split(order, ends):
+        ahead = np.concatenate([*taken, group])
+        full = len(taken) == CHUNK_GROUPS or step.lengths[ahead].max() * len(ahead) > CHUNK_TOKENS
+        if taken and full:
+            yield _numbered(taken, numbers)
+            taken = []
+        taken.append(group)
+    yield _numbered(taken, numbers)
+
+
+def _numbered(
+    taken: list[NDArray[np.int64]], numbers: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    rows = np.concatenate(taken)
+    return rows, numbers[rows]
+
+
+def pad(
+    step: Step,
+    rows: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+) -> Chunk:
+    """The rows, which have advantages, as (B, T) tensors; padding holds zeros."""
+    starts = np.cumsum(step.lengths) - step.lengths
+    lengths = step.lengths[rows]
+    places = np.arange(max(lengths.max(), 1))
+    inside = places < lengths[:, None]
+    index = np.where(inside, starts[rows][:, None] + places, 0)
+
+    def take(flat: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.where(inside, flat[index], flat.dtype.type(0)))
+
+    return Chunk(
+        log_probs=take(step.log_probs),
+        rollout_log_probs=take(step.rollout_log_probs),
+        mask=torch.from_numpy(inside) if step.mask is None else take(step.mask),
+        token_ids=take(step.token_ids),
+        advantages=torch.from_numpy(_given(step.advantages)[rows]),
+        groups=torch.from_numpy(groups.copy()),
+        blocks=torch.from_numpy(blocks.copy()),
+    )
+
+
+def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
+    """(B,) one advantage per response: the dump's, or computed from its rewards.
+
+    By the run's estimator where that compares siblings, else by the nearest one that needs no more; a
+    substitute is added to `notes`.
+    """
+    if step.advantages is not None:
+        return np.nan_to_num(step.advantages)
+    scores, groups = torch.from_numpy(step.rewards), torch.from_numpy(step.group_ids)
+    valid = scores.isfinite()
+    scores = scores.nan_to_num(0.0)
+    alone = len(np.unique(step.group_ids)) == len(step.group_ids)
+    if alone:
+        notes.append("one response per prompt: advantages are rewards minus the step's mean")
+        groups = torch.zeros_like(groups)
+    elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
+        notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
+    if estimator == "grpo" and not alone:
+        advantages = outcome_advantages.grpo(scores, groups, valid)
+    elif estimator == "opo" and not alone:
+        advantages = outcome_advantages.opo(scores, torch.from_numpy(step.lengths), groups, valid)
+    else:
+        advantages = outcome_advantages.rloo(scores, groups, valid)
+    result: NDArray[np.float64] = advantages.double().numpy()
+    return result

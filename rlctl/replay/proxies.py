@@ -1,0 +1,159 @@
+"""Bias, variance and error of a setting's gradient, estimated from a replay's sums.
+
+Target: g = E_train[A·∇log π], which the exact sequence weight W = Π ρ gives without bias (design:
+rollout correction, property 1). A setting with applied weights w estimates it from a mini-batch of G
+prompt groups as ĝ, with expectation m = E_rollout[w·A·∇log π] and noise V per group. A constant factor
+on a gradient is the learning rate's business, so the error of a setting is the smallest over c of
+
+    E|c·ĝ − g|² / |g|² = bias² + variance = 1 − (m·g)² / (|g|² (|m|² + V/G)),
+
+with bias² = |c·m − g|²/|g|² and variance = c²·V/(G|g|²) at that c. It is 0 for the true gradient, 1 for
+one that has nothing to do with it, and cannot be lowered by shrinking every weight: c = 1, the plain
+mean-squared error, rewards rejecting everything once V/G exceeds |g|². It is reported beside it.
+
+How m, g and V are estimated, and how far that can be trusted, is in `docs/what-if.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlctl.replay.moments import Floats, Moments
+
+#: Noise of one group over squared signal, assumed where the replay holds too little to tell.
+PRIOR_NOISE = 10.0
+RESAMPLES = 400
+#: Intervals hold the middle 90 % of resamples.
+LEVEL = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Proxies:
+    """Figures of S settings, each (R, S): the first row of the sample itself, then of its resamples.
+
+    Attributes:
+        error: see above; bias and variance add up to it.
+        plain_error: the mean-squared error with c = 1.
+        trust: how much the surrogate's own gradients count, the rest being the prior's, in [0, 1].
+    """
+
+    error: Floats
+    bias: Floats
+    variance: Floats
+    plain_error: Floats
+    trust: float
+
+
+def draws(num_blocks: int, seed: int = 0) -> Floats:
+    """(1 + RESAMPLES, K): every block once, then bootstrap draws of as many blocks with replacement."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.multinomial(num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES)
+    return np.concatenate([np.ones((1, num_blocks)), drawn.astype(np.float64)])
+
+
+def interval(values: Floats) -> tuple[Floats, Floats]:
+    """The middle LEVEL of the resamples (rows 1 …) of (R, …) figures."""
+    tail = (1.0 - LEVEL) / 2.0
+    low, high = np.quantile(values[1:], [tail, 1.0 - tail], axis=0)
+    return low, high
+
+
+def proxies(moments: Moments, drawn: Floats, unweighted: int, groups_per_batch: float) -> Proxies | None:
+    """Estimate every setting's error; None where no advantage differs from zero.
+
+    Args:
+        moments: of the whole replay.
+        drawn: (R, K') from `draws`, for the K' blocks that hold a group.
+        unweighted: the setting without any weight or rejection, whose noise is measured.
+        groups_per_batch: G.
+    """
+    used = moments.counts[0] > 0
+    if used.sum() < 2 or moments.exact_energy.sum() <= 0.0:
+        return None
+    count = drawn @ moments.counts[0][used]
+    mean_product = (drawn @ moments.product[0][used]) / (drawn @ moments.counts[1][used])
+    surrogate = _surrogate(moments, used, drawn, count, mean_product)
+    prior = _prior(moments, used, drawn, mean_product)
+
+    groups, product = moments.counts[0].sum(), moments.product.sum(1)
+    ess = product[0] ** 2 / (moments.counts[1].sum() * product[1])
+    trust = groups * ess / (groups * ess + groups_per_batch)
+    own = np.maximum(surrogate.noise - np.maximum(surrogate.norm[:, [unweighted]], 0.0), 1e-300)
+    noise_one = own / prior.noise[:, [unweighted]]  # of an on-policy group of the same energy
+
+    squared = trust * np.maximum(surrogate.squared, 0.0) + (1.0 - trust) * noise_one / PRIOR_NOISE
+    along = trust * (surrogate.along - prior.kept * surrogate.squared)
+    lengths = moments.counts[2].sum() / moments.counts[1].sum()
+    off = trust * (surrogate.norm - 2.0 * prior.kept * surrogate.along + prior.kept**2 * surrogate.squared)
+    off = off + (1.0 - trust) * prior.spread / lengths * squared
+    off = np.maximum(off, along**2 / squared)  # Cauchy-Schwarz
+    inner = prior.kept * squared + along
+    norm = prior.kept**2 * squared + 2.0 * prior.kept * along + off
+    noise = prior.noise * noise_one / groups_per_batch
+    return _error(inner / squared, norm / squared, noise / squared, float(trust))
+
+
+@dataclass(frozen=True, slots=True)
+class _Surrogate:
+    """Per resample and setting: m·g, |m|²; per resample: |g|² (R, 1), noise of a group (R, 1)."""
+
+    along: Floats
+    norm: Floats
+    squared: Floats
+    noise: Floats
+
+
+def _surrogate(moments: Moments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
+    """Products of different blocks' gradients estimate those of their expectations without bias."""
+    gradient, exact, squares = (values[..., used, :] for values in _shaped(moments))
+    blocks = len(exact)
+    others = 1.0 - np.eye(blocks)
+    pairs = (count**2 * (1.0 - 1.0 / blocks))[:, None]
+
+    def products(table: Floats) -> Floats:  # (…, K, K) → (R, …)
+        found: Floats = np.einsum("rk,...kl,rl->r...", drawn, table * others, drawn, optimize=True)
+        return found
+
+    cross = gradient @ exact.T
+    along = products(cross) / pairs / mean[:, None]
+    norm = products(gradient @ gradient.transpose(0, 2, 1)) / pairs
+    squared = products(exact @ exact.T)[:, None] / pairs / mean[:, None] ** 2
+    noise = (drawn @ squares[:, 0])[:, None] / count[:, None]
+    return _Surrogate(along, norm, squared, noise)
+
+
+def _shaped(moments: Moments) -> tuple[Floats, Floats, Floats]:
+    gradient, exact, noise = moments.centred()
+    return gradient, exact, noise[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """Per resample and setting: mean and variance under π_train of f = w / Π ρ, and the noise, all
+    weighted by e = A²κ² and relative to the exact gradient's energy."""
+
+    kept: Floats
+    spread: Floats
+    noise: Floats
+
+
+def _prior(moments: Moments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:
+    energy = np.einsum("sik,rk->irs", moments.energy[:, :, used], drawn)
+    exact = np.maximum(drawn @ moments.exact_energy[used], 1e-300)[:, None]
+    scale = mean[:, None]
+    kept, noise = energy[0] / exact * scale, energy[1] / exact * scale
+    spread = np.maximum(energy[2] / exact * scale**2 - kept**2, 0.0)
+    return _Prior(kept, spread, np.maximum(noise, 1e-300))
+
+
+def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
+    """m·g, |m|² and V/G, all over |g|², as errors; a setting that keeps nothing misses everything."""
+    total = norm + noise
+    # Against g, the best learning rate is none.
+    scale = np.divide(np.maximum(inner, 0.0), total, out=np.zeros_like(total), where=total > 1e-200)
+    variance = scale**2 * noise
+    bias = np.maximum(1.0 - 2.0 * scale * inner + scale**2 * norm, 0.0)
+    plain = np.maximum(1.0 - 2.0 * inner + norm, 0.0) + noise
+    return Proxies(bias + variance, bias, variance, plain, trust)

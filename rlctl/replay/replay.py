@@ -1,0 +1,177 @@
+"""One pass over dumped rollouts: every setting of a grid, corrected by the functions training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.algos.correction import Correction, correct
+from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.rules import CorrectionRules, WeightRule
+from rlctl.algos.tally import HostTally
+from rlctl.errors import UsageError
+from rlctl.replay.chunks import advantages_of, pad, pooled, whole_groups
+from rlctl.replay.dumps import Step
+from rlctl.replay.moments import BLOCKS, Chunk, Floats, Moments, StepMoments, Tokens
+from rlctl.replay.settings import Setting
+from rlctl.replay.summary import Judged, judge
+from rlctl.replay.tradeoff import Tradeoff
+
+_NO_WEIGHT = CorrectionRules(WeightRule(None))
+_EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the replayed run is known to do.
+
+    Attributes:
+        estimator: `algorithm.adv_estimator`, which advantages are computed by where the dump has none.
+        groups_per_batch: prompt groups of one optimizer step; None: as many as a dumped step holds.
+        mean_per_sequence: whether the loss averages over each sequence's tokens first.
+    """
+
+    estimator: str = "rloo"
+    groups_per_batch: int | None = None
+    mean_per_sequence: bool = False
+
+
+def replay(steps: Iterable[Step], settings: Sequence[Setting], question: Question) -> Tradeoff:
+    """Try every setting on every step.
+
+    Weights are normalised by their mean over a mini-batch. A dump often holds a few rows per step only:
+    rows of consecutive steps are pooled until they are as many groups as a mini-batch has.
+
+    Args:
+        steps: read once, one held at a time.
+        settings: with different names; equal rules are computed once.
+        question: what the run is known to do.
+
+    Raises:
+        UsageError: nothing finite was dumped.
+    """
+    named: dict[CorrectionRules, list[Setting]] = {}
+    for setting in settings:
+        named.setdefault(setting.rules, []).append(setting)
+    rules = [*named, *({_NO_WEIGHT} - named.keys())]
+    sums = _Sums(rules)
+    for batch in pooled(_with_advantages(steps, question, sums), question.groups_per_batch or 1):
+        sums.add(batch)
+    if not sums.num_sequences:
+        raise UsageError("the dump holds no response with finite log-probs of both policies")
+    judged = Judged(
+        names=[named.get(rule, []) for rule in rules],
+        rules=rules,
+        metrics=[correction_metrics(tally, rule) for tally, rule in zip(sums.tallies, rules, strict=True)],
+        tallies=sums.tallies,
+        kish=sums.kish,
+        moments=sums.moments,
+        unweighted=rules.index(_NO_WEIGHT),
+        num_steps=sums.num_steps,
+        groups_per_batch=question.groups_per_batch or sums.num_groups / sums.num_steps,
+        notes=tuple(dict.fromkeys(sums.notes)),
+    )
+    return judge(judged)
+
+
+def _with_advantages(steps: Iterable[Step], question: Question, sums: _Sums) -> Iterator[Step]:
+    for step in steps:
+        found = advantages_of(step, question.estimator, sums.notes)
+        if question.mean_per_sequence:
+            found = found / np.maximum(step.lengths, 1)
+        sums.num_steps += 1
+        yield replace(step, advantages=found)
+
+
+class _Sums:
+    """Everything added up so far, for R rules."""
+
+    def __init__(self, rules: list[CorrectionRules]) -> None:
+        self.rules = rules
+        self.moments = Moments(len(rules))
+        #: (R, 2, 3, K): raw and applied; n, Σw, Σw² over the rule's own units.
+        self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
+        self.tallies: list[HostTally] = []
+        self.num_steps = self.num_groups = self.num_sequences = 0
+        self.notes: list[str] = []
+
+    def add(self, batch: Step) -> None:
+        """Rows with advantages, as one mini-batch."""
+        part, kish = StepMoments(len(self.rules)), np.zeros_like(self.kish)
+        tallies: list[HostTally] = []
+        for rows, groups in whole_groups(batch):
+            blocks = (self.num_groups + groups) % BLOCKS
+            padded = pad(batch, rows, groups - groups.min(), blocks)
+            found = self._chunk(padded, part, kish)
+            tallies = [a + b for a, b in zip(tallies, found, strict=True)] if tallies else found
+        factors = [batch_norm_factor(tally, rule) for tally, rule in zip(tallies, self.rules, strict=True)]
+        self.moments.add_step(part, factors)
+        scale = 1.0 / np.asarray(factors)[:, None]
+        kish[:, 1, 1] *= scale
+        kish[:, 1, 2] *= scale**2
+        self.kish += kish
+        logged = [normalized(tally, rule) for tally, rule in zip(tallies, self.rules, strict=True)]
+        self.tallies = [a + b for a, b in zip(self.tallies, logged, strict=True)] if self.tallies else logged
+        self.num_groups += len(np.unique(batch.group_ids))
+
+    def _chunk(self, chunk: Chunk, part: StepMoments, kish: Floats) -> list[HostTally]:
+        """Every rule on some whole groups; their tallies."""
+        per_token = chunk.advantages[:, None].expand(chunk.mask.shape).float()
+        exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
+        clean = _without(chunk, exact.nonfinite)
+        self.num_sequences += int(clean.mask.any(-1).sum())
+        tokens = Tokens(clean, _products(exact))
+        tokens.once(self.moments)
+        found = []
+        for place, rule in enumerate(self.rules):
+            done = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, rule, advantages=per_token)
+            weights = done.keep_mask.float() if done.weights is None else done.weights
+            tokens.weighted(part, place, weights)
+            kish[place] += _kish(clean, rule.weight, weights)
+            found.append(done.tally.to_host())
+        return found
+
+
+def _products(exact: Correction) -> Tensor:
+    """(B,) float64 Π ρ; anything for a sequence without tokens."""
+    if exact.weights is None:
+        raise ValueError("the exact rule has a level")
+    return exact.weights[:, 0].double()
+
+
+def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:
+    """The chunk with nothing in it of sequences that have NaN or infinite log-probs."""
+    mask = chunk.mask & ~nonfinite[:, None]
+    return replace(
+        chunk,
+        log_probs=torch.where(mask, chunk.log_probs, 0.0),
+        rollout_log_probs=torch.where(mask, chunk.rollout_log_probs, 0.0),
+        mask=mask,
+        advantages=torch.where(nonfinite, 0.0, chunk.advantages),
+    )
+
+
+def _kish(chunk: Chunk, rule: WeightRule, weights: Tensor) -> Floats:
+    """(2, 3, K): n, Σw, Σw² of raw and applied weights, over tokens or over sequences."""
+    mask, log_ratio = chunk.mask, chunk.log_probs - chunk.rollout_log_probs
+    result = np.zeros((2, 3, BLOCKS))
+    if rule.level in (None, "token"):
+        raw, applied = torch.where(mask, log_ratio.clamp(-20.0, 20.0).exp(), 0.0), weights * mask
+        counts = mask.sum(-1).double()
+        rows = [(value.double().sum(-1), value.double().square().sum(-1)) for value in (raw, applied)]
+    else:
+        finite = mask.any(-1)
+        length = mask.sum(-1).clamp(min=1)
+        total = torch.where(mask, log_ratio, 0.0).sum(-1) / (length if rule.level == "geometric" else 1)
+        raw = torch.where(finite, total.clamp(-20.0, 20.0).double().exp(), 0.0)
+        applied = torch.where(mask, weights, 0.0).amax(-1).double()
+        counts = finite.double()
+        rows = [(value, value.square()) for value in (raw, applied)]
+    for place, (first, second) in enumerate(rows):
+        for row, values in enumerate((counts, first, second)):
+            result[place, row] = torch.bincount(chunk.blocks, weights=values, minlength=BLOCKS).numpy()
+    return result

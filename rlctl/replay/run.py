@@ -1,0 +1,59 @@
+"""From a path to a finished replay: what `rlctl diagnose --what-if` calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlctl.errors import SpecError
+from rlctl.replay.dumps import Dump, find_dump
+from rlctl.replay.settings import grid
+from rlctl.replay.tradeoff import Tradeoff
+from rlctl.spec.load import load_spec
+from rlctl.spec.resolve import loss_rule
+from rlctl.spec.run import RunSpec
+from rlctl.track.run_dir import SPEC_FILE
+
+
+def what_if(path: Path) -> Tradeoff:
+    """Replay the rollouts a run dumped under every setting of the grid.
+
+    Args:
+        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` beside them
+            says what the run itself was set to, how it computes advantages and how large a step is.
+
+    Raises:
+        UsageError: there are no dumped rollouts, or they cannot be read or hold nothing finite.
+    """
+    from rlctl.replay.replay import Question, replay  # torch takes seconds
+
+    dump = find_dump(path)
+    spec, notes = _spec_beside(dump)
+    if spec is None:
+        found = replay(dump.steps(), grid(), Question())
+        return found.with_notes(*notes)
+    correction = spec.algorithm.rollout_correction
+    applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
+    if not applies:
+        notes.append(
+            f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no weight: "
+            "the run's own setting is left out, and weights need loss_type=reinforce or bypass_mode=false"
+        )
+    question = Question(
+        estimator=spec.algorithm.adv_estimator,
+        groups_per_batch=spec.ppo_mini_batch_size,
+        mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
+    )
+    return replay(dump.steps(), grid(correction if applies else None), question).with_notes(*notes)
+
+
+def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
+    """The run's spec where `rlctl train` puts it; a broken one is noted, not fatal."""
+    for directory in (dump.files[0].parent, dump.files[0].parent.parent):
+        path = directory / SPEC_FILE
+        if path.is_file():
+            try:
+                return load_spec([], [path], []).spec, []
+            except SpecError as error:
+                first = error.problems[0]
+                return None, [f"{path} is left out: {first.key or first.where or ''} {first.what}"]
+    return None, ["no spec.yaml beside the dump: advantages as in rloo, one dumped step as one mini-batch"]

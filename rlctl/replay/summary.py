@@ -1,0 +1,139 @@
+"""From a replay's sums to what is reported and recommended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.tally import HostTally
+from rlctl.replay.moments import Floats, Moments
+from rlctl.replay.proxies import Proxies, draws, interval, proxies
+from rlctl.replay.settings import Setting
+from rlctl.replay.tradeoff import Estimate, Outcome, Recommendation, Tradeoff
+
+#: A setting replaces the run's own only if it is better in this share of resamples.
+DECISIVE = 0.95
+#: Fewer groups than this leave intervals without meaning.
+FEW_GROUPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the pass over the dump added up, for R different rules.
+
+    Attributes:
+        names: settings that mean this rule, in the grid's order; none for a rule only measured.
+        rules, metrics, tallies: each rule, its metrics over all steps, and the sums behind them.
+        kish: (R, 2, 3, K) raw and applied; n, Σw, Σw² by block.
+        moments: of the surrogate gradients.
+        unweighted: place of the rule that neither weighs nor rejects.
+        num_steps: read.
+        groups_per_batch: prompt groups of one optimizer step.
+        notes: so far.
+    """
+
+    names: list[list[Setting]]
+    rules: list[CorrectionRules]
+    metrics: list[dict[str, float]]
+    tallies: list[HostTally]
+    kish: Floats
+    moments: Moments
+    unweighted: int
+    num_steps: int
+    groups_per_batch: float
+    notes: tuple[str, ...]
+
+
+def judge(judged: Judged) -> Tradeoff:
+    """Every rule's outcome, and the one to recommend."""
+    used = judged.moments.counts[0] > 0
+    drawn = draws(int(used.sum()))
+    found = proxies(judged.moments, drawn, judged.unweighted, judged.groups_per_batch)
+    groups, sequences, tokens = (int(total) for total in judged.moments.counts.sum(1))
+    notes = list(judged.notes)
+    if found is None:
+        notes.append("no advantage differs from zero: errors cannot be told, nothing is recommended")
+    elif groups < FEW_GROUPS:
+        notes.append(f"only {groups} prompt groups: intervals are rough (32 and more are better)")
+    places = [place for place, named in enumerate(judged.names) if named]
+    outcomes = {place: _outcome(judged, place, found, drawn) for place in places}
+    order = sorted(places, key=lambda p: float(found.error[0, p]) if found else 0.0)
+    plainest = min(places, key=lambda p: float(found.plain_error[0, p])) if found else None
+    return Tradeoff(
+        outcomes=tuple(outcomes[place] for place in order),
+        recommended=_recommend(outcomes, found) if found else None,
+        plainest=None if plainest is None else outcomes[plainest].setting.name,
+        num_steps=judged.num_steps,
+        num_groups=groups,
+        num_sequences=sequences,
+        num_tokens=tokens,
+        groups_per_batch=judged.groups_per_batch,
+        trust=found.trust if found else 0.0,
+        notes=tuple(notes),
+    )
+
+
+def _outcome(judged: Judged, place: int, found: Proxies | None, drawn: Floats) -> Outcome:
+    metrics, tally = judged.metrics[place], judged.tallies[place]
+    used = judged.moments.counts[0] > 0
+    level = judged.rules[place].weight.level
+    finite = tally.sums["finite_tokens" if level == "token" else "finite_sequences"] or 1.0
+    sides = ("ratio_high",) if judged.rules[place].weight.bound == "truncate" else ("ratio_high", "ratio_low")
+    beyond = sum(tally.sums[side] for side in sides) if level else 0.0
+    prefix = "rollout_corr/"
+    first, *others = judged.names[place]
+    errors = _estimates(found, place) if found else (None, None, None)
+    return Outcome(
+        setting=first,
+        same_as=tuple(setting.name for setting in others),
+        raw_ess=_ess(judged.kish[place, 0][:, used], drawn),
+        applied_ess=_ess(judged.kish[place, 1][:, used], drawn),
+        kept_tokens=1.0 - metrics[f"{prefix}rollout_rs_masked_fraction"],
+        kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
+        max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0),
+        at_bound=beyond / finite,
+        saturated=metrics[f"{prefix}saturated_sequences"] / (tally.sums["finite_sequences"] or 1.0),
+        error=errors[0],
+        bias=errors[1],
+        variance=errors[2],
+        plain_error=float(found.plain_error[0, place]) if found else None,
+    )
+
+
+def _ess(kish: Floats, drawn: Floats) -> Estimate:
+    """Kish's effective sample size over n from (3, K) sums, with its interval over blocks."""
+    sums = drawn @ kish.T
+    count, first, second = sums.T
+    scale = count * second
+    ess = np.divide(first**2, scale, out=np.zeros_like(first), where=scale > 0)
+    low, high = interval(np.minimum(ess, 1.0))
+    return Estimate(float(min(ess[0], 1.0)), float(low), float(high))
+
+
+def _estimates(found: Proxies, place: int) -> tuple[Estimate, Estimate, Estimate]:
+    def one(values: Floats) -> Estimate:
+        low, high = interval(values[:, place])
+        return Estimate(float(values[0, place]), float(low), float(high))
+
+    return one(found.error), one(found.bias), one(found.variance)
+
+
+def _recommend(outcomes: dict[int, Outcome], found: Proxies) -> Recommendation:
+    """Smallest upper bound of the error; the run's own setting stays unless it is clearly beaten."""
+    high = interval(found.error)[1]
+    best = min(outcomes, key=lambda place: float(high[place]))
+    outcome = outcomes[best]
+    upper = f"{outcome.setting.name} has the smallest upper bound of the gradient's error, {high[best]:.3f}"
+    own = next((p for p, o in outcomes.items() if o.setting.family == "run"), None)
+    if own is None:
+        return Recommendation(outcome.setting.name, outcome.setting.overrides, upper, None)
+    if own == best:
+        return Recommendation(outcome.setting.name, (), f"{upper}: keep what the run has", False)
+    better = float((found.error[1:, best] < found.error[1:, own]).mean())
+    against = f"{upper}; the run's own is {high[own]:.3f}, and worse in {better:.0%} of resamples"
+    if better < DECISIVE:
+        why = f"{against}, which is no clear difference: keep what the run has"
+        return Recommendation(outcomes[own].setting.name, (), why, False)
+    return Recommendation(outcome.setting.name, outcome.setting.overrides, against, True)

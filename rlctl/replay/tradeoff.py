@@ -1,0 +1,153 @@
+"""What a replay found, as plain records: no torch here, so that reports can hold and draw them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rlctl.replay.settings import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and the interval that holds 90 % of its resamples."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one setting does to the replayed responses.
+
+    Attributes:
+        setting: what was tried.
+        same_as: other names of the same rule.
+        raw_ess, applied_ess: effective sample size over number, before and after bound and rejection,
+            in tokens at token level and for settings without a weight, else in sequences.
+        kept_tokens, kept_sequences: share that survives rejection (a sequence: with all of its tokens).
+        max_weight: the largest weight that reaches the loss.
+        at_bound: share of weights the bound changes.
+        saturated: share of sequences whose product of ratios is only the clamp e^±20.
+        error: relative mean-squared error of the gradient at its own best scale, in [0, 1]; None
+            where no advantage differs from zero.
+        bias, variance: the parts of `error`, both relative and squared.
+        plain_error: the same error without rescaling (may exceed 1).
+    """
+
+    setting: Setting
+    same_as: tuple[str, ...]
+    raw_ess: Estimate
+    applied_ess: Estimate
+    kept_tokens: float
+    kept_sequences: float
+    max_weight: float
+    at_bound: float
+    saturated: float
+    error: Estimate | None
+    bias: Estimate | None
+    variance: Estimate | None
+    plain_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The setting whose error is smallest by its upper bound.
+
+    Attributes:
+        name: of the setting.
+        overrides: the setting as `key=value` for `rlctl train`; empty where the run should stay as it is.
+        why: the criterion and its figures in one sentence.
+        decisive: whether it beats the run's own setting in at least 95 % of resamples; None where the
+            run's own setting is unknown.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    why: str
+    decisive: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tradeoff:
+    """A whole replay.
+
+    Attributes:
+        outcomes: one per different rule, smallest error first.
+        recommended: None where nothing can be recommended, see `notes`.
+        plainest: the setting with the smallest `plain_error`.
+        num_steps, num_groups, num_sequences, num_tokens: what was replayed.
+        groups_per_batch: prompt groups of the mini-batch that errors are stated for.
+        trust: weight of the data in bias and signal, the rest being the prior's.
+        notes: what had to be assumed or left out.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    recommended: Recommendation | None
+    plainest: str | None
+    num_steps: int
+    num_groups: int
+    num_sequences: int
+    num_tokens: int
+    groups_per_batch: float
+    trust: float
+    notes: tuple[str, ...]
+
+    def outcome(self, name: str) -> Outcome:
+        """By any of its names.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for outcome in self.outcomes:
+            if name == outcome.setting.name or name in outcome.same_as:
+                return outcome
+        raise KeyError(name)
+
+    def with_notes(self, *notes: str) -> Tradeoff:
+        """The same with further notes, put first."""
+        return replace(self, notes=(*notes, *self.notes))
+
+    def as_document(self) -> dict[str, Any]:
+        """For JSON: plain types, no infinities."""
+        rows = []
+        for outcome in self.outcomes:
+            row: dict[str, Any] = {"name": outcome.setting.name, "family": outcome.setting.family}
+            row["overrides"] = list(outcome.setting.overrides)
+            fields = asdict(outcome)
+            del fields["setting"]
+            rows.append(row | fields)
+        rest = {name: getattr(self, name) for name in _SCALARS}
+        chosen = asdict(self.recommended) if self.recommended else None
+        return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
+
+    def frontier(self) -> tuple[Outcome, ...]:
+        """Settings no other one beats in both bias and variance, by variance."""
+        judged = [outcome for outcome in self.outcomes if outcome.bias and outcome.variance]
+        judged.sort(key=_point)
+        best, found = math.inf, []
+        for outcome in judged:
+            if (bias := _point(outcome)[1]) < best:
+                best = bias
+                found.append(outcome)
+        return tuple(found)
+
+
+_SCALARS = (
+    "plainest",
+    "num_steps",
+    "num_groups",
+    "num_sequences",
+    "num_tokens",
+    "groups_per_batch",
+    "trust",
+)
+
+
+def _point(outcome: Outcome) -> tuple[float, float]:
+    """(variance, bias)."""
+    if outcome.variance is None or outcome.bias is None:
+        return math.inf, math.inf
+    return outcome.variance.value, outcome.bias.value

@@ -54,8 +54,8 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
 
     console.print(Text(f"What if — {title}", style="bold"))
     console.print(
-        f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} prompt "
-        f"groups of {tradeoff.num_steps} steps; errors for a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
+        f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} prompt groups, "
+        f"{tradeoff.num_steps} steps; errors for a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
     )
     chosen = tradeoff.recommended
     if chosen:

@@ -73,7 +73,7 @@ def build(
     """Canonical columns of the wanted metrics.
 
     Args:
-        collected: the log by its own names.
+        collected: the log by its own names; its columns are used up.
         dialect: who wrote it.
         wanted: what to keep.
         reading: for the configuration the log carried.
@@ -90,11 +90,9 @@ def build(
         names.add(named.key)
         if named.key not in wanted or (named.key in columns and not named.adds):
             continue
-        column = np.full(len(steps), np.nan)
-        for at, values in collected.series.get(name, ()):
-            column[np.searchsorted(steps, at)] = values
+        column = collected.columns.pop(name, None)
         bad = collected.nonfinite.get(name, steps[:0])
-        if not len(bad) and np.isnan(column).all():
+        if column is None or (not len(bad) and np.isnan(column).all()):
             continue
         column *= named.scale / ((facts.updates_per_batch or 1) if named.over_updates else 1)
         earlier = columns.get(named.key)

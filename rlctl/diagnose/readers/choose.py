@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE
@@ -34,12 +35,26 @@ class Candidate:
     shown: Path
 
 
-def choose(directory: Path, value: Callable[[Candidate], tuple[int, int]]) -> tuple[Candidate, list[str]]:
+class Worth(NamedTuple):
+    """How much a log says, by a first look; compared from left to right.
+
+    Attributes:
+        metrics: canonical metrics in it.
+        rows: of those looked at.
+        last_step: the newest seen.
+    """
+
+    metrics: int
+    rows: int
+    last_step: int
+
+
+def choose(directory: Path, value: Callable[[Candidate], Worth]) -> tuple[Candidate, list[str]]:
     """The log that says most, and a note which it is.
 
     Args:
         directory: looked through to a depth of five.
-        value: (metrics known, last step) of a log; of equal ones the newest is taken.
+        value: of a log; of equal ones the newest is taken.
 
     Raises:
         UsageError: there is no log in it.
@@ -49,7 +64,7 @@ def choose(directory: Path, value: Callable[[Candidate], tuple[int, int]]) -> tu
         return Candidate((log,), log), []
     candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))
     looked_at = [(value(one), _age(one), one) for one in candidates[:_MOST]]
-    known = [found for found in looked_at if found[0][0] > 0]
+    known = [found for found in looked_at if found[0].metrics]
     if not known:
         raise UsageError(
             f"no log in this directory: it holds no {LOG_FILE} and nothing else that is known",

@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class Collected:
 
     Attributes:
         steps: (N,) every step of the log, ascending.
-        series: name → (steps, values), the rows of the last pass; several names may share the arrays' rows.
+        columns: name → (N,) values of the last pass, NaN where it was not logged as a finite number.
         nonfinite: name → steps at which NaN or an infinity was logged.
         names: every name seen, those not kept included.
         updates_per_rollout: how many times faster the updates are counted than the rollouts, where both are.
@@ -77,7 +78,7 @@ class Collected:
     """
 
     steps: NDArray[np.int64]
-    series: Mapping[str, Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]]
+    columns: dict[str, NDArray[np.float64]]
     nonfinite: Mapping[str, NDArray[np.int64]]
     names: frozenset[str]
     updates_per_rollout: int | None
@@ -164,31 +165,27 @@ class Collector:
         kept = {name: _last_pass(np.array(clock.steps)) for name, clock in self._clocks.items()}
         self._drop_stale_evaluations(kept)
         ratio = _updates_per_rollout(self._clocks)
-        series: dict[str, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+        steps = {name: np.array(clock.steps, dtype=np.int64) for name, clock in self._clocks.items()}
+        if ratio:
+            steps = {name: own // ratio if _family(name) == "train" else own for name, own in steps.items()}
+        last_pass = [own[kept[name]] for name, own in steps.items()]
+        axis = np.unique(np.concatenate(last_pass)) if last_pass else np.empty(0, dtype=np.int64)
+        columns: dict[str, NDArray[np.float64]] = {}
         nonfinite: dict[str, NDArray[np.int64]] = {}
-        axis: list[NDArray[np.int64]] = []
         for name, clock in self._clocks.items():
-            steps = np.array(clock.steps, dtype=np.int64)
-            if ratio and _family(name) == "train":
-                steps //= ratio
-            axis.append(np.unique(steps[kept[name]]))
-            for key, column in clock.columns.items():
-                series.setdefault(key, []).extend(_logged(column, steps, kept[name]))
+            places = np.searchsorted(axis, steps[name])
+            while clock.columns:  # one after the other, so that blocks and columns are not there twice
+                key, column = clock.columns.popitem()
+                values = columns.setdefault(key, np.full(len(axis), np.nan))
+                _fill(values, column, places, kept[name])
                 if bad := [row for row in column.bad if kept[name][row]]:
-                    nonfinite[key] = np.union1d(nonfinite.get(key, axis[0][:0]), steps[bad])
-            clock.columns.clear()
+                    nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         left_out = sum(int((~rows).sum()) for rows in kept.values())
         notes = [f"steps go back: {left_out} row(s) logged again later are left out"] if left_out else []
         if ratio and ratio > 1:
             notes.append(f"{ratio} updates per rollout: a step is a rollout, its last update is shown")
-        return Collected(
-            steps=np.unique(np.concatenate(axis)) if axis else np.empty(0, dtype=np.int64),
-            series=series,
-            nonfinite=nonfinite,
-            names=frozenset(self.names),
-            updates_per_rollout=ratio,
-            notes=tuple(notes),
-        )
+        names = frozenset(self.names)
+        return Collected(axis, columns, nonfinite, names, ratio, tuple(notes))
 
     def _layout(self, row: Mapping[str, Any]) -> _Layout | None:
         step_key = next((key for key in STEP_KEYS if key in row), None)
@@ -257,25 +254,26 @@ def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.repeat(runs < lowest_later, np.diff(np.append(starts, len(steps))))
 
 
-def _logged(
-    column: _Column, steps: NDArray[np.int64], kept: NDArray[np.bool_]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    for rows, values in column.blocks:
-        use = kept[rows] & np.isfinite(values)
-        yield steps[rows[use]], values[use]
+def _fill(
+    values: NDArray[np.float64], column: _Column, places: NDArray[np.int64], kept: NDArray[np.bool_]
+) -> None:
+    """Put a column's finite numbers at their rows' places; of two for one place the later counts."""
+    for rows, numbers in column.blocks:
+        use = kept[rows] & np.isfinite(numbers)
+        values[places[rows[use]]] = numbers[use]
 
 
 def _as_numbers(
     rows: list[tuple[Any, ...]], null_is_nan: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """(n, m) numbers, and whether each was logged as a number at all."""
+    shape = len(rows), len(rows[0])
     try:
-        numbers = np.array(rows, dtype=np.float64)
-        if numbers.ndim != 2:
-            raise ValueError
-    except (ValueError, TypeError, OverflowError):  # texts, lists, integers beyond a double
-        numbers = np.array([[as_number(value) for value in row] for row in rows])
-    was_logged = np.ones(numbers.shape, dtype=bool)
+        flat = np.fromiter(chain.from_iterable(rows), dtype=np.float64, count=shape[0] * shape[1])
+    except (ValueError, TypeError, OverflowError):  # texts, null, lists, integers beyond a double
+        flat = np.array([as_number(value) for value in chain.from_iterable(rows)])
+    numbers = flat.reshape(shape)
+    was_logged = np.ones(shape, dtype=bool)
     for row, place in zip(*np.nonzero(~np.isfinite(numbers)), strict=True):
         value = rows[row][place]
         was_logged[row, place] = null_is_nan if value is None else _is_number(value)

@@ -17,7 +17,7 @@ _VALUE = rf"(?:(?:\w+\.)?\w+\(|['\"])?(?P<number>{_NUMBER}|True|False)(?=['\"),\
 _WHOLE_VALUE = re.compile(_VALUE, re.IGNORECASE)
 _PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}", re.IGNORECASE)
 _CELL = re.compile(
-    rf"(?P<name>[A-Za-z][\w .]*?):?\s+(?P<number>{_NUMBER})(?P<percent>%?)(?!\S*/)", re.IGNORECASE
+    rf"(?P<name>[A-Za-z][\w .-]*?):?\s+(?P<number>{_NUMBER})(?P<percent>%?)(?!\S*/)", re.IGNORECASE
 )
 
 _VERL = re.compile(r"(?:^|\s)step:(-?\d+) - (\S.*)")

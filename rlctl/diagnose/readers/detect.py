@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rlctl.diagnose.readers.build import OURS, Wanted, build, dialect_of
-from rlctl.diagnose.readers.choose import Candidate, choose
+from rlctl.diagnose.readers.choose import Candidate, Worth, choose
 from rlctl.diagnose.readers.collect import Collected, Collector
 from rlctl.diagnose.readers.framework import Dialect
 from rlctl.diagnose.readers.reading import Reading
@@ -52,7 +52,7 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
         path=candidate.shown,
         table=built.table,
         spec=spec,
-        notes=(*notes, *reading.notes, *collected.notes, *spec_notes),
+        notes=tuple(dict.fromkeys((*notes, *reading.notes, *collected.notes, *spec_notes))),
         framework=built.framework,
         origins=built.origins,
         facts=built.facts,
@@ -78,19 +78,20 @@ def _dialect(collected: Collected, reading: Reading, log: Path) -> Dialect:
     return found
 
 
-def _worth(candidate: Candidate) -> tuple[int, int]:
-    """(metrics known, last step) by a first look; (0, 0) for what is no log."""
+def _worth(candidate: Candidate) -> Worth:
+    """By a first look; all 0 for what is no log."""
     reading = Reading(Collector(lambda name: True), limit=_ROWS_LOOKED_AT)
     try:
         read_files(candidate.files, reading)
     except UsageError:
-        return 0, 0
+        return Worth(0, 0, 0)
     collected = reading.collector.finish()
     dialect = dialect_of(collected.names, reading.hint)
     if dialect is None or not reading.collector.num_rows:
-        return 0, 0
+        return Worth(0, 0, 0)
     known = {named.key for name in collected.names if (named := dialect.translate(name))}
-    return len(known), reading.collector.last_step
+    rows = min(reading.collector.num_rows, _ROWS_LOOKED_AT)
+    return Worth(len(known), rows, reading.collector.last_step)
 
 
 def _spec_beside(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:

@@ -21,6 +21,7 @@ _TRAINER_ARGUMENTS = "args/text_summary"  # Hugging Face's callback: the trainin
 
 def read_events(files: Sequence[Path], reading: Reading) -> None:
     """Read the scalars of one run; its files in the order they were begun."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     scalars: dict[str, tuple[array[int], array[float]]] = {}
@@ -29,7 +30,11 @@ def read_events(files: Sequence[Path], reading: Reading) -> None:
     for path in sorted(files, key=lambda file: file.name):
         with path.open("rb") as stream:
             for record in _records(stream, path, reading):
-                event = Event.FromString(record)
+                try:
+                    event = Event.FromString(record)
+                except DecodeError:
+                    reading.notes.append(f"{path.name}: a damaged record was passed over")
+                    continue
                 for value in event.summary.value:
                     collector.names.add(value.tag)
                     if value.tag == _TRAINER_ARGUMENTS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from functools import partial
 from typing import IO, Any
 
@@ -24,25 +23,22 @@ def read_lines(stream: IO[bytes], reading: Reading) -> None:
     console = Console(reading)
     num_objects = num_others = 0
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
-    try:
-        for line in lines:
-            row = _object(line) if line[:1] == b"{" else None
-            if row is not None:
-                if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
-                    reading.hint, collector.null_is_nan = "verl", True
-                if collector.add(row):
-                    num_objects += 1
-                    if reading.is_full:
-                        break
-                    continue
-            if line.isspace():
+    for line in lines:
+        row = _object(line) if line[:1] == b"{" else None
+        if row is not None:
+            if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
+                reading.hint, collector.null_is_nan = "verl", True
+            if collector.add(row):
+                num_objects += 1
+                if reading.is_full:
+                    break
                 continue
-            if row is not None or not console.read(line):
-                num_others += 1
-            elif reading.is_full:
-                break
-    except (EOFError, zlib.error):
-        reading.notes.append("the compressed file ends early: what there is of it was read")
+        if line.isspace():
+            continue
+        if row is not None or not console.read(line):
+            num_others += 1
+        elif reading.is_full:
+            break
     if num_others and num_objects:  # among printed lines prose is no fault
         reading.notes.append(f"{num_others} unreadable line(s) passed over")
     reading.notes += console.notes()
@@ -50,10 +46,13 @@ def read_lines(stream: IO[bytes], reading: Reading) -> None:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     """A JSON object; None for anything else."""
-    for text in (line, line.decode("utf-8", "replace")):
-        try:
-            row = from_json(text, cache_strings="keys")
+    try:
+        row = from_json(line, cache_strings="keys")
+    except ValueError:
+        if line.isascii():
+            return None
+        try:  # bytes that are no UTF-8 may stand in a text of the row
+            row = from_json(line.decode("utf-8", "replace"))
         except ValueError:
-            continue
-        return row if isinstance(row, dict) else None
-    return None
+            return None
+    return row if isinstance(row, dict) else None

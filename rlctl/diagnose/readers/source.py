@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
+import io
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any
 
 _GZIP = b"\x1f\x8b"
-_HEAD_BYTES = 1 << 16
+_GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's header
+_CHUNK_BYTES = 1 << 16
 #: Stands for standard input.
 STDIN = Path("-")
 
@@ -27,18 +29,19 @@ class Source:
         file: where its bytes lie.
         is_gzip: whether they are compressed.
         head: the first bytes, decompressed.
+        notes: what had to be tolerated when decompressing, once it was read.
     """
 
     path: Path
     file: Path
     is_gzip: bool
     head: bytes
+    notes: list[str]
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
-        if self.is_gzip:
-            return cast(IO[bytes], gzip.open(self.file, "rb"))
-        return self.file.open("rb")
+        self.notes.clear()
+        return _open(self.file, self.is_gzip, self.notes)
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
@@ -46,7 +49,7 @@ class Source:
         if not self.is_gzip:
             yield self.file
             return
-        with tempfile.NamedTemporaryFile(suffix=self.path.stem) as copy, self.open() as stream:
+        with tempfile.NamedTemporaryFile() as copy, self.open() as stream:
             shutil.copyfileobj(stream, copy)
             copy.flush()
             yield Path(copy.name)
@@ -70,16 +73,53 @@ def opened(path: Path) -> Iterator[Source]:
 
 def _source(path: Path, file: Path) -> Source:
     with file.open("rb") as stream:
-        is_gzip = stream.read(2) == _GZIP
-        stream.seek(0)
-        head = b"" if is_gzip else stream.read(_HEAD_BYTES)
-    source = Source(path, file, is_gzip, head)
+        is_gzip = stream.read(len(_GZIP)) == _GZIP
+    with _open(file, is_gzip, []) as stream:
+        return Source(path, file, is_gzip, stream.read(_CHUNK_BYTES), [])
+
+
+def _open(file: Path, is_gzip: bool, notes: list[str]) -> IO[bytes]:
     if not is_gzip:
-        return source
-    with source.open() as stream:
-        try:
-            head = stream.read(_HEAD_BYTES)
-        except EOFError:  # cut short within the head: what can be read is read line by line
-            with source.open() as again:
-                head = again.read1(_HEAD_BYTES)  # type: ignore[attr-defined]
-    return Source(path, file, is_gzip, head)
+        return file.open("rb")
+    return io.BufferedReader(_Chunks(_decompressed(file, notes)), _CHUNK_BYTES)
+
+
+def _decompressed(file: Path, notes: list[str]) -> Iterator[bytes]:
+    """As far as it goes: `gzip` throws away what precedes the end of a file that was cut."""
+    decompressor, is_whole, data = zlib.decompressobj(_GZIP_WINDOW), True, b""
+    with file.open("rb") as stream:
+        while data := data or stream.read(_CHUNK_BYTES):
+            try:
+                yield decompressor.decompress(data, _CHUNK_BYTES)
+            except zlib.error:
+                notes.append("the compressed file is damaged: what precedes the damage was read")
+                return
+            is_whole, data = False, decompressor.unconsumed_tail
+            if decompressor.eof:  # several compressed parts may follow each other
+                is_whole, data = True, decompressor.unused_data.lstrip(b"\0")
+                decompressor = zlib.decompressobj(_GZIP_WINDOW)
+        yield decompressor.flush()
+    if not is_whole:
+        notes.append("the compressed file ends early: what there is of it was read")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of chunks of bytes."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as one chunk goes; 0 at the end."""
+        while not self._rest:
+            if (chunk := next(self._chunks, None)) is None:
+                return 0
+            self._rest = chunk
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size

@@ -34,6 +34,7 @@ def read_files(files: Sequence[Path], reading: Reading) -> None:
             return
         with opened(files[0]) as source:
             _read(source, reading)
+            reading.notes += source.notes
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(files[0])) from error
 
@@ -41,11 +42,16 @@ def read_files(files: Sequence[Path], reading: Reading) -> None:
 def _read(source: Source, reading: Reading) -> None:
     head, where = source.head, str(source.path)
     if not head.strip():
-        raise UsageError("the log is empty", where=where, fix=LOOKED_FOR)
+        what = "nothing in this compressed file can be read" if source.is_gzip else "the log is empty"
+        raise UsageError(what, where=where, fix=LOOKED_FOR)
     if head.startswith(_PARQUET):
         with source.on_disk() as path:
-            if not read_parquet(path, reading):
-                raise UsageError("a table without a step column", where=where, fix=LOOKED_FOR)
+            try:
+                has_steps = read_parquet(path, reading)
+            except ValueError as error:
+                raise UsageError(f"a Parquet file that cannot be read: {error}", where=where) from error
+        if not has_steps:
+            raise UsageError("a table without a step column", where=where, fix=LOOKED_FOR)
     elif head.startswith(wandb_run.MARK):
         with source.open() as stream:
             wandb_run.read_wandb(stream, reading)

@@ -22,7 +22,10 @@ def csv_header(head: bytes) -> tuple[list[str], str] | None:
     delimiter = max(_DELIMITERS, key=line.count)
     if delimiter not in line:
         return None
-    names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+    try:
+        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+    except csv.Error:
+        return None
     return (names, delimiter) if any(name in STEP_KEYS for name in names) else None
 
 
@@ -40,7 +43,7 @@ def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: Readi
                 num_unreadable += bool(cells)
             elif reading.is_full:
                 break
-    except (csv.Error, EOFError) as error:
+    except csv.Error as error:
         reading.notes.append(f"reading stopped in line {rows.line_num}: {error}")
     if num_unreadable:
         reading.notes.append(f"{num_unreadable} unreadable line(s) passed over")
@@ -65,7 +68,11 @@ def _columns_of_one_run(names: list[str], reading: Reading) -> dict[str, int]:
 
 
 def read_parquet(path: Path, reading: Reading) -> bool:
-    """Read the wanted columns, batch by batch; False if there is no step column."""
+    """Read the wanted columns, batch by batch; False if there is no step column.
+
+    Raises:
+        ValueError: it is damaged, or no Parquet.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,11 +1,17 @@
+import contextlib
 import json
 import math
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from rlctl.diagnose.readers.collect import Collector
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.errors import UsageError
@@ -70,6 +76,23 @@ def test_when_steps_go_back_the_later_rows_count(tmp_path):
         (b'{"step": 1.5, "actor/grad_norm": 1.0}\n', "not a log that is known"),
         (b'{"step": 99999999999999999999999, "actor/grad_norm": 1.0}\n', "not a log that is known"),
         (b"[" * 100_000, "not a log that is known"),
+        (b"{" * 100_000, "not a log that is known"),
+        (
+            b"It was a dark and stormy night, step by step.\nThen it rained.\n" * 50,
+            "no line or row with a step",
+        ),
+        (bytes(range(256)) * 100, "binary"),
+        (b"\x1f\x8b\x08\x00garbage that is no gzip", "nothing in this compressed file"),
+        (b"a,b\n1,2\n", "no line or row with a step"),
+        (b"step,colour,size\n1,red,2\n", "no metric in it is, only colour, size, step"),
+        (b'{"step": 1, "words": "many"}\n', "no metric in it is, only step, words"),
+        (b'{"a": {"b": [1, 2]}}', "not a log that is known"),
+        (b"PAR1 but not Parquet", "a Parquet file that cannot be read"),
+        (b":W&B\xe1\xbe\x00" + b"x" * 50, "no line or row with a step"),
+        (
+            b"\x18" + b"\0" * 7 + b"crc." + b"\x1a\x0dbrain.Event:2" + b"\xff" * 40,
+            "no line or row with a step",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, words):
@@ -78,10 +101,136 @@ def test_other_files_are_refused(tmp_path, content, words):
 
 
 def test_a_directory_without_a_log_is_refused(tmp_path):
+    (tmp_path / "README.txt").write_text("prose")
     with pytest.raises(UsageError, match=r"holds no metrics\.jsonl"):
         read_run(tmp_path, KEYS)
     with pytest.raises(UsageError, match="no such file"):
         read_run(tmp_path / "nowhere", KEYS)
+
+
+def test_a_parquet_table_without_steps_is_refused(tmp_path):
+    pq.write_table(pa.table({"reward": [0.5]}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError, match="without a step column") as refused:
+        read_run(tmp_path / "data.parquet", KEYS)
+    assert "step column" in refused.value.what
+    assert "metrics.jsonl" in refused.value.fix
+
+
+def test_strange_numbers(tmp_path):
+    run = read(
+        tmp_path,
+        line(1, grad_norm=10**400, entropy=1)
+        + '{"step": 2, "actor/grad_norm": NaN, "actor/entropy": -Infinity}\n'
+        + '{"step": 3, "actor/grad_norm": 1, "actor/grad_norm": 2}\n'
+        + '{"step": 4.0, "actor/grad_norm": "4.5", "actor/entropy": null}\n'
+        + '{"step": 5, "actor/grad_norm": [1, 2], "actor/entropy": {"a": 1}}\n'
+        + '{"step": "6", "actor/grad_norm": 6}\n'
+        + '{"step": true, "actor/grad_norm": 7}\n',
+    )
+    series = run.table.series("actor/grad_norm")
+    assert series.steps.tolist() == [3, 4, 6]
+    assert series.values.tolist() == [2.0, 4.5, 6.0]
+    assert run.table.nonfinite["actor/grad_norm"].tolist() == [1, 2]
+    assert run.table.nonfinite["actor/entropy"].tolist() == [2]
+
+
+def test_rows_of_one_step_are_put_together(tmp_path):
+    run = read(tmp_path, line(1, grad_norm=1.0) + line(1, entropy=2.0) + line(2, grad_norm=3.0, entropy=4.0))
+    assert run.table.steps.tolist() == [1, 2]
+    assert run.table.series("actor/grad_norm").values.tolist() == [1.0, 3.0]
+    assert run.table.series("actor/entropy").values.tolist() == [2.0, 4.0]
+    assert run.notes == ()
+
+
+def test_late_evaluations_are_no_restart_but_a_restart_overtakes_evaluations(tmp_path):
+    def evaluation(step, reward):
+        return json.dumps({"step": step, "val/x/reward_mean": reward}) + "\n"
+
+    keys = (*KEYS, "val/<data_source>/reward_mean")
+    late = "".join(line(step, entropy=1.0) for step in (1, 2, 3)) + evaluation(2, 0.5) + line(4, entropy=1.0)
+    table = read(tmp_path, late, keys).table
+    assert table.steps.tolist() == [1, 2, 3, 4]
+    assert table.series("val/x/reward_mean").steps.tolist() == [2]
+
+    again = "".join(line(step, entropy=2.0) for step in (2, 3))
+    table = read(tmp_path, late + evaluation(4, 0.9) + again, keys).table
+    assert table.series("val/x/reward_mean").steps.tolist() == [2]
+    assert table.series("actor/entropy").values.tolist() == [1.0, 2.0, 2.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.sampled_from(["entropy", "grad_norm"])), min_size=1, max_size=25)
+)
+@settings(max_examples=200, deadline=None)
+def test_restarts_and_shared_steps_against_the_plain_way(rows):
+    """Walk through the log and forget what lies at or after a step that is begun again."""
+    collector = Collector(lambda name: True)
+    expected: dict[int, dict[str, float]] = {}
+    last = None
+    for number, (step, key) in enumerate(rows):
+        collector.add({"step": step, key: float(number)})
+        if step != last:
+            expected = {s: values for s, values in expected.items() if s < step}
+        expected.setdefault(step, {})[key] = float(number)
+        last = step
+    found = collector.finish()
+    assert found.steps.tolist() == sorted(expected)
+    for key, column in found.columns.items():
+        wanted = [expected[step].get(key, math.nan) for step in sorted(expected)]
+        np.testing.assert_array_equal(column, wanted)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_read_or_refused(tmp_path, content):
+    starts = [
+        *(b"", line(1, entropy=1.0).encode(), b"step:1 - actor/entropy:", b"{'a': ", b"step,loss\n", b"PAR1"),
+        *(b":W&B\xe1\xbe\x00", b"\x1f\x8b\x08\0", b"\x18" + b"\0" * 7 + b"crc.\x1a\x0dbrain.Event:2"),
+    ]
+    for start in starts:
+        with contextlib.suppress(UsageError):
+            read(tmp_path, start + content)
+
+
+def test_the_log_that_says_most_is_chosen_and_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.csv").write_text("step,loss\n1,0.5\n")
+    (tmp_path / "a" / "run.log").write_text(
+        "".join(f"step:{step} - actor/entropy:0.5 - actor/grad_norm:1.0 - actor/lr:1\n" for step in (1, 2))
+    )
+    summary = {"_step": 900, "actor/entropy": 0.5, "actor/grad_norm": 1.0, "actor/lr": 1.0}
+    (tmp_path / "a" / "wandb-summary.json").write_text(json.dumps(summary))
+    (tmp_path / "a" / "data.jsonl").write_text('{"question": "2 + 2?"}\n')
+    run = read_run(tmp_path, KEYS)
+    assert run.path == tmp_path / "a" / "run.log"
+    assert run.framework == "verl"
+    assert run.notes == (f"3 logs in {tmp_path}: {run.path} was read; name another to have it read",)
+
+
+def test_the_newest_checkpoints_history_is_chosen(tmp_path):
+    for last in (5, 20, 10):
+        folder = tmp_path / f"checkpoint-{last}"
+        folder.mkdir()
+        history = [
+            {"step": step, "reward": 0.5, "completions/mean_length": 3.0} for step in range(1, last + 1)
+        ]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    run = read_run(tmp_path, ("critic/score/mean",))
+    assert run.path.parent.name == "checkpoint-20"
+    assert run.table.steps[-1] == 20
+
+
+def test_facts_come_from_the_spec(tmp_path):
+    run_dir = write_run(tmp_path / "run", healthy_rows(20), "actor.ppo_epochs=2", "rollout.n=4",
+                        "algorithm.rollout_correction.rollout_is=sequence")  # fmt: skip
+    run = read_run(run_dir, METRICS_READ)
+    assert run.framework == "rlctl"
+    assert run.notes == ()
+    spec, facts = run.spec, run.facts
+    assert (facts.ppo_epochs, facts.group_size, facts.rollout_is) == (2, 4, "sequence")
+    assert facts.updates_per_batch == run.updates_per_batch
+    assert facts.updates_per_batch == 2 * spec.data.train_batch_size // spec.ppo_mini_batch_size
+    assert facts.batch_size == 4 * spec.data.train_batch_size
 
 
 def test_a_broken_spec_is_noted_and_the_log_judged_without_it(tmp_path):

@@ -1,0 +1,291 @@
+"""Logs as the frameworks write them: recognised, under canonical names, with what the figures mean there.
+
+`samples/` holds what TRL 1.16 and verl 0.9 wrote; the other lines follow the frameworks' sources.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlctl.diagnose.readers.build import DIALECTS
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.table import Facts
+from rlctl.metric_names import ELSEWHERE, METRICS, describe
+
+SAMPLES = Path(__file__).parent / "samples"
+EVERYTHING = (*METRICS, *ELSEWHERE)
+
+
+def read(tmp_path, text, keys=EVERYTHING):
+    path = tmp_path / "some.log"
+    path.write_text(text, encoding="utf-8")
+    return read_run(path, keys)
+
+
+def values(run, key):
+    return run.table.series(key).values.tolist()
+
+
+# --- verl --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["verl_console.log", "verl_file_logger.jsonl"])
+def test_verls_own_logs(name):
+    run = read_run(SAMPLES / name, EVERYTHING)
+    assert run.framework == "verl"
+    assert run.table.steps.tolist() == list(range(13))
+    assert values(run, "critic/score/mean") == pytest.approx([0.3 + 0.01 * step for step in range(1, 13)])
+    assert run.table.series("val/openai/gsm8k/reward_mean").steps.tolist() == [0, 6, 12]
+    # The console prints nan; the file logger has no word for it and writes null.
+    assert run.table.nonfinite["actor/grad_norm"].tolist() == [5]
+    assert "rejection" in run.origins["rollout_corr/rollout_is_eff_sample_size"].meaning
+    assert run.origins["rollout_corr/kl"].meaning == ""
+    assert (run.facts.ess_after_truncation, run.facts.weights_are, run.facts.dialect) == (
+        True,
+        "applied",
+        "verl",
+    )
+    assert run.notes == ()
+
+
+def test_verls_printed_configuration_gives_facts():
+    facts = read_run(SAMPLES / "verl_console.log", EVERYTHING).facts
+    assert facts == Facts(
+        bypass_mode=False,
+        updates_per_batch=2,
+        ppo_epochs=1,
+        rollout_is="sequence",
+        rollout_is_threshold=2.0,
+        rollout_rs="off",
+        batch_size=32,
+        group_size=4,
+        has_critic=False,
+        max_response_length=512,
+        kl_coef=0.001,
+        dtype="bf16",
+        lr=1e-6,
+        ess_after_truncation=True,
+        ess_length_weighted=True,
+        weights_are="applied",
+        dialect="verl",
+    )
+
+
+def test_verl_through_ray_with_colours_and_other_processes_between(tmp_path):
+    lines = (SAMPLES / "verl_console.log").read_text().splitlines()
+    other = "\x1b[36m(WorkerDict pid=77)\x1b[0m INFO loading: {'weights': [\n"
+    ray = "".join(f"\x1b[36m(TaskRunner pid=1, ip=10.0.0.7)\x1b[0m {line}\n{other}" for line in lines)
+    plain, through_ray = read_run(SAMPLES / "verl_console.log", EVERYTHING), read(tmp_path, ray)
+    assert through_ray.facts == plain.facts
+    assert through_ray.table.columns.keys() == plain.table.columns.keys()
+    for key, column in plain.table.columns.items():
+        np.testing.assert_array_equal(through_ray.table.columns[key], column)
+
+
+def test_verls_older_names(tmp_path):
+    text = "step:1 - mismatch/mismatch_kl:0.25 - mismatch/rollout_is_mean:1.5 - actor/entropy_loss:0.5\n"
+    run = read(tmp_path, text)
+    assert values(run, "rollout_corr/kl") == [0.25]
+    assert values(run, "rollout_corr/rollout_is_mean") == [1.5]
+    assert values(run, "actor/entropy") == [0.5]
+
+
+def test_ours_and_verls_are_told_apart_by_what_only_one_of_them_logs(tmp_path):
+    shared = {"step": 1, "actor/grad_norm": 1.0, "rollout_corr/kl": 0.1}
+    marks = {"rlctl": "rollout_corr/rollout_is_raw_mean", "verl": "perf/mfu/actor"}
+    for framework, mark in marks.items():
+        assert read(tmp_path, json.dumps({**shared, mark: 1.0}) + "\n").framework == framework
+
+
+# --- TRL ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["trl_trainer_state.json", "trl_console.log"])
+def test_trls_own_logs(name):
+    run = read_run(SAMPLES / name, EVERYTHING)
+    assert run.framework == "trl"
+    assert run.table.steps.tolist() == list(range(1, 13))
+    history = json.loads((SAMPLES / "trl_trainer_state.json").read_text())["log_history"]
+    theirs_of = {
+        "critic/score/mean": "reward",
+        "actor/grad_norm": "grad_norm",
+        "actor/kl_loss": "kl",
+        "actor/pg_loss": "loss",
+        "response_length/clip_ratio": "completions/clipped_ratio",
+        "val/eval/reward_mean": "eval_reward",
+        "reward/reward/mean": "rewards/reward/mean",
+    }
+    for key, theirs in theirs_of.items():
+        expected = [row[theirs] for row in history if theirs in row]
+        assert values(run, key) == pytest.approx(expected, rel=2e-3)  # printed with four digits
+    assert run.table.series("val/eval/reward_mean").steps.tolist() == [6, 12]
+    assert "KL" in run.origins["actor/pg_loss"].meaning
+    assert run.facts.bypass_mode is False
+    assert run.gap_is_mismatch
+    counted = ("the printed lines carry no step: they are counted from 1",)
+    assert run.notes == (counted if name.endswith(".log") else ())
+
+
+def test_trls_sampling_metrics_and_training_arguments(tmp_path):
+    row = {"step": 5, "train/reward": 0.5, "train/sampling/importance_sampling_ratio/mean": 0.9,
+           "train/sampling/sampling_logp_difference/mean": 0.01}  # fmt: skip
+    run = read(tmp_path, json.dumps(row) + "\n")
+    assert values(run, "rollout_corr/rollout_is_mean") == [0.9]
+    assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.01]
+    [trl] = [dialect for dialect in DIALECTS if dialect.framework == "trl"]
+    arguments = {"num_generations": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 8,
+                 "num_iterations": 2, "use_vllm": True, "vllm_importance_sampling_correction": True,
+                 "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+                 "bf16": True, "beta": 0.0}  # fmt: skip
+    facts = trl.facts(arguments)
+    assert (facts.updates_per_batch, facts.rollout_is, facts.rollout_is_threshold) == (4, "sequence", 3.0)
+    assert (facts.dtype, facts.kl_coef, facts.group_size) == ("bf16", 0.0, 8)
+
+
+# --- the others ----------------------------------------------------------------------------------
+
+
+def test_openrlhf(tmp_path):
+    status = (
+        "{'policy_loss': -0.01, 'actor_lr': 5e-07, 'actor_grad_norm': 0.4, 'ppo_clip_ratio': 0.02, "
+        "'ppo_kl': 1e-3, 'vllm_kl': 0.004, 'kl': 0.1, 'response_length': tensor(300.5, device='cuda:0'), "
+        "'rollout/reward_mean': np.float64(0.5)}"
+    )
+    lines = [f"INFO 08-13 19:25:45 ppo_trainer.py:547] ✨ Global step {step}: {status}" for step in (1, 2)]
+    run = read(tmp_path, "Sample: ['text', 0.1]\n" + "\n".join(lines))
+    assert run.framework == "openrlhf"
+    assert run.table.steps.tolist() == [1, 2]
+    expected = {
+        "rollout_corr/kl": 0.004,
+        "actor/ppo_kl": 0.001,
+        "actor/kl_loss": 0.1,
+        "actor/grad_norm": 0.4,
+        "critic/score/mean": 0.5,
+        "response_length/mean": 300.5,
+    }
+    for key, value in expected.items():
+        assert values(run, key) == [value, value]
+    assert "reference" in run.origins["actor/kl_loss"].meaning
+
+
+def test_slimes_two_clocks_are_brought_to_rollouts(tmp_path):
+    when = "[2026-01-01 00:00:00]"
+    lines = []
+    for rollout in range(3):
+        lines += [
+            f"{when} rollout_metrics.py:268 - perf {rollout}: {{'rollout/response_len/mean': 100.0}}",
+            f"{when} x.py:135 - rollout {rollout}: {{'rollout/raw_reward': {rollout / 4}}}",
+        ]
+        for step in range(4 * rollout, 4 * rollout + 4):
+            metrics = {"train/pg_loss": float(step), "train/tis": 1.01, "train/step": step}
+            lines.append(f"{when} model.py:918 - step {step}: {metrics}")
+    lines.append(f"{when} x.py:247 - eval 2: {{'eval/aime': 0.25, 'eval/aime-truncated_ratio': 0.5}}")
+    run = read(tmp_path, "\n".join(lines))
+    assert run.framework == "slime"
+    assert run.table.steps.tolist() == [0, 1, 2]
+    assert values(run, "critic/score/mean") == [0.0, 0.25, 0.5]
+    assert values(run, "actor/pg_loss") == [3.0, 7.0, 11.0]
+    assert values(run, "rollout_corr/rollout_is_raw_mean") == [1.01] * 3
+    assert values(run, "val/aime/reward_mean") == [0.25]
+    assert run.facts.updates_per_batch == 4
+    assert run.notes == ("4 updates per rollout: a step is a rollout, its last update is shown",)
+
+
+def test_prime_rl_spreads_a_step_over_rows(tmp_path):
+    per_step = [
+        {"time": 1.5, "optim/lr": 1e-6, "optim/grad_norm": 0.5},
+        {"time": 1.6, "entropy/all/mean": 0.4, "mismatch_kl/all/mean": 0.002, "is_masked/mean": 0.1},
+        {"train/agg/effective/agent/reward/mean": 0.3, "off_policy/max": 3.0},
+        {"train/agg/all/agent/solved_none": 0.25, "train/agg/all/agent/solved_all": 0.5},
+    ]
+    rows = [{"step": step, **row} for step in range(1, 4) for row in per_step]
+    rows.append({"step": 2, "eval/aime/effective/agent/avg@8": 0.125})  # evaluations come late
+    run = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    assert run.framework == "prime-rl"
+    assert run.table.steps.tolist() == [1, 2, 3]
+    assert values(run, "rollout_corr/k3_kl") == [0.002] * 3
+    assert values(run, "reward/zero_spread_groups") == [0.75] * 3
+    assert values(run, "training/staleness_max") == [3.0] * 3
+    assert run.table.series("val/aime/reward_mean").steps.tolist() == [2]
+    assert not run.gap_is_mismatch
+    assert run.notes == ()
+
+
+def test_prime_rls_console(tmp_path):
+    text = (
+        "10:00:00 SUCCESS Step 7 |   12.3s | Loss -0.0012 | Entropy 0.4100 | Mismatch KL 0.0021 "
+        "| Grad. Norm 0.5 | LR 1.00e-06 | Throughput 100 tokens/s | MFU 30.1%\n"
+        "10:00:01 SUCCESS Step 7 |   12.3s | Reward 0.5000 | Trainable 3/4 (75.0%) | Max Off-Policy 2 "
+        "| Error 1.0% | Truncation 12.5%\n"
+    )
+    run = read(tmp_path, text)
+    assert run.framework == "prime-rl"
+    expected = {
+        "rollout_corr/k3_kl": 0.0021,
+        "actor/lr": 1e-6,
+        "critic/score/mean": 0.5,
+        "rollout/error_fraction": 0.01,
+        "response_length/clip_ratio": 0.125,
+        "training/staleness_max": 2.0,
+    }
+    for key, value in expected.items():
+        assert values(run, key) == pytest.approx([value])
+
+
+def test_nemo_rl_by_step_and_on_the_console(tmp_path):
+    series = {"train/gen_kl_error": 0.001, "train/token_mult_prob_error": 1.02, "train/reward": 0.5,
+              "train/baseline_reward/pct_0": 25.0, "train/baseline_reward/pct_1": 50.0,
+              "validation/accuracy": 0.75}  # fmt: skip
+    run = read(tmp_path, json.dumps({name: {"1": value, "2": value} for name, value in series.items()}))
+    assert run.framework == "nemo-rl"
+    assert values(run, "rollout_corr/k3_kl") == [0.001] * 2
+    assert values(run, "mismatch/token_mult_prob_error") == [1.02] * 2
+    assert values(run, "reward/zero_spread_groups") == pytest.approx([0.75] * 2)
+    assert values(run, "val/validation/reward_mean") == [0.75] * 2
+    console = "".join(
+        f"========================= Step {step}/9 =========================\n  • Loss: 0.0100\n"
+        "  • Generation KL Error: 0.0020\n  • Avg Reward: 0.5000\n  • Total step time: 3.00s\n"
+        for step in (1, 2)
+    )
+    run = read(tmp_path, console)
+    assert run.framework == "nemo-rl"
+    assert values(run, "rollout_corr/k3_kl") == [0.002] * 2
+
+
+def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
+    from rlctl.diagnose.readers.build import Wanted, build
+    from rlctl.diagnose.readers.collect import Collector
+    from rlctl.diagnose.readers.reading import Reading
+
+    [nemo] = [dialect for dialect in DIALECTS if dialect.framework == "nemo-rl"]
+    wanted = Wanted(EVERYTHING)
+    config = {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+              "policy": {"train_global_batch_size": 16, "precision": "bfloat16"}}  # fmt: skip
+    reading = Reading(Collector(wanted.by_any_name), config=config)
+    reading.collector.add({"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5})
+    built = build(reading.collector.finish(), nemo, wanted, reading, None)
+    assert built.facts.updates_per_batch == 2
+    assert built.table.columns["mismatch/token_mult_prob_error"].tolist() == [1.02]
+    assert built.table.columns["critic/score/mean"].tolist() == [0.5]
+
+
+def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):
+    run = read(tmp_path, "step,loss,kl,ratio,entropy\n1,0.5,0.1,1.0,0.2\n2,0.25,0.1,1.0,0.2\n")
+    assert run.framework == "unknown"
+    assert values(run, "actor/pg_loss") == [0.5, 0.25]
+    assert set(run.table.columns) == {"actor/pg_loss", "actor/entropy"}
+    assert "not known" in run.origins["actor/pg_loss"].meaning
+
+
+def test_every_name_leads_to_a_described_metric():
+    for dialect in DIALECTS:
+        for name, named in dialect.names.items():
+            assert describe(named.key), (dialect.framework, name)
+
+
+def test_every_column_says_where_it_comes_from():
+    for sample in SAMPLES.iterdir():
+        run = read_run(sample, EVERYTHING)
+        assert run.origins.keys() == run.table.columns.keys()

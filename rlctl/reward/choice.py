@@ -8,13 +8,19 @@ from rlctl.reward.answer import own_part
 
 #: `B`, `(B)`, `B. 26`, `b) 26`: an option as a ground truth or a whole line shows it.
 _OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
-_LETTER = r"[\s*_\"'({\[$]*(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*(?:([A-J])(?![\w'])|([a-j])\))"
+#: Possessive throughout: after "answer" and a thousand blanks, trying every split would take for ever.
+_LETTER = (
+    r"[\s*_\"'({\[$]*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
+    r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names none
+)
+_IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
 #: Marks that name the option, as good as each other: the last one counts.
 _MARKED = re.compile(
-    rf"(?:\\(?:boxed|fbox)\s*\{{|####+|<answer>"
-    rf"|\b(?i:answers?|choice|option)\b[\s*_\"']*(?i:is|was|would be|should be|must be)?[\s*_\"']*[:=]?"
-    rf"[\s*_]*(?i:option|choice|letter)?){_LETTER}"
+    rf"(?:\\(?:boxed|fbox)\s*\{{|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
+    rf"[\s*_\"']*+(?i:option|choice|letter)?){_LETTER}"
 )
+#: An option that is spoken of: a weaker mark, "option A is wrong" may follow the answer.
+_SPOKEN_OF = re.compile(rf"\b(?i:choice|option)\b{_LETTER}")
 _LINE = re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))", re.MULTILINE)
 _CAPITAL = re.compile(r"\b[A-J]\b")
 _BRACKETED = re.compile(r"\(([A-J])\)")
@@ -39,11 +45,11 @@ def grade(response: str, ground_truth: str) -> float:
 def answer_of(response: str) -> str | None:
     """The option's letter; None when the response names none.
 
-    A boxed, `####` or announced option ("the answer is (B)") comes first, then a line that begins with one,
-    then one in brackets; of several the last.
+    A boxed, `####` or announced option ("the answer is (B)") comes first, then one that is spoken of
+    ("option B"), then a line that begins with one, then one in brackets; of several the last.
     """
     text = own_part(response, evidence=_CAPITAL)
-    for pattern in (_MARKED, _LINE, _BRACKETED):
+    for pattern in (_MARKED, _SPOKEN_OF, _LINE, _BRACKETED):
         found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
         if found:
             return str(found[-1]).upper()

@@ -144,6 +144,11 @@ def test_exact_looks_past_white_space_only():
         ("A is wrong because it is too small.\nThe answer is C", "C"),
         ("(A) 1\n(B) 2\nI choose option B.", "B"),
         ("Answer: (C)\n\nQuestion: the next one\nAnswer: D", "C"),
+        ("The correct answer is B.\n\nOption A is wrong because it is too small.", "B"),
+        ("The answer is (C). That is the answer I would pick.", "C"),
+        ("The correct option is: **D**", "D"),
+        ("The best answer choice is A", "A"),
+        ("Option C", "C"),
         ("The answer is a dog.", None),
         ("A dog is an animal.", None),
         ("The answer is Apples", None),
@@ -155,6 +160,16 @@ def test_multiple_choice_reads_the_letter(response, letter):
     for option in "ABCD":
         for truth in (option, f"({option})", f"{option}. the text"):
             assert choice.grade(response, truth) == float(letter == option)
+
+
+@pytest.mark.parametrize(
+    "hostile", ["answer" + " " * 20_000 + "z", "####" + "*" * 20_000, "option\n" * 9_000]
+)
+def test_multiple_choice_takes_no_time_for_long_and_repetitive_responses(hostile):
+    """It runs in the trainer's own process, where nothing would end it."""
+    start = time.process_time()
+    assert choice.answer_of(hostile) is None
+    assert time.process_time() - start < 2.0
 
 
 def test_multiple_choice_wants_a_letter_as_ground_truth():

@@ -89,6 +89,15 @@ def test_a_function_gets_its_rows_extra_info(tmp_path):
     assert result.scores.tolist() == [1.0, 6.0]
 
 
+def test_weights_that_sum_up_to_1_make_a_right_response_exactly_1():
+    """pass@k asks for 1 or more; in float32 these three sum up to 0.99999994."""
+    weights = {"exact": 0.15, "multiple_choice": 0.65, "auto": 0.2}
+    reward = built(terms=[{"name": name, "weight": weight} for name, weight in weights.items()])
+    result = reward.score(rollouts(("A", "A", "embedded/addition")))
+    reward.close()
+    assert result.scores.tolist() == [1.0]
+
+
 def test_terms_are_weighted_and_a_failure_of_one_invalidates_the_sum(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def half(response):\n    return {'a': 0.5, 'b': -3}[response]\n")

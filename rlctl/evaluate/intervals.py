@@ -13,6 +13,8 @@ from dataclasses import dataclass
 LEVEL = 0.95
 #: Chance to see a difference that exists.
 POWER = 0.8
+#: Values no further apart than this are alike: 0.1 + 0.1 + 0.1 is not three times 0.1 in floating point.
+_ALIKE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ def estimate(per_question: Sequence[float]) -> Estimate | None:
 
     quantile = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1))
     deviations = math.fsum((value - mean) ** 2 for value in per_question)
-    variance = deviations / (count - 1) / count
+    is_alike = max(per_question) - min(per_question) < _ALIKE
+    variance = 0.0 if is_alike else deviations / (count - 1) / count
     if min(per_question) >= 0.0 and max(per_question) <= 1.0:
         return Estimate(mean, *_wilson(mean, variance, count, quantile), count)
     if variance == 0.0:
@@ -87,7 +90,7 @@ def paired(differences: Sequence[float]) -> Difference | None:
     if count == 1:
         return Difference(mean, None, None, None, None, count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
-    if deviation == 0.0:
+    if max(differences) - min(differences) < _ALIKE:
         return Difference(mean, None, None, None, 0.0, count)
     from scipy.stats import t
 

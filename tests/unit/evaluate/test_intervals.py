@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from rlctl.evaluate.intervals import estimate
+from rlctl.evaluate.intervals import estimate, paired
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,14 @@ def test_rewards_outside_0_and_1_get_students_interval():
     assert found.value == 2.0
     assert found.high - 2.0 == pytest.approx(4.302653 * 3.0 / 3**0.5, rel=1e-6)
     assert estimate([3.0, 3.0]).low is None
+
+
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
+def test_rounding_is_no_spread(value):
+    """The mean of equal values may differ from them in its last bit."""
+    found = estimate([value] * 3)
+    assert found.high - found.low > 0.5
+    assert paired([0.4 - 0.2, 0.6 - 0.4]).low is None
 
 
 def test_little_data():

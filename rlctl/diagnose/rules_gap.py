@@ -7,14 +7,14 @@ import numpy as np
 from rlctl.diagnose import remedies as remedy
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Finding, Remedy, Severity, Skipped, rule
-from rlctl.diagnose.signals import change_evidence, crossing, trend
+from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
 from rlctl.diagnose.table import RunLog, Series
 
 _STALENESS = "training/staleness_max"
 _DRIFT, _CLIPPED, _LR = "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"
 #: Measures of the same gap, the most telling first.
 GAPS = (th.K3.key, th.LOG_PROB_GAP.key, th.PROBS_GAP.key)
-_MASKED = th.MASKED.key
+_MASKED, _LENGTH = th.MASKED.key, "response_length/mean"
 
 
 @rule(
@@ -227,22 +227,17 @@ def frozen_gap(run: RunLog) -> Finding | Skipped | None:
     "stale-weights",
     "the engine's log-probs are of the policy in training",
     one_of=(th.LOG_PROB_GAP.key, th.MEAN_VANISHED.key),
-    uses=(_MASKED,),
+    uses=(_MASKED, _LENGTH),
 )
 def stale_weights(run: RunLog) -> Finding | Skipped | None:
     """Log-probs so far apart that they are of two different models."""
     crossed = crossing(run.table.series(th.LOG_PROB_GAP.key), th.LOG_PROB_GAP)
     if crossed is not None:
         what = f"log-probs of the same tokens differ by {crossed.worst:.3g} nats on average {crossed.where}"
-    else:
-        steps, (mean, masked) = run.table.aligned(th.MEAN_VANISHED.key, _MASKED)
-        series = run.table.series(th.MEAN_VANISHED.key)
-        if len(steps):  # what rejection zeroes is the matter of `rejected`
-            series = Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
-        crossed = crossing(series, th.MEAN_VANISHED)
-        if crossed is None:
-            return None
+    elif (crossed := _vanished_weights(run)) is not None:
         what = f"importance weights are {crossed.worst:.2g} on average {crossed.where}"
+    else:
+        return None
     stale = run.spec is not None and run.spec.rollout.staleness > 0
     fresh = (remedy.change("rollout.staleness=0"),) if stale else ()
     hand_over = remedy.by_hand(
@@ -260,6 +255,18 @@ def stale_weights(run: RunLog) -> Finding | Skipped | None:
         "medium",
         "old weights and the wrong kind of log-probs look alike in this figure",
     )
+
+
+def _vanished_weights(run: RunLog) -> Crossing | None:
+    """Weights near zero among the survivors; products over long responses get there by themselves."""
+    lengths = run.table.series(_LENGTH).values
+    if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
+        return None
+    series = run.table.series(th.MEAN_VANISHED.key)
+    if len(run.table.series(_MASKED)):
+        steps, (mean, masked) = run.table.aligned(th.MEAN_VANISHED.key, _MASKED)
+        series = Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
+    return crossing(series, th.MEAN_VANISHED)
 
 
 def most_logged(run: RunLog, keys: tuple[str, ...]) -> str:

@@ -36,8 +36,8 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
     inside = (steps >= crossed.first_step) & (steps <= crossed.last_step)
     position = position_of(run.table, float(np.median(score[inside])) if inside.any() else None)
     severity: Severity = crossed.severity
-    if position is None:
-        which, cause = "all right or all wrong", "the prompts are too easy or too hard"
+    if position is None:  # all right would be success, so this is no more than a warning
+        which, cause, severity = "all right or all wrong", "the prompts are too easy or too hard", "warning"
     elif position >= th.LEARNED:  # success, not sickness: what is left to learn is elsewhere
         which, severity = "mostly all right", "info"
         cause = "the policy has learned these prompts: stop, or bring harder ones"
@@ -198,9 +198,7 @@ def reward_hacking(run: RunLog) -> Finding | Skipped | None:
         "the policy learns to please the grader, or learns the training prompts by heart",
         th.OWN,
         (
-            remedy.by_hand(
-                "read the best rewarded rollouts; let the grader refuse what it should not reward"
-            ),
+            remedy.by_hand("read the best rewarded responses (`rollouts/` of the run), and mend the grader"),
             remedy.slower(run),
         ),
         "medium",

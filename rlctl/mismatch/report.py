@@ -24,7 +24,7 @@ class Report:
         settings: what was asked for, in words.
         num_sequences: responses compared.
         gap: as found, before anything is explained.
-        causes: the one that explains most first.
+        causes: each explains most of what those before it leave.
         tried: every single comparison made with the trainer's model.
         remainder: what may hide in the part that no cause explains; None: there is none.
         not_told: what could not be told, and what would let it.
@@ -47,7 +47,7 @@ class Report:
         """The result in one sentence."""
         explained = f"{sum(cause.share for cause in self.causes):.0%} of the gap is explained"
         if self.gap.agrees:
-            agreed = f"the engines agree to {_power(self.gap.abs_max)}"
+            agreed = f"the engines agree to {_rounded_up(self.gap.abs_max)}"
             return f"{agreed}, but see below" if self.causes else agreed
         if not any(cause.share for cause in self.causes):
             return "none of the comparisons explains the gap"
@@ -127,6 +127,9 @@ def _in_words(gap: Gap) -> str:
     )
 
 
-def _power(value: float) -> str:
-    """The next power of ten: 4e-7 → `1e-6`."""
-    return f"1e{math.ceil(math.log10(value))}" if value > 0 else "the last bit"
+def _rounded_up(value: float) -> str:
+    """To one digit: 4.2e-7 → `5e-7`."""
+    if value == 0.0:
+        return "the last bit"
+    power = math.floor(math.log10(value))
+    return f"{math.ceil(value / 10**power):.0f}e{power}"

@@ -1,4 +1,4 @@
-"""From what was found out to causes, the one that explains most first, and what could not be told."""
+"""From what was found out to causes in order, and what could not be told."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.mismatch.search import ARITHMETIC, Taken
 
 
 def causes(found: Examination) -> list[Cause]:
-    """Every cause found, the one that explains most first."""
+    """Every cause found: each explains most of what those before it leave; last what shows in no gap."""
     everything = [
         *_weights_were_others(found),
         *(cause for taken in found.explanation.taken for cause in _cause(found, taken)),
@@ -28,7 +28,7 @@ def causes(found: Examination) -> list[Cause]:
         else cause
         for cause in everything
     ]
-    return sorted(shared, key=lambda cause: -cause.share)
+    return sorted(shared, key=lambda cause: cause.before is None)
 
 
 def _cause(found: Examination, taken: Taken) -> Iterator[Cause]:

@@ -13,6 +13,7 @@ from rlctl.diagnose import (
     rules_length,
     rules_rejection,
     rules_reward,
+    rules_start,
     rules_update,
     rules_weights,
 )
@@ -22,6 +23,7 @@ from rlctl.diagnose.table import RunLog
 
 RULES: tuple[Rule, ...] = (
     *rules_gap.RULES,
+    *rules_start.RULES,
     *rules_weights.RULES,
     *rules_rejection.RULES,
     *rules_joint.RULES,

@@ -11,7 +11,7 @@ from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
 from rlctl.diagnose.table import RunLog, Series
 
 _STALENESS = "training/staleness_max"
-_DRIFT, _CLIPPED, _LR = "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"
+_LR = "actor/lr"
 #: Measures of the same gap, the most telling first.
 GAPS = (th.K3.key, th.LOG_PROB_GAP.key, th.PROBS_GAP.key)
 _MASKED, _LENGTH = th.MASKED.key, "response_length/mean"
@@ -26,7 +26,7 @@ _MASKED, _LENGTH = th.MASKED.key, "response_length/mean"
 def probability_gap(run: RunLog) -> Finding | Skipped | None:
     """The two engines give the same tokens different probabilities."""
     if not run.gap_is_mismatch:
-        return _mixed(run, th.PROBS_GAP.key)
+        return mixed(run, th.PROBS_GAP.key)
     crossed = crossing(run.table.series(th.PROBS_GAP.key), th.PROBS_GAP)
     if crossed is None:
         return None
@@ -121,75 +121,6 @@ def _rising_error(series: Series) -> Evidence | None:
 
 
 @rule(
-    "first-step",
-    "at the first step trainer and engine hold the same policy",
-    one_of=(_DRIFT, _CLIPPED, th.LOG_PROB_GAP.key),
-    facts=("updates_per_batch", "bypass_mode"),
-    min_steps=1,
-)
-def first_step(run: RunLog) -> Finding | Skipped | None:
-    """Before anything was learned, nothing can differ but implementations."""
-    if run.table.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
-    if not run.facts.bypass_mode:  # there π_old is another policy
-        limits |= {_DRIFT: th.FIRST_PPO_KL, _CLIPPED: th.FIRST_CLIPFRAC}
-    if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: the first step's figures hold progress")
-    if not any(key in run.table.columns for key in limits):
-        return Skipped("in bypass mode drift and clipping hold the gap of the engines")
-    step = int(run.table.steps[0])
-    found = []
-    for key, limit in limits.items():
-        series = run.table.series(key)
-        if len(series) and series.steps[0] == step and abs(series.values[0]) > limit:
-            figure = f"{series.values[0]:.3g}, over {limit:g}"
-            found.append(Evidence(key, figure, step, step))
-    if not found:
-        return None
-    return Finding(
-        "warning",
-        "at the first step, with nothing learned yet, the two policies differ already",
-        tuple(found),
-        "the engine holds other weights than the trainer, or one of them is not deterministic",
-        th.SLIME,
-        (remedy.by_hand("stop, and mend this before it costs more"), remedy.find_the_cause()),
-        "high",
-        "nothing but the implementations can differ before the first update",
-    )
-
-
-@rule(
-    "template",
-    "both sides read the same prompt",
-    needs=(th.KL.key,),
-    uses=(_STALENESS,),
-    min_steps=1,
-)
-def template(run: RunLog) -> Finding | Skipped | None:
-    """The first step's KL is of the size that a lost chat template gives."""
-    series = run.table.series(th.KL.key)
-    if series.steps[0] > th.FIRST_STEP:
-        return Skipped("the log does not begin at the run's start")
-    if not run.gap_is_mismatch:
-        return _mixed(run, th.KL.key)
-    kl, (low, high) = float(abs(series.values[0])), th.TEMPLATE_KL
-    if not low <= kl <= high:
-        return None
-    step = int(series.steps[0])
-    return Finding(
-        "critical",
-        f"the first step's KL is {kl:.2g} nats per token: the two sides seem to read different prompts",
-        (Evidence(th.KL.key, f"{series.values[0]:.3g}, between {low:g} and {high:g}", step, step),),
-        "the chat template, or special tokens, are applied on one side only",
-        th.FIELD,
-        (remedy.by_hand("compare the token ids of one prompt on both sides"), remedy.find_the_cause()),
-        "medium",
-        "a wrong temperature or other weights may give a KL of this size too",
-    )
-
-
-@rule(
     "frozen-gap",
     "the gap does not grow while nothing is learned",
     one_of=GAPS,
@@ -228,6 +159,11 @@ def frozen_gap(run: RunLog) -> Finding | Skipped | None:
     "the engine's log-probs are of the policy in training",
     one_of=(th.LOG_PROB_GAP.key, th.MEAN_VANISHED.key),
     uses=(_MASKED, _LENGTH),
+    beside=lambda run: (
+        "`policy-gap` judges the same gap"
+        if run.facts.rollout_is == "off" and th.LOG_PROB_GAP.key not in run.table.columns
+        else ""
+    ),
 )
 def stale_weights(run: RunLog) -> Finding | Skipped | None:
     """Log-probs so far apart that they are of two different models."""
@@ -281,7 +217,7 @@ def _no_cascade() -> Remedy:
     )
 
 
-def _mixed(run: RunLog, key: str) -> Skipped:
+def mixed(run: RunLog, key: str) -> Skipped:
     """Why a rule on pure mismatch has nothing to go by."""
     if run.facts.bypass_mode is None and run.facts.updates_per_batch is None:
         return Skipped(f"whether {key} is mismatch or progress depends on the spec", ("spec.yaml",))
@@ -292,8 +228,6 @@ RULES = (
     probability_gap,
     policy_gap,
     token_error,
-    first_step,
-    template,
     frozen_gap,
     stale_weights,
 )

@@ -18,6 +18,10 @@ _SATURATED, _LENGTH = "rollout_corr/saturated_sequences", "response_length/mean"
 CHI2 = {"token": th.CHI2_TOKEN.key, "sequence": "rollout_corr/chi2_seq"}
 
 
+def _no_weights(run: RunLog) -> str:
+    return "no weights are applied" if run.facts.rollout_is == "off" else ""
+
+
 @rule(
     "weight-mean",
     "importance weights average 1",
@@ -57,6 +61,7 @@ def weight_mean(run: RunLog) -> Finding | Skipped | None:
     "applied weights are spread over the samples",
     one_of=(th.ESS.key, th.WEIGHT_STD.key),
     uses=(_MASKED,),
+    beside=_no_weights,
 )
 def effective_samples(run: RunLog) -> Finding | Skipped | None:
     """Few samples carry the applied weight.
@@ -99,7 +104,7 @@ def effective_samples(run: RunLog) -> Finding | Skipped | None:
     "no heavy tail behind the bound",
     needs=(th.ESS.key,),
     one_of=(th.RAW_ESS.key, *CHI2.values()),
-    beside=lambda run: "no weights are applied" if run.facts.rollout_is == "off" else "",
+    beside=_no_weights,
 )
 def hidden_tail(run: RunLog) -> Finding | Skipped | None:
     """Raw weights are degenerate while the bounded ones look well."""

@@ -86,6 +86,12 @@ def diagnose(
             show_default=False,
         ),
     ] = None,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if", help="Replay the run's dumped rollouts under other corrections; say which is best."
+        ),
+    ] = False,
 ) -> None:
     """Say what is wrong with a run, why, and which change of its spec to try.
 
@@ -95,11 +101,16 @@ def diagnose(
 
       rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
 
+      rlctl diagnose RUN --what-if
+
       kubectl logs trainer | rlctl diagnose - --fail-on critical
 
     Two runs side by side: rlctl diagnose compare A B
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
+    if what_if:
+        _what_if(paths, output_format, out=out, fix=fix, fail_on=fail_on)
+        return
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.rules import METRICS_READ, examine
 
@@ -111,6 +122,23 @@ def diagnose(
     severity: Literal["warning", "critical"] | None = fail_on.value if fail_on else None
     if severity and any(diagnosis.reaches(severity) for diagnosis in diagnoses):
         raise typer.Exit(3)
+
+
+def _what_if(paths: Sequence[Path], output_format: Format, **others: object) -> None:
+    """Replay instead of a diagnosis.
+
+    Raises:
+        UsageError: an option is given that is about findings, or a format that a replay has not.
+    """
+    for name, value in others.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is about findings, and --what-if replays rollouts", where=option)
+    if output_format not in {Format.TEXT, Format.JSON}:
+        raise UsageError("--what-if writes text or json", where=f"--format {output_format.value}")
+    from rlctl.cli.diagnose_what_if import what_if
+
+    what_if(paths, "json" if output_format is Format.JSON else "text")
 
 
 def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: Path | None) -> None:

@@ -231,7 +231,7 @@ def _lines_of(text: str) -> dict[str, int]:
     """Dotted key → the line it stands on, from 0."""
     found: dict[str, int] = {}
 
-    def visit(node: yaml.Node, prefix: str) -> None:
+    def visit(node: yaml.Node | None, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
                 found[f"{prefix}{name.value}"] = name.start_mark.line

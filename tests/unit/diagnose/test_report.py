@@ -1,0 +1,130 @@
+"""The terminal and Markdown reports: what they show, and that hostile texts stay texts."""
+
+import io
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rlctl.diagnose.charts import sparkline, thinned
+from rlctl.diagnose.finding import Diagnosis, Evidence, Finding, Remedy, Skipped
+from rlctl.diagnose.report import print_diagnosis
+from rlctl.diagnose.report_markdown import as_markdown
+from rlctl.diagnose.table import Origin, RunLog, Series, Table
+from rlctl.diagnose.wording import visible
+
+HOSTILE = "[red]x[/] \x1b[2J\u202e</script><b>`|`\ud800 [y](http://z)"
+KEY = f"val-core/{HOSTILE}/reward/mean@1"
+floats = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300)
+
+
+def series(values):
+    return Series(np.arange(len(values)) * 3, np.array(values, dtype=float))
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A finding whose every text is hostile."""
+    steps = np.arange(1, 41)
+    run = RunLog(
+        tmp_path / "[bold]x\x1b[31m",
+        Table(steps, {KEY: np.where(steps > 20, 5.0, 1.0)}),
+        notes=(HOSTILE,),
+        framework="trl",
+        origins={KEY: Origin(HOSTILE, HOSTILE)},
+    )
+    finding = Finding(
+        "warning",
+        HOSTILE,
+        (Evidence(KEY, HOSTILE, 21, 40),),
+        HOSTILE,
+        HOSTILE,
+        (Remedy(("actor.lr=1e-6",), HOSTILE, {"trl": "learning_rate=1e-6"}), Remedy(("actor.grad_clip=1",))),
+        could_not_check=(HOSTILE,),
+        rule="some-rule",
+    )
+    return Diagnosis(run, (finding,), (), (Skipped(HOSTILE, (HOSTILE,), rule="other-rule"),))
+
+
+def printed(diagnosis, **options):
+    out = io.StringIO()
+    print_diagnosis(Console(file=out, highlight=False, **options), diagnosis)
+    return out.getvalue()
+
+
+def test_hostile_text_reaches_no_terminal(hostile):
+    text = printed(hostile, width=200)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", text)
+    assert "[red]x[/] ⟨U+001B⟩[2J⟨U+202E⟩</script>" in text
+    assert "[bold]x⟨U+001B⟩[31m" in text
+
+
+def test_evidence_is_drawn_with_its_steps_marked(hostile):
+    lines = printed(hostile, width=200).splitlines()
+    [place] = [at for at, line in enumerate(lines) if "▁" in line]
+    assert "▁" * 20 + "█" * 20 + "  1 … 5" in lines[place]
+    assert lines[place + 1].index("└") == lines[place].index("█")
+    assert lines[place + 1].rindex("┘") == lines[place].rindex("█")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_charts_fit_the_terminal(hostile, width):
+    drawn = [line for line in printed(hostile, width=width).splitlines() if "█" in line]
+    assert drawn
+    assert all(len(line) <= width for line in drawn)
+
+
+def test_a_remedy_is_told_in_the_frameworks_own_keys(hostile):
+    text = printed(hostile, width=200)
+    assert "try     learning_rate=1e-6" in text
+    assert "or      actor.grad_clip=1  (in rlctl's keys)" in text
+    assert "logged" in text
+
+
+def test_markdown_shows_hostile_text_without_markup(hostile):
+    text = as_markdown([hostile])
+    unescaped = re.sub(r"\\.", "", text)
+    assert "</script>" not in unescaped
+    assert "](http" not in unescaped
+    assert "[red]" not in unescaped
+    assert "`learning_rate=1e-6`" in text
+    rows = [line for line in unescaped.splitlines() if line.startswith("| other-rule")]
+    assert [row.count("|") for row in rows] == [4]
+
+
+def test_markdown_code_ends_where_it_should(hostile):
+    [finding] = hostile.findings
+    other = replace(finding, remedies=(Remedy(others={"trl": "a=`b``"}),))
+    assert "``` a=`b`` ```" in as_markdown([replace(hostile, findings=(other,))])
+
+
+@given(floats, st.integers(4, 50))
+def test_thinning_keeps_ends_and_extremes(values, most):
+    whole = series(values)
+    few = thinned(whole, most)
+    assert len(few) <= max(most, 4)
+    assert {0, few.steps[-1]} == {few.steps[0], whole.steps[-1]}
+    assert (few.values.min(), few.values.max()) == (whole.values.min(), whole.values.max())
+    assert np.all(np.diff(few.steps) > 0)
+    assert np.array_equal(whole.values[few.steps // 3], few.values)
+
+
+@given(floats, st.integers(1, 80))
+def test_a_sparkline_has_room_and_shows_a_spike(values, width):
+    text, steps = sparkline(series(values), width)
+    assert len(text) == len(steps) == min(width, len(values))
+    if np.ptp(values) > 0 and width >= 2 and len(values) >= 2:
+        spiked, _ = sparkline(series([*values, max(values) + 10 * np.ptp(values)]), width)
+        assert spiked[-1] == "█"
+
+
+@given(st.text(st.characters()))
+def test_visible_text_is_one_harmless_line(text):
+    shown = visible(text)
+    assert shown.encode("utf-8") or not text
+    assert len(shown.splitlines()) <= 1
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)

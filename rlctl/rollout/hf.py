@@ -156,7 +156,8 @@ def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
     if dtype == "int8":
         _round_to_int8(model)
         return
-    # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be another model.
+    # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be another
+    # model.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_DTYPES[dtype])
 

@@ -23,7 +23,7 @@ from rlctl.tiny.model import build_tokenizer
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 TEXTS = ("12+34=", "9=", "1+1=", "77+8=", "0=", "5+55=", "31+4=", "8+8=")
-ROWS = [Row("sums", (Message("user", text),), "", index=i) for i, text in enumerate(TEXTS)]
+ROWS = [Row("sums", (Message("user", text),), "0", index=i) for i, text in enumerate(TEXTS)]
 PLAIN = Sampling(max_response_length=7)
 NUCLEUS = replace(PLAIN, temperature=0.7, top_p=0.8)
 MODEL = random_model(1)

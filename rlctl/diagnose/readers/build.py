@@ -32,14 +32,17 @@ class Wanted:
         self._exact = frozenset(key for key in keys if "<" not in key)
         patterns = ("".join(_literal(key)) for key in keys if "<" in key)
         self._patterns = tuple(re.compile(pattern) for pattern in patterns)
+        self._names: dict[str, bool] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._exact or any(pattern.fullmatch(key) for pattern in self._patterns)
 
     def by_any_name(self, name: str) -> bool:
         """Whether some framework calls a wanted metric so."""
-        found = (dialect.translate(name) for dialect in (*DIALECTS, plain.DIALECT))
-        return any(named is not None and named.key in self for named in found)
+        if name not in self._names:
+            found = [dialect.translate(name) for dialect in (*DIALECTS, plain.DIALECT)]
+            self._names[name] = any(named is not None and named.key in self for named in found)
+        return self._names[name]
 
 
 def _literal(key: str) -> list[str]:

@@ -36,13 +36,15 @@ def read_events(files: Sequence[Path], reading: Reading) -> None:
                     reading.notes.append(f"{path.name}: a damaged record was passed over")
                     continue
                 for value in event.summary.value:
-                    collector.names.add(value.tag)
-                    if value.tag == _TRAINER_ARGUMENTS:
+                    tag = value.tag
+                    collector.names.add(tag)
+                    if tag == _TRAINER_ARGUMENTS:
                         reading.config |= _arguments(value)
-                    elif collector.keeps(value.tag) and (number := _scalar(value)) is not None:
-                        steps, values = scalars.setdefault(value.tag, (array("q"), array("d")))
-                        steps.append(event.step)
-                        values.append(number)
+                    elif collector.keeps(tag) and (number := _scalar(value)) is not None:
+                        if tag not in scalars:
+                            scalars[tag] = (array("q"), array("d"))
+                        scalars[tag][0].append(event.step)
+                        scalars[tag][1].append(number)
                 num_read += 1
                 if reading.limit is not None and num_read >= reading.limit * 100:
                     break

@@ -285,6 +285,13 @@ def test_every_name_leads_to_a_described_metric():
             assert describe(named.key), (dialect.framework, name)
 
 
+def test_the_page_lists_every_name_with_its_meaning():
+    page = (Path(__file__).parents[3] / "docs" / "diagnose-inputs.md").read_text(encoding="utf-8")
+    for dialect in DIALECTS:
+        for name, named in dialect.names.items():
+            assert f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n" in page, (dialect.framework, name)
+
+
 def test_every_column_says_where_it_comes_from():
     for sample in SAMPLES.iterdir():
         run = read_run(sample, EVERYTHING)

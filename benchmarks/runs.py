@@ -29,6 +29,9 @@ KEPT = {
     "kl": "rollout_corr/k3_kl",
     "staleness": "training/staleness_mean",
     "step_s": "timing_s/step",
+    "alarms": "guardrails/alarms",
+    "interventions": "guardrails/interventions",
+    "skipped": "guardrails/skipped",
 }
 WINDOW = 5  # steps averaged before a reward is called reached
 
@@ -129,7 +132,7 @@ def _run(context: Any, job: Job) -> Outcome:
         error = error_file.read_text() if error_file.exists() else ""
     steps = [row for row in rows if row["step"] > 0]
     middle = {name: statistics.median if name == "step_s" else statistics.fmean for name in KEPT}
-    means = {name: middle[name](row[key] for row in steps) for name, key in KEPT.items() if steps}
+    means = {name: middle[name](row.get(key, 0.0) for row in steps) for name, key in KEPT.items() if steps}
     if process.exitcode and not error:
         error = f"exit code {process.exitcode}"
     return Outcome([row[REWARD] for row in steps], means, error)

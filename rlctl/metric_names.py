@@ -267,6 +267,19 @@ def _performance() -> Iterator[Metric]:
         yield verl(f"timing_s/{stage}", "s", f"wall time of {what}")
 
 
+def _guardrails() -> Iterator[Metric]:
+    """What `trainer.guardrails` saw and did (absent where they are off)."""
+    beyond = "updates whose raw ESS is under its floor or whose |KL| is over its limit"
+    tail = "1 if the raw ESS has been under its floor for a window of batches"
+    yield Metric("guardrails/alarms", "1", f"{beyond}, plus {tail}")
+    done = "updates scaled or withheld, plus 1 for a batch with tightened bounds, plus 1 for ending the run"
+    yield Metric("guardrails/interventions", "1", done)
+    yield Metric("guardrails/updates", "updates", "updates the batch was to make, each of them judged")
+    yield Metric("guardrails/skipped", "updates", "updates the guardrails withheld")
+    yield Metric("guardrails/lr_scale", "1", "factor with which the next batch's learning rate starts")
+    yield Metric("guardrails/tightened", "1", "1 if the batch was trained with tightened bounds, else 0")
+
+
 def _validation() -> Iterator[Metric]:
     """Held-out prompts, by data source."""
     reward = "mean score over validation prompts of this data source, each the mean of its graded samples"
@@ -294,6 +307,7 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Rewards and advantages": tuple(_rewards()),
     "Lengths": tuple(_lengths()),
     "Speed, memory, time": tuple(_performance()),
+    "Guardrails": tuple(_guardrails()),
     "Validation": tuple(_validation()),
 }
 

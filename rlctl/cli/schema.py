@@ -59,7 +59,7 @@ def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> 
             yield from _rows(definitions[field["$ref"].rsplit("/", 1)[-1]], definitions, f"{prefix}{name}.")
             continue
         default = json.dumps(field.get("default"), ensure_ascii=False)
-        meaning = field.get("description", "").replace("|", "\\|")
+        meaning = " ".join(field.get("description", "").split()).replace("|", "\\|")
         yield f"| `{prefix}{name}` | {_type(field, definitions)} | `{default}` | {meaning} |"
 
 

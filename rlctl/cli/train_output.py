@@ -63,7 +63,19 @@ def print_summary(run_dir: Path) -> None:
         console.print(_learned(summary))
     else:
         console.print("No step was left to do; for more: trainer.total_training_steps=N")
+    if guarded := _guarded(summary):
+        console.print(guarded, markup=False)
     _print_places(console, run_dir, summary)
+
+
+def _guarded(summary: dict[str, Any]) -> str:
+    """What the guardrails had to say; empty where they were off or silent."""
+    counts = summary.get("guardrails", {})
+    if reason := counts.get("stopped_because"):
+        return f"\nGuardrails stopped the run: {reason}"
+    if not counts.get("alarms"):
+        return ""
+    return f"\nGuardrails: {counts['alarms']} alarms, {counts['interventions']} interventions"
 
 
 def _learned(summary: dict[str, Any]) -> Table:

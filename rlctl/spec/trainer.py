@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from rlctl.spec.base import NullWord, Section, _one_or_many
+from rlctl.spec.guardrails import GuardrailsSpec
 
 Logger = Literal["console", "wandb", "tensorboard"]
 #: What may become a directory: no separators, neither hidden nor `..`.
@@ -38,6 +39,7 @@ class TrainerSpec(Section):
     """Batches at the start that train the critic alone."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
     """Checkpoints kept, newest first; null: all."""
+    guardrails: GuardrailsSpec = GuardrailsSpec()
     rollouts_per_step: int = Field(default=32, ge=-1)
     """Responses per step written to `rollouts/` with their log-probs; 0: none, -1: all."""
     seed: int = Field(default=1, ge=0)

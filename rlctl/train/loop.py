@@ -21,6 +21,7 @@ from rlctl.reward.build import refuse_errors
 from rlctl.spec.algorithm import GROUP_ESTIMATORS
 from rlctl.train.batch_metrics import batch_metrics, batch_tally
 from rlctl.train.draw import greedy_baseline
+from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.run import Run
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from rlctl.batch import ScoredBatch, TrainBatch
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import RewardResult
+    from rlctl.train.update import Updated
 
 
 def train(run: Run) -> None:
     """Train from `run.start_step` to `run.total_steps`, or until asked to stop."""
     spec, ranks, algorithm = run.spec, run.ranks, run.spec.algorithm
-    settings, critic_settings = UpdateSettings.of(spec), CriticSettings.of(spec)
+    guardrails, critic_settings = Guardrails(run, UpdateSettings.of(spec)), CriticSettings.of(spec)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     warner, saving = Warner(run.tracker.note), StepTimer(ranks.device)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
@@ -70,34 +72,35 @@ def train(run: Run) -> None:
                 with timer("update_critic"):
                     metrics |= update_critic(batch, run.critic, ranks, critic_settings, critic_lr_at, first)
             with timer("update_actor"):
-                outcome = update(batch, run.actor, ranks, settings, lr_at, run.policy_version, hold=hold)
+                outcome = update(
+                    batch,
+                    run.actor,
+                    ranks,
+                    guardrails.settings,
+                    lr_at,
+                    run.policy_version,
+                    guard=guardrails.updates,
+                    hold=hold,
+                )
             run.policy_version += outcome.num_updates
             with timer("sync_weights"):
                 run.rollout.sync_weights(run.actor.weights(), policy_version=run.policy_version)
 
-        if run.rollout_writer:
-            run.rollout_writer.add(
-                step,
-                rollouts,
-                scored.scores,
-                scored.score_valid,
-                outcome.training_log_probs,
-                outcome.weights,
-                outcome.keep_mask,
-            )
+        dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
         warner.look(step, metrics, outcome.nonfinite)
-        stopping = ranks.max(float(run.stop.signal_number is not None)) > 0
-        is_last = stopping or step == run.total_steps
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)
+        metrics |= performance(metrics, timer, ranks) | saving.metrics()
+        metrics |= guardrails.look(step, metrics, outcome.verdicts)
         # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
         # seconds of saving stand in the next line.
-        log(run, step, metrics | performance(metrics, timer, ranks) | saving.metrics())
+        log(run, step, metrics)
         saving = StepTimer(ranks.device)
-        if is_last or is_due(step, spec.trainer.save_freq):
+        stopping = ranks.max(float(run.stop.signal_number is not None)) > 0 or bool(run.stopped_because)
+        if stopping or step == run.total_steps or is_due(step, spec.trainer.save_freq):
             with saving("save_checkpoint"):
                 run.saver.save(run, step)
         if stopping:
@@ -123,6 +126,20 @@ def describe_batch(
         spec.reward.max_error_fraction,
     )
     return metrics
+
+
+def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
+    """Keep responses with what the update made of them, where they are kept."""
+    if run.rollout_writer:
+        run.rollout_writer.add(
+            step,
+            scored.rollouts,
+            scored.scores,
+            scored.score_valid,
+            outcome.training_log_probs,
+            outcome.weights,
+            outcome.keep_mask,
+        )
 
 
 def epoch_of(run: Run, step: int) -> float:

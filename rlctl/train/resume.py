@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rlctl.errors import Problem, SpecError
+from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.spec.run import RunSpec
 
-#: Keys that change how long a run goes on or where it reports to, not what it computes.
+#: Keys that change how long a run goes on or where it reports to, not what it computes. Guardrails act on
+#: a run that is no longer well, and whoever resumes one that they stopped must be able to overrule them.
 _SAFE = frozenset(
     {
         "actor.ppo_micro_batch_size_per_gpu",
@@ -15,6 +17,7 @@ _SAFE = frozenset(
         "reward.model.batch_size",
         "reward.max_error_fraction",
         "rollout.max_num_seqs",
+        *(f"trainer.guardrails.{name}" for name in GuardrailsSpec.model_fields),
         "trainer.logger",
         "trainer.project_name",
         "trainer.experiment_name",

@@ -46,4 +46,5 @@ class Run:
     total_steps: int
     start_step: int = 0
     policy_version: int = 0  # optimizer updates so far
+    stopped_because: str = ""  # the guardrails' reason to end it early
     history: list[dict[str, float]] = field(default_factory=list)

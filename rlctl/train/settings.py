@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.algos.aggregate import AggMode
 from rlctl.algos.rules import CorrectionRules, KLLossType, LossRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run import RunSpec
+from rlctl.train.tighten import tighter_criterion, tighter_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,12 @@ class UpdateSettings:
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
             kl_loss_coef=actor.kl_loss_coef,
         )
+
+    def tightened(self) -> UpdateSettings:
+        """With every bound that decides something one notch tighter; equal to itself if there is none."""
+        weight = tighter_weight(self.rules.weight) if self.weights_are_applied else self.rules.weight
+        reject = tuple(tighter_criterion(rule) for rule in self.rules.reject)
+        return replace(self, rules=replace(self.rules, weight=weight, reject=reject))
 
     @property
     def weights_are_applied(self) -> bool:

@@ -20,6 +20,9 @@ from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.train.resume import refuse_unsafe
 
+#: As of `rlctl diagnose --fail-on`: what was found is the reason.
+STOPPED_BY_GUARDRAILS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Announce:
@@ -35,7 +38,8 @@ class Announce:
 
 
 def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) -> tuple[Path, int]:
-    """Run to the end; returns the run directory and the exit code (0, or 128 + signal).
+    """Run to the end; returns the run directory and the exit code (0, 3 if the guardrails ended it, or
+    128 + signal).
 
     Raises:
         RlctlError: whatever keeps it from starting or going on.
@@ -93,7 +97,9 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:
             if ranks.is_main:
                 write_summary(run, Path(run_dir))
         leave_ranks()
-        return stop.exit_code if stop.signal_number else 0
+        if stop.signal_number:
+            return stop.exit_code
+        return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
 
 
 def _path_of(spec: RunSpec) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.engine.checkpoint import CHECKPOINTS
 from rlctl.files import write_text
 from rlctl.track.jsonl import METRICS_FILE
+from rlctl.train.guardrails import ALARMS, INTERVENTIONS, SKIPPED
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
@@ -40,6 +41,7 @@ def write_summary(run: Run, run_dir: Path) -> None:
         "interrupted": step < run.total_steps,
         "seconds": sum(metrics["timing_s/step"] for metrics in trained),
         "num_updates": run.policy_version,
+        "guardrails": _guardrails(run, trained),
         "first": _mean(trained[:_WINDOW]),
         "last": _mean(trained[-_WINDOW:]),
         "validation_first": _validation(validated[0]) if validated else {},
@@ -66,6 +68,16 @@ def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
         for key in _AVERAGED
         if steps and all(key in metrics for metrics in steps)
     }
+
+
+def _guardrails(run: Run, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """How often they warned and intervened, and whether they ended the run; empty where they are off."""
+    counts = {
+        key.removeprefix("guardrails/"): int(sum(metrics.get(key, 0.0) for metrics in steps))
+        for key in (ALARMS, INTERVENTIONS, SKIPPED)
+    }
+    is_off = run.spec.trainer.guardrails.mode == "off"
+    return {} if is_off else counts | {"stopped_because": run.stopped_because or None}
 
 
 def _validation(metrics: dict[str, float]) -> dict[str, float]:

@@ -24,13 +24,16 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators
 from rlctl.algos.correction import Correction, correct
 from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.tally import HostTally, Tally
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.train.objective import Settled, actor_loss
 from rlctl.train.settings import UpdateSettings
+from rlctl.train.update_guard import UpdateGuard, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Updated:
         num_updates: optimizer steps taken or withheld.
         training_log_probs, weights, keep_mask: (B, T), as the last pass over each row saw them.
         nonfinite: (B,) bool, rows rejected for a NaN or infinite log-prob.
+        verdicts: the guardrails', one per optimizer step that was to be taken.
     """
 
     metrics: dict[str, float]
@@ -50,6 +54,10 @@ class Updated:
     weights: Tensor
     keep_mask: Tensor
     nonfinite: Tensor
+    verdicts: list[Verdict]
+
+
+_Judge = Callable[[HostTally, HostTally, CorrectionRules], Verdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,7 @@ class _MiniResult:
     grad_norm: float
     lr: float
     skipped: bool
+    verdict: Verdict
 
 
 def update(
@@ -70,6 +79,7 @@ def update(
     lr_at: Callable[[int], float],
     first_update: int,
     *,
+    guard: UpdateGuard | None = None,
     hold: bool = False,
 ) -> Updated:
     """Take every optimizer step of one batch.
@@ -78,6 +88,7 @@ def update(
         batch: this rank's rows, mini-batches in order.
         lr_at: learning rate by the number of the optimizer update.
         first_update: number of the first one here.
+        guard: judges every step before it is taken.
         hold: measure everything, change nothing (while a critic warms up).
 
     Raises:
@@ -87,17 +98,20 @@ def update(
     fixed = None
     if not settings.bypass:
         fixed = [_correct(part, part.old_log_probs, settings) for part in batch.split(settings.mini_rows)]
+    judge = (guard or UpdateGuard(GuardrailsSpec(mode="off"))).judge
     results: list[_MiniResult] = []
     for _ in range(settings.ppo_epochs):
         for place, mini in enumerate(batch.split(settings.mini_rows)):
             known = fixed[place] if fixed else None
             seen_here = seen.rows(place * settings.mini_rows, len(mini))
             lr = lr_at(first_update + len(results))
-            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here, hold=hold))
+            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here, judge, hold=hold))
     once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, once, settings)
-    num_updates = 0 if hold else len(results)
-    return Updated(metrics, num_updates, seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite)
+    verdicts = [] if hold else [result.verdict for result in results]
+    return Updated(
+        metrics, len(verdicts), seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite, verdicts
+    )
 
 
 def _mini_batch(
@@ -108,6 +122,7 @@ def _mini_batch(
     known: Correction | None,
     lr: float,
     seen: _Seen,
+    judge: _Judge,
     *,
     hold: bool,
 ) -> _MiniResult:
@@ -139,11 +154,14 @@ def _mini_batch(
     tally = tally or ranks.to_host(_sum(parts))
     losses = ranks.to_host(_sum(stats))
     _refuse_nonfinite(tally, settings)
-    skip = tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
-    result = actor.step(lr=lr, skip=skip or hold)
+    skip = hold or tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
+    verdict = Verdict() if skip else judge(tally, losses, settings.rules)
+    lr *= verdict.lr_scale
+    result = actor.step(lr=lr, skip=skip or verdict.skip)
     factor = batch_norm_factor(tally, settings.rules)
     logged = normalized(tally, settings.rules)
-    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped=not (result.applied or hold))
+    skipped = not (result.applied or verdict.skip or hold)
+    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped, verdict)
 
 
 def _first_pass(

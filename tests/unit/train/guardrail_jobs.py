@@ -1,0 +1,100 @@
+"""What the guardrails' tests run in processes of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.ranks import Ranks
+from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.spec.load import load_spec
+from rlctl.train.guardrails import Guardrails
+from rlctl.train.settings import UpdateSettings
+from rlctl.train.update import update
+from rlctl.train.update_guard import UpdateGuard
+from tests.models import naive_log_probs, replaced, tiny_model
+from tests.unit.train.updates import BYPASS, REINFORCE, ROWS, batch_of, select, settings_of
+
+MINI = 4
+#: The mini-batch whose rollouts come from a policy far away.
+FAR = 2
+
+
+def engine_of(ranks: Ranks) -> DeepSpeedEngine:
+    return DeepSpeedEngine(
+        tiny_model(),
+        ranks,
+        zero_stage=0,
+        dtype=torch.float32,
+        temperature=1.0,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        grad_clip=1.0,
+    )
+
+
+def skipping(ranks: Ranks, micro: int):
+    """Four mini-batches of which the guardrails withhold one, against an engine that never sees that one."""
+    model = tiny_model()
+    batch = batch_of(model)
+    own = naive_log_probs(model, batch)[0].float()
+    shift = torch.zeros(ROWS, 1)
+    shift[FAR * MINI : (FAR + 1) * MINI] = 1.5
+    shift = torch.where(batch.response_mask, shift, 0.0)
+    batch = replaced(batch, rollout_log_probs=own - shift, old_log_probs=own - shift)
+    share = MINI // ranks.world_size
+    parts = [
+        select(batch, [start + ranks.rank * share + row for row in range(share)])
+        for start in range(0, ROWS, MINI)
+    ]
+    correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}
+    settings = settings_of(correction, mini_rows=share, micro_rows=micro)
+    guard = UpdateGuard(GuardrailsSpec(mode="act", on_low_ess="warn"))
+    guarded, spared = engine_of(ranks), engine_of(ranks)
+    verdicts, skipped_updates = [], 0.0
+    for number, part in enumerate(parts):
+        outcome = update(part, guarded, ranks, settings, lambda _: 1e-3, number, guard=guard)
+        verdicts += outcome.verdicts
+        skipped_updates += outcome.metrics["rollout_corr/skipped_updates"]
+    for number, (part, verdict) in enumerate(zip(parts, verdicts, strict=True)):
+        if not verdict.skip:
+            rate = 1e-3 * verdict.lr_scale
+            update(part, spared, ranks, settings, lambda _, rate=rate: rate, number)
+    return {
+        "verdicts": verdicts,
+        "skipped_updates": skipped_updates,
+        "guarded": {name: weight.detach().clone() for name, weight in guarded.weights()},
+        "spared": {name: weight.detach().clone() for name, weight in spared.weights()},
+    }
+
+
+def run_of(ranks: Ranks, *overrides: str, history=(), notes: list[str] | None = None) -> SimpleNamespace:
+    """As much of a run as the guardrails look at."""
+    spec = load_spec([], [], list(overrides)).spec
+    note = (lambda _: None) if notes is None else notes.append
+    return SimpleNamespace(
+        spec=spec,
+        run_dir=None,
+        ranks=ranks,
+        tracker=SimpleNamespace(note=note),
+        history=list(history),
+        stopped_because="",
+    )
+
+
+def guardrails_of(run: SimpleNamespace) -> Guardrails:
+    return Guardrails(run, UpdateSettings.of(run.spec))
+
+
+def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str, float]]):
+    """Decisions step by step; only the main rank has the history."""
+    run = run_of(ranks, "trainer.guardrails.mode=act", history=history if ranks.is_main else [])
+    guardrails = guardrails_of(run)
+    decided = [(guardrails.is_tight, guardrails.updates.scale)]
+    for row in rows:
+        metrics = row if ranks.is_main else {"rollout_corr/rollout_is_raw_eff_sample_size": 1.0}
+        guardrails.look(int(row["step"]), metrics, ())
+        decided.append((guardrails.is_tight, run.stopped_because))
+    return decided

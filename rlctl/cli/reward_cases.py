@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("data_source", "prompt", "response", "ground_truth", "reward")
 _KNOWN = (*_NEEDED, "messages", "extra_info")
+_TEXTS = ("data_source", "prompt", "response", "ground_truth")
 _FIX = "name an evaluation's samples.parquet, or a run's rollouts directory"
 
 
@@ -91,6 +92,12 @@ def _stored_case(
     expected: float | None,
     where: str,
 ) -> Case:
+    for name in _TEXTS:
+        if not isinstance(values[name], str):
+            kind = "empty" if values[name] is None else f"of type {type(values[name]).__name__}"
+            raise UsageError(f"`{name}` is {kind}, not a text", where=where, fix=_FIX)
+    if not isinstance(values["reward"], int | float | None):
+        raise UsageError(f"`reward` is {values['reward']!r}, not a number", where=where, fix=_FIX)
     known = rows.get((values["data_source"], values["ground_truth"]), ())
     row = next((row for row in known if row.prompt[-1].content in values["prompt"]), None)
     of_row = _sample(row, "") if row else Sample("", "")
@@ -99,11 +106,17 @@ def _stored_case(
         values["ground_truth"],
         values["prompt"],
         values["data_source"],
-        _from_json(values.get("extra_info")) or of_row.extra_info,
-        _from_json(values.get("messages")) or of_row.messages,
+        _from_json(values, "extra_info", where) or of_row.extra_info,
+        _from_json(values, "messages", where) or of_row.messages,
     )
     return Case("stored response", sample, expected, where)
 
 
-def _from_json(text: Any) -> Any:
-    return json.loads(text) if isinstance(text, str) and text else text
+def _from_json(values: Mapping[str, Any], name: str, where: str) -> Any:
+    text = values.get(name)
+    if not isinstance(text, str) or not text:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"`{name}` is not JSON: {error}", where=where, fix=_FIX) from error

@@ -52,11 +52,12 @@ def load(name: str) -> Callable[[Sample], object]:
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback, starting at the first frame that is not this package's."""
+    """The traceback, starting at the first frame that is not this package's; text that can be printed."""
     trace, ours = error.__traceback__, str(Path(__file__).parent)
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return text.encode("utf-8", "backslashreplace").decode()  # it may quote half of a surrogate pair
 
 
 def _module(path: Path) -> ModuleType:

@@ -134,6 +134,26 @@ def test_terms_are_tried_one_by_one_and_stored_rewards_with_their_sum(data, mine
 
 
 @pytest.mark.parametrize(
+    ("column", "value", "what"),
+    [
+        ("prompt", None, "`prompt` is empty, not a text"),
+        ("response", 72, "`response` is of type int, not a text"),
+        ("ground_truth", ["72"], "`ground_truth` is of type list, not a text"),
+        ("reward", "1.0", "`reward` is '1.0', not a number"),
+        ("extra_info", "{n: 1}", "`extra_info` is not JSON"),
+    ],
+)
+def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys, column, value, what):
+    good = {"data_source": "a", "prompt": "q", "response": "72", "ground_truth": "72", "reward": 1.0}
+    pq.write_table(pa.Table.from_pylist([good | {column: value}]), tmp_path / "s.parquet")
+    path = data(row(0, "72"))
+    assert run(["reward", "test", "exact", "--data", path, "--responses", str(tmp_path / "s.parquet")]) == 2
+    shown = capsys.readouterr().err
+    assert what in shown
+    assert f"{tmp_path}/s.parquet:1" in shown.replace("\n", "")
+
+
+@pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["nothing", "--data", "DATA"], "neither a spec nor a grader"),

@@ -39,6 +39,7 @@ def scalar(): return np.float32(0.25)
 def truth(): return np.bool_(True)
 def chatty(): print("score: 1"); return 3
 def raises(): raise RuntimeError("my own mistake")
+def surrogate(): raise ValueError("half a pair: " + chr(0xD800))
 def hangs(): time.sleep(60)
 def leaves(): sys.exit(3)
 def nan(): return float("nan")
@@ -89,6 +90,7 @@ def test_parameters_are_filled_by_name(mine, function, score):
     ("function", "text"),
     [
         ("raises", "RuntimeError: my own mistake"),
+        ("surrogate", "half a pair: \\ud800"),
         ("leaves", "the grading process ended with code 3"),
         ("nan", "the grader returned nan"),
         ("text", "returned '1.0' of type str, not a number"),

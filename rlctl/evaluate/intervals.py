@@ -33,13 +33,13 @@ class Estimate:
     num_questions: int
 
 
-def estimate(per_question: Sequence[float]) -> Estimate | None:
+def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estimate | None:
     """Mean and interval of one value per question; None without any.
 
-    Values in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
-    p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015): close to its level for ten
-    questions and near 0 and 1, where mean ± t·error is not (tests/unit/evaluate simulates it). Other
-    rewards get mean ± t·error.
+    Values in [0, 1], unless they are lengths, get Wilson's interval with the effective sample size of the
+    clustered mean, p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015): close to its level
+    for ten questions and near 0 and 1, where mean ± t·error is not (tests/unit/evaluate simulates it).
+    Others get mean ± t·error.
     """
     count = len(per_question)
     if count == 0:
@@ -53,7 +53,7 @@ def estimate(per_question: Sequence[float]) -> Estimate | None:
     deviations = math.fsum((value - mean) ** 2 for value in per_question)
     is_alike = max(per_question) - min(per_question) < _ALIKE
     variance = 0.0 if is_alike else deviations / (count - 1) / count
-    if min(per_question) >= 0.0 and max(per_question) <= 1.0:
+    if not is_length and min(per_question) >= 0.0 and max(per_question) <= 1.0:
         return Estimate(mean, *_wilson(mean, variance, count, quantile), count)
     if variance == 0.0:
         return Estimate(mean, None, None, count)

@@ -10,6 +10,7 @@ was sampled once is never sampled again, and a model is loaded only if something
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from rlctl.spec.reward import RewardSpec
 from rlctl.tiny.embedded import cache_root
 
 DEFAULT_KS = (1, 4, 8)
+#: Logits of some hundreds divided by less leave float32.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model is neither here nor on the hub, or a disk is full.
     """
     ks = checked_ks(request.ks, request.n)
-    _refuse_repeated_greedy(request)
+    _refuse_temperature(request)
     target = find_target(request.model_or_run, request.data_files)
     if request.out:
         check_vacant(request.out)
@@ -201,7 +204,10 @@ def _responses(
     return {pair: found[pair] for pair in keys.values()}, num_stored
 
 
-def _refuse_repeated_greedy(request: EvaluateRequest) -> None:
+def _refuse_temperature(request: EvaluateRequest) -> None:
+    if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
+        what = f"logits cannot be divided by a temperature of {request.temperature:g}"
+        raise UsageError(what, where="--temperature", fix="for the likeliest tokens: --temperature 0 --n 1")
     if request.temperature == 0.0 and request.n > 1:
         what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
         raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")

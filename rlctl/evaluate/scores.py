@@ -126,7 +126,7 @@ def _score(name: str, questions: list[Question], ks: Sequence[int], n: int) -> S
         pass_at={k: _over([question.pass_at(k) for question in questions]) for k in ks},
         majority=_over([question.majority(n) for question in questions]),
         truncated_fraction=_over([_mean([s.truncated for s in q.samples]) for q in questions]),
-        mean_length=_over([_mean([s.num_tokens for s in q.samples]) for q in questions]),
+        mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_length=True),
         grader_error_fraction=_over([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
 

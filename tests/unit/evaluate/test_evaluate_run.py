@@ -155,6 +155,8 @@ def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
         ({"ks": [9]}, "pass@9 cannot be estimated from 8"),
         ({"ks": [0]}, "pass@0"),
         ({"temperature": 0.0}, "temperature 0"),
+        ({"temperature": float("inf")}, "temperature of inf"),
+        ({"temperature": 1e-300}, "temperature of 1e-300"),
         ({"max_response_length": QUICK.max_position_embeddings}, "no room for a prompt"),
         ({"model_or_run": "no/such"}, "does not exist"),
         ({"reward": "nonesuch"}, "no such reward"),

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 #: Runs differ where window medians are further apart than this many of both runs' robust deviations. The
 #: medians' own noise is about 0.4 of one.
 APART_SIGMAS = 2.0
+#: A window median's noise, in a value's, as long as values are independent; windows that it takes to tell
+#: whether they are.
+_MEDIAN_SHARE, _MIN_WINDOWS = 0.4, 8
 #: Windows whose median stands for the level that a value's noise is measured from.
 _SMOOTHED = 5
+#: Standard deviations of a normal distribution in its median absolute deviation.
+_NORMAL = 1.4826
 #: Points a metric is compared at; of longer logs medians of consecutive steps.
 _MAX_POINTS = 5000
 #: Share of a run's values on one side of zero from which a ratio to them makes sense.
@@ -147,8 +152,9 @@ def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
 def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     """The longest stretch of steps in which window medians are further apart than both runs' noise.
 
-    Noise is the median absolute deviation from a running median of five windows, of both runs together,
-    and at least a small share of the level, so that a material difference is asked for too.
+    Noise is the median absolute deviation from a running median of five windows, of both runs together. It
+    is more where the difference wanders from window to window more than independent values would, and at
+    least a small share of the level, so that a material difference is asked for too.
     """
     from scipy.ndimage import median_filter
 
@@ -158,7 +164,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     if len(steps) < th.WINDOW:
         return None
     medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="nearest") for v in (values_a, values_b))
-    noise = float(np.hypot(_noise(values_a), _noise(values_b)))
+    noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _wander(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
     streaks = [longest_true(_settled(side * distance > APART_SIGMAS)) for side in (1.0, -1.0)]
@@ -196,6 +202,19 @@ def _noise(values: Floats) -> float:
     return float(
         median_abs_deviation(values - median_filter(values, size=size, mode="nearest"), scale="normal")
     )
+
+
+def _wander(difference: Floats) -> float:
+    """What a value's noise would be, to judge by how medians of neighbouring windows differ.
+
+    A step in the difference touches two of them only, and the median does not see it.
+    """
+    count = len(difference) // th.WINDOW
+    if count < _MIN_WINDOWS:
+        return 0.0
+    windows = difference[: count * th.WINDOW].reshape(count, th.WINDOW)
+    moves = np.abs(np.diff(np.median(windows, axis=1)))
+    return float(np.median(moves)) * _NORMAL / np.sqrt(2.0) / _MEDIAN_SHARE
 
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:

@@ -1,0 +1,209 @@
+"""The page of a diagnosis, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("plotly", reason="plotly is not installed")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from rlctl.diagnose.compare import compare  # noqa: E402
+from rlctl.diagnose.page.write import page as page_text  # noqa: E402
+from rlctl.diagnose.readers.detect import read_run  # noqa: E402
+from rlctl.diagnose.rules import METRICS_READ, examine  # noqa: E402
+from rlctl.diagnose.table import Table  # noqa: E402
+from tests.unit.diagnose.logs import CORR, healthy_rows, write_run  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028{{7*7}}${alert(3)}\ud800"
+EVIL_KEY = f"val-core/<a href='http://evil.test'>{EVIL}</a>/reward/mean@1"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed")
+    with playwright.sync_playwright() as started:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page and fails on whatever a harmless page does not do: dialogs, errors, requests."""
+    complaints = []
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    page.on("console", lambda message: complaints.append(f"console {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(f"error {error}"))
+    page.on("request", lambda request: complaints.append(f"request {request.url[:99]}"))
+
+    def go(text):
+        path = tmp_path / "report.html"
+        path.write_text(text, encoding="utf-8")
+        page.goto(path.as_uri())
+        assert complaints[:1] == [f"request {path.as_uri()}"[:107]]
+        complaints.pop(0)
+        return page
+
+    yield go
+    page.close()
+    assert [each for each in complaints if not each.startswith("request data:")] == []
+
+
+def diagnosed(run_dir, rows):
+    return examine(read_run(write_run(run_dir, rows), METRICS_READ))
+
+
+@pytest.fixture
+def healthy(tmp_path):
+    return diagnosed(tmp_path / "healthy", healthy_rows())
+
+
+@pytest.fixture
+def sick(tmp_path):
+    rows = healthy_rows(seed=1)
+    for row in rows[30:]:
+        row |= {f"{CORR}kl": 0.2, "response_length/clip_ratio": 0.2}
+    return diagnosed(tmp_path / "sick", rows)
+
+
+def until(page, expression):
+    """Playwright's own way of waiting evaluates strings in the page, which its policy forbids."""
+    for _ in range(100):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never: {expression}")
+
+
+def plots(page):
+    return page.locator("figure figcaption b").all_inner_texts()
+
+
+def test_findings_are_marked_on_plots_that_can_be_chosen(sick, opened):
+    page = opened(page_text([sick]))
+    assert "0.2 nats per token apart" in page.locator(".finding").first.inner_text()
+    assert plots(page) == [f"{CORR}kl", "response_length/clip_ratio"]
+    assert page.locator("figure .scatterlayer path.js-line").count() == 2
+    assert page.locator("figure .shapelayer path").count() == 2
+    assert page.locator("figure .annotation-text").all_text_contents() == ["policy-gap", "truncated"]
+    page.click("text=20.0% of the responses")
+    assert "response_length/clip_ratio" in page.locator("figure.called").inner_text()
+    page.click("[data-severity=warning]")
+    assert page.locator(".finding:visible").count() == 1
+    assert page.locator("figure .annotation-text").all_text_contents() == ["truncated"]
+    assert page.locator("[data-severity=info]").is_disabled()
+    page.click("#choose summary")
+    page.fill("#search", "ENTROPY")
+    assert page.locator("#metrics label:visible").all_inner_texts() == ["actor/entropy"]
+    page.check("#metrics label:visible input")
+    assert plots(page)[1] == "actor/entropy"
+    page.click("#none")
+    assert plots(page) == [f"{CORR}kl", "response_length/clip_ratio"]
+    page.fill("#search", "")
+    page.click("#none")
+    assert plots(page) == []
+
+
+def test_several_runs_share_plots_and_zoom_together(healthy, sick, opened):
+    page = opened(page_text([healthy, sick], compare(healthy, sick)))
+    assert f"from there {CORR}kl of B is" in page.locator(".comparison").inner_text()
+    assert page.locator("figure").first.locator("path.js-line").count() == 2
+    ranges = "[...document.querySelectorAll('.plot')].map((plot) => plot._fullLayout.xaxis.range)"
+    box = page.locator("figure .nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 25, steps=4)
+    page.mouse.up()
+    until(page, "document.querySelectorAll('.plot')[1]._fullLayout.xaxis.range[1] < 40")
+    first, second = page.evaluate(ranges)
+    assert first == pytest.approx(second)
+    page.click("#log")
+    assert page.evaluate("document.querySelector('.plot')._fullLayout.yaxis.type") == "log"
+    page.click("#reset")
+    assert page.evaluate(ranges)[0][1] >= 60
+    page.hover("figure .nsewdrag >> nth=0")
+    page.wait_for_selector("figure .hoverlayer text")
+    page.click("#runs button >> nth=0")
+    assert page.locator("figure").first.locator("path.js-line").count() == 1
+    page.click(".comparison [data-plot] >> nth=1")
+    assert page.locator("figure.called").count() == 1
+
+
+def test_it_can_be_seen(sick, opened):
+    page = opened(page_text([sick]))
+    for scheme, is_right in (("light", (200).__lt__), ("dark", (50).__gt__)):
+        page.emulate_media(color_scheme=scheme)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert is_right(sum(map(int, re.findall(r"\d+", ground)[:3])) / 3)
+        assert len(page.locator("figure").first.screenshot()) > 8_000
+    page.set_viewport_size({"width": 400, "height": 800})
+    until(page, "document.documentElement.scrollWidth <= innerWidth")
+
+
+def hostile(diagnosis):
+    """The diagnosis with its every text replaced."""
+    table = diagnosis.run.table
+    columns = {**table.columns, EVIL_KEY: np.linspace(0, 1, len(table.steps))}
+    run = replace(diagnosis.run, path=diagnosis.run.path / EVIL, notes=(EVIL,))
+    run = replace(run, table=Table(table.steps, columns))
+    evil = {"what": EVIL, "cause": EVIL, "source": EVIL, "why_so_sure": EVIL, "could_not_check": (EVIL,)}
+    first, *others = diagnosis.findings
+    evidence = (replace(first.evidence[0], metric=EVIL_KEY, figure=EVIL),)
+    remedies = tuple(replace(remedy, spec=(EVIL,), why=EVIL) for remedy in first.remedies)
+    return replace(
+        diagnosis,
+        run=run,
+        findings=(replace(first, evidence=evidence, remedies=remedies, **evil), *others),
+    )
+
+
+def test_hostile_text_is_only_text(sick, healthy, opened):
+    evil = hostile(sick)
+    page = opened(page_text([evil, healthy], compare(evil, healthy)))
+    assert page.locator(".finding h3").first.inner_text().count("<script>alert(1)</script>") == 1
+    assert page.locator("main img, main script, main a, main svg a").count() == 0
+    assert "<a href='http://evil.test'>" in " ".join(plots(page))
+    page.hover("figure >> nth=-1 >> .nsewdrag")
+    page.wait_for_selector("figure .hoverlayer text")
+    assert page.locator("main svg a").count() == 0
+
+
+def test_what_is_injected_does_not_run_nor_load(sick, browser, tmp_path):
+    """The policy holds even if text became markup."""
+    evil = "<script>document.title='run'</script><img src='https://evil.test/x' onerror='document.title=1'>"
+    path = tmp_path / "report.html"
+    path.write_text(page_text([sick]).replace("<main>", f"{evil}<main>", 1))
+    page = browser.new_page()
+    loaded = []
+    page.on("requestfinished", lambda request: loaded.append(request.url))
+    page.goto(path.as_uri())
+    assert page.title() == str(sick.run.path)
+    assert [url for url in loaded if url.startswith("http")] == []
+    page.close()
+
+
+def test_data_is_json_without_any_markup(sick):
+    text = page_text([hostile(sick)])
+    [block] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert not re.search(r"[<>&\u2028]", block)
+    assert EVIL_KEY in [metric["key"] for metric in json.loads(block)["metrics"]]
+
+
+def test_a_long_log_stays_a_small_page_with_its_spikes(healthy):
+    steps = np.arange(1_000_000)
+    values = np.ones(len(steps))
+    values[777_777] = 40.0
+    run = replace(healthy.run, table=Table(steps, {"actor/grad_norm": values}))
+    short, long = (page_text([each]) for each in (healthy, replace(healthy, run=run, findings=())))
+    assert len(long) - len(short) < 50_000
+    assert "40.0" in long[long.index('id="data"') :]

@@ -31,7 +31,8 @@ def read_wandb(stream: IO[bytes], reading: Reading) -> None:
             continue
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            row = {_name(item): _value(item) for item in record.history.item}
+            # Sorted: W&B writes a row's items in any order, and rows with the same keys are kept together.
+            row = {_name(item): _value(item) for item in sorted(record.history.item, key=_name)}
             if record.history.HasField("step"):
                 row.setdefault("_step", record.history.step.num)
             reading.collector.add(row)

@@ -1,5 +1,6 @@
 """What is written in any format is read back equal."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlctl.diagnose.readers.detect import read_run
+from rlctl.errors import UsageError
 from tests.unit.diagnose import formats
 
 NAMES = ("actor/grad_norm", "actor/entropy", "critic/score/mean", "val/my/data set/reward_mean")
@@ -125,7 +127,13 @@ def test_a_real_offline_run_of_wandb(tmp_path, monkeypatch):
         run.log({"actor/grad_norm": norm, "val-core/gsm8k/acc/mean@1": 0.1 * step}, step=step)
     run.finish()
     [file] = tmp_path.rglob("*.wandb")
-    log = read_run(file, ("actor/grad_norm", "val/<data_source>/reward_mean"))
+    keys = ("actor/grad_norm", "val/<data_source>/reward_mean")
+    for _ in range(100):  # W&B writes it from a process of its own, which may lag behind
+        with contextlib.suppress(UsageError):
+            log = read_run(file, keys)
+            if len(log.table.steps) == 5:
+                break
+        time.sleep(0.1)
     assert log.framework == "verl"
     assert log.facts.updates_per_batch == 4
     assert (log.facts.rollout_is, log.facts.bypass_mode) == ("sequence", True)

@@ -1,3 +1,4 @@
+import io
 import json
 
 import pytest
@@ -85,3 +86,101 @@ def test_mistakes_exit_2(tmp_path, healthy, capsys):
         assert run(["diagnose", str(healthy), str(path)]) == 2
         assert words in capsys.readouterr().err
     assert run(["diagnose", str(healthy), "--fail-on", "info"]) == 2
+
+
+def test_every_format_goes_to_a_file_or_to_standard_output(sick, tmp_path, capsys):
+    for name, words in (
+        ("text", "CRITICAL"),
+        ("json", '"severity": "critical"'),
+        ("markdown", "### CRITICAL"),
+    ):
+        out = tmp_path / f"report.{name}"
+        assert run(["diagnose", str(sick), "--format", name, "--out", str(out)]) == 0
+        assert words in out.read_text(encoding="utf-8")
+        assert capsys.readouterr().out == ""
+        assert run(["diagnose", str(sick), "--format", name]) == 0
+        assert words in capsys.readouterr().out
+
+
+def test_a_page_is_written(sick, healthy, tmp_path):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    out = tmp_path / "report.html"
+    assert run(["diagnose", str(sick), str(healthy), "--format", "html", "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert run(["diagnose", "compare", str(healthy), str(sick), "--format", "html", "-o", str(out)]) == 0
+    assert "A and B" in out.read_text(encoding="utf-8")
+
+
+def test_the_fixed_spec_can_be_trained_with(sick, tmp_path, capsys):
+    fixed = tmp_path / "fixed.yaml"
+    assert run(["diagnose", str(sick), "--fix", str(fixed), "--format", "json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)
+    assert "applied  data.max_response_length=12" in captured.err
+    assert run(["train", "--spec", str(fixed), "--dry-run"]) == 0
+    assert run(["diagnose", str(sick), "--fix", str(fixed)]) == 2
+    assert "replaces nothing" in capsys.readouterr().err
+
+
+def test_a_log_of_another_framework_gives_an_overlay(tmp_path, capsys):
+    rows = [{"step": row["step"], "actor/pg_loss": 0.1, "critic/score/mean": 0.5} for row in healthy_rows()]
+    for row in rows:
+        row |= {"response_length/clip_ratio": 0.2, "response_length/max": 512.0, "actor/lr": 1e-6}
+        row |= {f"{CORR}rollout_is_eff_sample_size": 0.2, f"{CORR}rollout_is_mean": 1.0}
+    lines = (f"step:{row.pop('step')} - " + " - ".join(f"{k}:{v}" for k, v in row.items()) for row in rows)
+    log = tmp_path / "verl.log"
+    log.write_text("\n".join(lines))
+    fixed = tmp_path / "fixed.yaml"
+    assert run(["diagnose", str(log), "--fix", str(fixed)]) == 0
+    captured = capsys.readouterr()
+    assert "logged by verl" in captured.out
+    assert "holds only the changed keys" in captured.err
+    assert run(["train", "-p", "rloo-seq-is", "--spec", str(fixed), "--dry-run"]) == 0
+
+
+def test_a_healthy_run_needs_no_fix(healthy, tmp_path, capsys):
+    fixed = tmp_path / "fixed.yaml"
+    assert run(["diagnose", str(healthy), "--fix", str(fixed)]) == 0
+    assert "nothing was written" in capsys.readouterr().err
+    assert not fixed.exists()
+
+
+def test_standard_input_is_read(sick, monkeypatch, capsys):
+    log = (sick / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log)))
+    assert run(["diagnose", "-", "--fail-on", "critical"]) == 3
+    assert "standard input: steps 1–60" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared(healthy, sick, capsys):
+    assert run(["diagnose", "compare", str(healthy), str(sick)]) == 0
+    out = capsys.readouterr().out
+    assert f"From the start {CORR}kl of B is" in out
+    assert "Only in B: 20.0% of the responses" in out
+    assert run(["diagnose", "compare", str(healthy), str(sick), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {change["key"] for change in document["metrics"]} == {f"{CORR}kl", "response_length/clip_ratio"}
+    assert document["findings_only_b"][0]["rule"] == "policy-gap"
+    assert run(["diagnose", "compare", str(healthy)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "{log}"], "the log itself"),
+        (["--out", "{dir}"], "a directory"),
+        (["--out", "{dir}/no/report.txt"], "no such directory"),
+        (["--fix", "{dir}/no/fixed.yaml"], "no such directory"),
+        (["{dir}", "--fix", "{dir}/fixed.yaml"], "one run"),
+        (["--what-if", "--fix", "{dir}/fixed.yaml"], "--fix is about findings"),
+        (["--what-if", "--format", "html"], "text or json"),
+        (["--format", "pdf"], "pdf"),
+    ],
+)
+def test_requests_that_cannot_work_are_refused(sick, arguments, words, capsys):
+    log = sick / "metrics.jsonl"
+    before = log.read_bytes()
+    filled = [argument.format(log=log, dir=sick) for argument in arguments]
+    assert run(["diagnose", str(log), *filled]) == 2
+    assert words in capsys.readouterr().err
+    assert log.read_bytes() == before

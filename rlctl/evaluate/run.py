@@ -53,7 +53,7 @@ class EvaluateRequest:
         ks: of pass@k; None: those of 1, 4, 8 that n allows.
         temperature: of sampling; 0: the likeliest token, which takes n = 1.
         top_p: nucleus sampling.
-        max_response_length: tokens; None: the run's own, or 512.
+        max_response_length: tokens; None: the run's own, or 512, at most half of the model's context.
         limit: questions at most, the first ones; None: all.
         seed: of sampling.
         reward: a grader's name or `file.py:function`; None: the run's own, or by data source.
@@ -220,7 +220,10 @@ def _lengths(request: EvaluateRequest, target: Target, policy: Policy) -> tuple[
         UsageError: the model's context has no room for the response.
     """
     data = target.spec.data if target.spec else DataSpec()
-    length = request.max_response_length or data.max_response_length
+    default = data.max_response_length
+    if target.spec is None and policy.context is not None:
+        default = max(1, min(default, policy.context // 2))
+    length = request.max_response_length or default
     room = data.max_prompt_length if policy.context is None else policy.context - length
     if room < 1:
         raise UsageError(

@@ -123,6 +123,8 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
         evidence: what must stand before another exercise for it to be another one.
     """
     text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
+    if text.lstrip().startswith("<think>") and "</think>" not in text:
+        return ""  # cut off while it was still thinking
     text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2]).strip()
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]

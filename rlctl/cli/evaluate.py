@@ -68,7 +68,7 @@ def evaluate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1: all tokens.")] = 1.0,
     max_response_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens.", show_default="the run's, or 512 (half of a small context)"),
+        typer.Option(min=1, help="Tokens.", show_default="the run's, or 512"),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first questions.", show_default="all")

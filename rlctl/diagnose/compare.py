@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,7 @@ def _wander(difference: Floats) -> float:
         return 0.0
     windows = difference[: count * th.WINDOW].reshape(count, th.WINDOW)
     moves = np.abs(np.diff(np.median(windows, axis=1)))
-    return float(np.median(moves)) * _NORMAL / np.sqrt(2.0) / _MEDIAN_SHARE
+    return float(np.median(moves)) * _NORMAL / math.sqrt(2.0) / _MEDIAN_SHARE
 
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:

@@ -20,13 +20,13 @@ from rlctl.diagnose.wording import (
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from rlctl.diagnose.table import RunLog
 
 _STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _CHART_WIDTH = 60
+_LABEL_WIDTH, _LEAST_ROOM = 8, 20
 #: Columns beside a chart: indent, labels, and the range of its values.
 _BESIDE_CHART = 34
 
@@ -90,12 +90,10 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         for command in how_to_apply(run):
             console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
     console.print()
-    console.print(_rules(diagnosis))
+    _print_rules(console, diagnosis)
 
 
 def _print_finding(console: Console, finding: Finding, run: RunLog) -> None:
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     head = Text.assemble(
@@ -105,22 +103,32 @@ def _print_finding(console: Console, finding: Finding, run: RunLog) -> None:
         (f"  [{finding.rule}]", "dim"),
     )
     console.print(head, soft_wrap=True)
-    parts = Table.grid(padding=(0, 2))
-    parts.add_column(no_wrap=True)
-    parts.add_column(overflow="fold")
     for evidence in finding.evidence:
-        parts.add_row("seen", Text(seen(evidence)))
+        _print_part(console, "seen", Text(seen(evidence)))
         for line in _chart(evidence, finding.severity, run, console.width - _BESIDE_CHART):
-            parts.add_row("", line)
-    _add_meaning(parts, finding, run)
-    parts.add_row("cause", Text(visible(finding.cause)))
-    _add_remedies(parts, finding, run)
+            _print_part(console, "", line, in_one_line=True)
+    for meaning in _meanings(finding, run):
+        _print_part(console, "logged", Text(meaning, style="dim"))
+    _print_part(console, "cause", Text(visible(finding.cause)))
+    _print_remedies(console, finding, run)
     sure = f"{finding.confidence}: {finding.why_so_sure}" if finding.why_so_sure else finding.confidence
-    parts.add_row("sure", Text(visible(sure), style="dim"))
+    _print_part(console, "sure", Text(visible(sure), style="dim"))
     for missing in finding.could_not_check:
-        parts.add_row("open", Text(visible(missing), style="dim"))
-    parts.add_row("source", Text(visible(finding.source), style="dim"))
-    console.print(Padding(parts, (0, 0, 1, 2), expand=False))
+        _print_part(console, "open", Text(visible(missing), style="dim"))
+    _print_part(console, "source", Text(visible(finding.source), style="dim"))
+    console.print()
+
+
+def _print_part(console: Console, label: str, text: Text, *, in_one_line: bool = False) -> None:
+    """A label and its text; it wraps on a terminal, unless it is to be pasted or goes into a pipe."""
+    from rich.text import Text
+
+    room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
+    lines = [text] if in_one_line or not console.is_terminal else text.wrap(console, room)
+    for line in lines:
+        line.rstrip()
+        console.print(Text.assemble(f"  {label:<{_LABEL_WIDTH}}", line), soft_wrap=True)
+        label = ""
 
 
 def _chart(evidence: Evidence, severity: Severity, run: RunLog, room: int) -> Iterator[Text]:
@@ -141,19 +149,16 @@ def _chart(evidence: Evidence, severity: Severity, run: RunLog, room: int) -> It
     yield Text(" " * first + mark, style=_STYLES[severity], no_wrap=True)
 
 
-def _add_meaning(parts: Table, finding: Finding, run: RunLog) -> None:
+def _meanings(finding: Finding, run: RunLog) -> Iterator[str]:
     """What the log called the figures, where that is not rlctl's name and definition."""
-    from rich.text import Text
-
     for key in dict.fromkeys(evidence.metric for evidence in finding.evidence):
         origin = run.origins.get(key)
-        if origin is None or (origin.name == key and not origin.meaning):
-            continue
-        meaning = f": {origin.meaning}" if origin.meaning else ""
-        parts.add_row("logged", Text(visible(f"{key} as {origin.name}{meaning}"), style="dim"))
+        if origin is not None and (origin.name != key or origin.meaning):
+            meaning = f": {origin.meaning}" if origin.meaning else ""
+            yield visible(f"{key} as {origin.name}{meaning}")
 
 
-def _add_remedies(parts: Table, finding: Finding, run: RunLog) -> None:
+def _print_remedies(console: Console, finding: Finding, run: RunLog) -> None:
     from rich.text import Text
 
     for place, remedy in enumerate(finding.remedies):
@@ -161,21 +166,20 @@ def _add_remedies(parts: Table, finding: Finding, run: RunLog) -> None:
         why = visible(remedy.why)
         if to_paste and is_in_other_words(remedy, run):
             why = f"in rlctl's keys{f'; {why}' if why else ''}"
-        beside = (f"  ({why})", "dim") if to_paste and why else ("" if to_paste else why, "")
-        parts.add_row("try" if place == 0 else "or", Text.assemble((to_paste, "cyan"), beside))
+        beside = (f"  # {why}" if to_paste else why, "dim" if to_paste else "") if why else ""
+        text = Text.assemble((to_paste, "cyan"), beside)
+        _print_part(console, "or" if place else "try", text, in_one_line=bool(to_paste))
 
 
-def _rules(diagnosis: Diagnosis) -> Table:
+def _print_rules(console: Console, diagnosis: Diagnosis) -> None:
     """One line per rule: found, ok, SKIPPED with what is missing, n/a with the reason."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
     hit = {finding.rule for finding in diagnosis.findings}
-    for rule in diagnosis.checked:
-        word = "found" if rule.name in hit else "ok"
-        table.add_row(word, Text(rule.name), Text(rule.looks_for, style="dim"))
+    lines = [("found" if r.name in hit else "ok", r.name, r.looks_for, "dim") for r in diagnosis.checked]
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
         word, style = ("SKIPPED", "yellow") if skipped.missing else ("n/a", "dim")
-        table.add_row(word, Text(skipped.rule), Text(not_checked(skipped), style=style))
-    return table
+        lines.append((word, skipped.rule, not_checked(skipped), style))
+    width = max((len(name) for _, name, _, _ in lines), default=0)
+    for word, name, text, style in lines:
+        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, style)), soft_wrap=True)

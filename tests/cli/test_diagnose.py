@@ -28,8 +28,8 @@ def test_a_healthy_run_is_told_so_with_what_was_checked(healthy, capsys):
     assert run(["diagnose", str(healthy), "--fail-on", "warning"]) == 0
     out = capsys.readouterr().out
     assert "no warnings" in out
-    assert "ok   gradient-norm" in out
-    assert "n/a  probability-gap" in out
+    assert "ok       gradient-norm" in out
+    assert "n/a      probability-gap" in out
 
 
 def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):

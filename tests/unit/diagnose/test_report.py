@@ -81,7 +81,7 @@ def test_charts_fit_the_terminal(hostile, width):
 def test_a_remedy_is_told_in_the_frameworks_own_keys(hostile):
     text = printed(hostile, width=200)
     assert "try     learning_rate=1e-6" in text
-    assert "or      actor.grad_clip=1  (in rlctl's keys)" in text
+    assert "or      actor.grad_clip=1  # in rlctl's keys" in text
     assert "logged" in text
 
 

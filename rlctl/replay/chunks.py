@@ -123,7 +123,7 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     """
     if step.advantages is not None:
         return np.nan_to_num(step.advantages)
-    scores, groups = torch.from_numpy(step.rewards), torch.from_numpy(step.group_ids)
+    scores, groups = torch.tensor(step.rewards), torch.tensor(step.group_ids)
     valid = scores.isfinite()
     scores = scores.nan_to_num(0.0)
     alone = len(np.unique(step.group_ids)) == len(step.group_ids)
@@ -135,7 +135,7 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     if estimator == "grpo" and not alone:
         advantages = outcome_advantages.grpo(scores, groups, valid)
     elif estimator == "opo" and not alone:
-        advantages = outcome_advantages.opo(scores, torch.from_numpy(step.lengths), groups, valid)
+        advantages = outcome_advantages.opo(scores, torch.tensor(step.lengths), groups, valid)
     else:
         advantages = outcome_advantages.rloo(scores, groups, valid)
     result: NDArray[np.float64] = advantages.double().numpy()

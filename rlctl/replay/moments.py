@@ -58,10 +58,10 @@ class Moments:
         gradient: (S, K, c·v) Σ w·A·κ at the token's cell, κ = 1 − π(token).
         context: (S, K, c) Σ w·A, from which the centring follows.
         exact, exact_context: (K, c·v), (K, c): the same with the exact weight Π ρ.
-        energy: (S, 3, K) Σ w·e, Σ w²·e, Σ w²·e / Π ρ with e = A²κ².
-        exact_energy: (K,) Σ Π ρ · e.
+        energy: (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e with e = A²κ², W = Π ρ, q = 2/(1 + W).
+        exact_energy: (2, K) Σ W·e, Σ q·W²·e.
         product: (2, K) Σ Π ρ and its square over sequences.
-        counts: (3, K) groups, sequences, tokens.
+        counts: (3, K) groups, sequences with tokens, tokens.
         noise, noise_cross, noise_context: (K,), (K, c·v), (K, c): squares and cross products per group
             without any weight, whose centred sum is the noise of one group.
         centre, centre_context: (c·v,), (c,): Σ ρ·κ at the token's cell and Σ ρ, for the centring.
@@ -76,9 +76,9 @@ class Moments:
         cells = CLASSES * CLASSES
         self.gradient = np.zeros((self.num_settings, BLOCKS, cells))
         self.context = np.zeros((self.num_settings, BLOCKS, CLASSES))
-        self.energy = np.zeros((self.num_settings, 3, BLOCKS))
+        self.energy = np.zeros((self.num_settings, 4, BLOCKS))
         self.exact, self.exact_context = np.zeros((BLOCKS, cells)), np.zeros((BLOCKS, CLASSES))
-        self.exact_energy, self.product = np.zeros(BLOCKS), np.zeros((2, BLOCKS))
+        self.exact_energy, self.product = np.zeros((2, BLOCKS)), np.zeros((2, BLOCKS))
         self.counts = np.zeros((3, BLOCKS))
         self.noise, self.noise_cross = np.zeros(BLOCKS), np.zeros((BLOCKS, cells))
         self.noise_context = np.zeros((BLOCKS, CLASSES))
@@ -89,8 +89,8 @@ class Moments:
         scale = 1.0 / np.asarray(factors)
         self.gradient += part.gradient * scale[:, None, None]
         self.context += part.context * scale[:, None, None]
-        self.energy[:, 0] += part.energy[:, 0] * scale[:, None]
-        self.energy[:, 1:] += part.energy[:, 1:] * np.square(scale)[:, None, None]
+        for row, power in enumerate((1, 2, 2, 1)):  # of w
+            self.energy[:, row] += part.energy[:, row] * (scale**power)[:, None]
 
     def centred(self) -> tuple[Floats, Floats, Floats]:
         """Gradients (S, K, c·v), the exact one (K, c·v), and the noise Σ_groups |·|² (K,).
@@ -119,7 +119,7 @@ class Tokens:
     """
 
     def __init__(self, chunk: Chunk, product: Tensor) -> None:
-        self.product = product
+        self.product, self._halfway = product, 2.0 / (1.0 + product)
         self.chunk, mask = chunk, chunk.mask
         before = torch.roll(chunk.token_ids, 1, dims=1)
         before[:, 0] = -1  # nothing comes before the first token: it falls into the last class
@@ -142,10 +142,12 @@ class Tokens:
         exact = self._product * self._advantage
         moments.exact += _sums(self._cells, exact * self._kappa, BLOCKS, CLASSES**2)
         moments.exact_context += _sums(self._contexts, exact, BLOCKS, CLASSES)
-        moments.exact_energy += _sums(chunk.blocks, self.product * self._energy.sum(-1), BLOCKS)
+        own = self.product * self._energy.sum(-1)
+        moments.exact_energy[0] += _sums(chunk.blocks, own, BLOCKS)
+        moments.exact_energy[1] += _sums(chunk.blocks, self._halfway * self.product * own, BLOCKS)
         moments.product[0] += _sums(chunk.blocks, self.product, BLOCKS)
         moments.product[1] += _sums(chunk.blocks, self.product.square(), BLOCKS)
-        moments.counts[1] += _sums(chunk.blocks, torch.ones_like(self.product), BLOCKS)
+        moments.counts[1] += _sums(chunk.blocks, chunk.mask.any(-1).double(), BLOCKS)
         moments.counts[2] += _sums(chunk.blocks, chunk.mask.sum(-1).double(), BLOCKS)
         ratio = (chunk.log_probs - chunk.rollout_log_probs)[chunk.mask].double().exp()
         ratio = ratio.clamp(max=_CENTRING_CAP)
@@ -174,7 +176,8 @@ class Tokens:
         part.context[setting] += _sums(self._contexts, signed, BLOCKS, CLASSES)
         energy = weights * self._energy
         first, second = energy.sum(-1), (weights * energy).sum(-1)
-        for row, value in enumerate((first, second, second / self.product)):
+        mixed = self._halfway * self.product * first
+        for row, value in enumerate((first, second, self._halfway * second, mixed)):
             part.energy[setting, row] += _sums(self.chunk.blocks, value, BLOCKS)
 
 
@@ -184,7 +187,7 @@ class StepMoments:
     def __init__(self, num_settings: int) -> None:
         self.gradient = np.zeros((num_settings, BLOCKS, CLASSES**2))
         self.context = np.zeros((num_settings, BLOCKS, CLASSES))
-        self.energy = np.zeros((num_settings, 3, BLOCKS))
+        self.energy = np.zeros((num_settings, 4, BLOCKS))
 
 
 def _sums(where: Tensor, values: Tensor, *shape: int) -> Floats:

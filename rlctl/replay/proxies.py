@@ -24,6 +24,9 @@ from rlctl.replay.moments import Floats, Moments
 
 #: Noise of one group over squared signal, assumed where the replay holds too little to tell.
 PRIOR_NOISE = 10.0
+#: Share of an uneven weight's effect that adds up, times the response length: a token's score goes only
+#: with the part of the unevenness that depends on this token.
+PRIOR_ALIGNED = 2.0
 RESAMPLES = 400
 #: Intervals hold the middle 90 % of resamples.
 LEVEL = 0.9
@@ -70,7 +73,7 @@ def proxies(moments: Moments, drawn: Floats, unweighted: int, groups_per_batch: 
         groups_per_batch: G.
     """
     used = moments.counts[0] > 0
-    if used.sum() < 2 or moments.exact_energy.sum() <= 0.0:
+    if used.sum() < 2 or moments.exact_energy[0].sum() <= 0.0:
         return None
     count = drawn @ moments.counts[0][used]
     mean_product = (drawn @ moments.product[0][used]) / (drawn @ moments.counts[1][used])
@@ -86,8 +89,9 @@ def proxies(moments: Moments, drawn: Floats, unweighted: int, groups_per_batch: 
     squared = trust * np.maximum(surrogate.squared, 0.0) + (1.0 - trust) * noise_one / PRIOR_NOISE
     along = trust * (surrogate.along - prior.kept * surrogate.squared)
     lengths = moments.counts[2].sum() / moments.counts[1].sum()
+    aligned = min(1.0, PRIOR_ALIGNED / lengths)
     off = trust * (surrogate.norm - 2.0 * prior.kept * surrogate.along + prior.kept**2 * surrogate.squared)
-    off = off + (1.0 - trust) * prior.spread / lengths * squared
+    off = off + (1.0 - trust) * aligned * prior.spread * squared
     off = np.maximum(off, along**2 / squared)  # Cauchy-Schwarz
     inner = prior.kept * squared + along
     norm = prior.kept**2 * squared + 2.0 * prior.kept * along + off
@@ -131,8 +135,14 @@ def _shaped(moments: Moments) -> tuple[Floats, Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """Per resample and setting: mean and variance under π_train of f = w / Π ρ, and the noise, all
-    weighted by e = A²κ² and relative to the exact gradient's energy."""
+    """Per resample and setting, weighted by e = A²κ² and relative to the exact gradient's energy.
+
+    Attributes:
+        kept: mean under π_train of w / W: the share of the gradient that is kept.
+        spread: mean square of (w − kept·W)/((1 + W)/2) under ½ π_train + ½ π_rollout: how unevenly it
+            is kept. Halfway between the policies it is bounded where either has hardly any mass.
+        noise: mean under π_rollout of w².
+    """
 
     kept: Floats
     spread: Floats
@@ -141,11 +151,12 @@ class _Prior:
 
 def _prior(moments: Moments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:
     energy = np.einsum("sik,rk->irs", moments.energy[:, :, used], drawn)
-    exact = np.maximum(drawn @ moments.exact_energy[used], 1e-300)[:, None]
-    scale = mean[:, None]
-    kept, noise = energy[0] / exact * scale, energy[1] / exact * scale
-    spread = np.maximum(energy[2] / exact * scale**2 - kept**2, 0.0)
-    return _Prior(kept, spread, np.maximum(noise, 1e-300))
+    exact, exact_halfway = moments.exact_energy[:, used] @ drawn.T
+    exact = (np.maximum(exact, 1e-300) / mean)[:, None]
+    kept, noise, square, mixed = energy / exact
+    raw = kept / mean[:, None]  # w against W itself, whose sample mean is not 1
+    spread = square - 2.0 * raw * mixed + raw**2 * exact_halfway[:, None] / exact
+    return _Prior(kept, np.maximum(spread, 0.0), np.maximum(noise, 1e-300))
 
 
 def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:

@@ -35,8 +35,8 @@ def what_if(path: Path) -> Tradeoff:
     applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
     if not applies:
         notes.append(
-            f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no weight; "
-            "the run's own setting is left out, weights need loss_type=reinforce or bypass_mode=false"
+            f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no "
+            "weight: the run's own setting is left out; weights need loss_type=reinforce or bypass_mode=false"
         )
     question = Question(
         estimator=spec.algorithm.adv_estimator,

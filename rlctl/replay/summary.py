@@ -13,8 +13,9 @@ from rlctl.replay.proxies import Proxies, draws, interval, proxies
 from rlctl.replay.settings import Setting
 from rlctl.replay.tradeoff import Estimate, Outcome, Recommendation, Tradeoff
 
-#: A setting replaces the run's own only if it is better in this share of resamples.
-DECISIVE = 0.95
+#: A setting replaces the run's own only if it is better in this share of resamples, and by this share of
+#: the run's own error: a difference must be both certain and worth a change.
+DECISIVE, MATERIAL = 0.95, 0.05
 #: Fewer groups than this leave intervals without meaning.
 FEW_GROUPS = 32
 
@@ -132,8 +133,9 @@ def _recommend(outcomes: dict[int, Outcome], found: Proxies) -> Recommendation:
     if own == best:
         return Recommendation(outcome.setting.name, (), f"{upper}: keep what the run has", False)
     better = float((found.error[1:, best] < found.error[1:, own]).mean())
-    against = f"{upper}; the run's own is {high[own]:.3f}, and worse in {better:.0%} of resamples"
-    if better < DECISIVE:
-        why = f"{against}, which is no clear difference: keep what the run has"
+    saved = 1.0 - float(found.error[0, best] / found.error[0, own])
+    against = f"{upper}; it saves {saved:.0%} of the run's own error, with {better:.0%} certainty"
+    if better < DECISIVE or saved < MATERIAL:
+        why = f"{against}: too little to change anything, keep what the run has"
         return Recommendation(outcomes[own].setting.name, (), why, False)
     return Recommendation(outcome.setting.name, outcome.setting.overrides, against, True)

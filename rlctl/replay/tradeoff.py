@@ -54,14 +54,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The setting whose error is smallest by its upper bound.
+    """The setting whose error has the smallest upper bound, or the run's own where that gains too little.
 
     Attributes:
         name: of the setting.
         overrides: the setting as `key=value` for `rlctl train`; empty where the run should stay as it is.
         why: the criterion and its figures in one sentence.
-        decisive: whether it beats the run's own setting in at least 95 % of resamples; None where the
-            run's own setting is unknown.
+        decisive: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %;
+            None where the run's own setting is unknown.
     """
 
     name: str

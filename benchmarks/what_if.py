@@ -1,0 +1,206 @@
+"""By how much does the recommended correction miss the best one, where the truth is known?
+
+    python benchmarks/what_if.py [--seeds 11-12] [--out DIR]
+
+Short: two policies small enough to enumerate every response (`tests/reference/enumerable.py`), so the
+error of every setting is exact. Long: responses of 16 and 48 tokens, the truth being the mean over
+many sampled groups. In both a replay sees only what a run dumps. Writes `what_if.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.learning import seeds_of
+from rlctl.algos.correction import correct
+from rlctl.replay.dumps import Step
+from rlctl.replay.replay import Question, replay
+from rlctl.replay.settings import Setting, grid
+from rlctl.spec.algorithm import RolloutCorrectionSpec
+from tests.reference.enumerable import GROUP, Truth, World
+
+#: Not normalised, so that the plain error has an exact value as well.
+SETTINGS = grid(RolloutCorrectionSpec(rollout_is_batch_normalize=False))[1:]
+FIXED = ("none", "token truncate 2.0", "sequence truncate 2.0", "sequence clip 2.0", "sequence, no bound")
+MISMATCHES = [
+    ("noise", 0.1), ("noise", 0.3), ("noise", 0.8), ("temperature", 0.1), ("temperature", 0.3),
+    ("parameters", 0.1), ("parameters", 0.3), ("stale", 1), ("stale", 4),
+]  # fmt: skip
+DUMPED, BATCHES = (32, 256), (8, 64, 512)
+#: Tokens and mismatch of the long worlds.
+LONG = [(16, 0.1), (16, 0.4), (48, 0.1), (48, 0.3)]
+
+
+class LongWorld:
+    """Eight tokens; the trained policy's logits depend on prompt and previous token, those of the
+    sampling policy also, at random, on what came before. Rewards add up over tokens."""
+
+    vocabulary, prompts, buckets = 8, 2, 4096
+
+    def __init__(self, seed: int, length: int, size: float, reward: str) -> None:
+        rng = np.random.default_rng(seed)
+        self.length, self.reward = length, reward
+        self.logits = rng.normal(size=(self.prompts, self.vocabulary + 1, self.vocabulary)) * 1.2
+        self.noise = rng.normal(size=(self.buckets, self.vocabulary)) * size
+        self.values = rng.normal(size=(self.prompts, self.vocabulary))
+
+    def draw(self, groups: int, seed: int, *, trained: bool) -> tuple[Step, np.ndarray, np.ndarray]:
+        """Responses from either policy; the contexts' probabilities (T, B, V) and previous tokens (T, B)."""
+        rng = np.random.default_rng(seed)
+        q = np.repeat(rng.integers(self.prompts, size=groups), GROUP)
+        rows, before = np.arange(len(q)), np.full(len(q), self.vocabulary)
+        history, both, ids, seen, policy = q.copy(), [], [], [], []
+        for _ in range(self.length):
+            train = _log_softmax(self.logits[q, before])
+            rollout = _log_softmax(self.logits[q, before] + self.noise[history % self.buckets])
+            sums = np.exp(train if trained else rollout).cumsum(1)
+            token = (rng.random((len(q), 1)) * sums[:, -1:] > sums).sum(1)
+            both.append((train[rows, token], rollout[rows, token]))
+            ids.append(token)
+            seen.append(before)
+            policy.append(np.exp(train))
+            history = (history * 31 + token + 7) % (self.buckets * 101)
+            before = token
+        tokens = np.stack(ids, 1)
+        rewards = np.take_along_axis(self.values[q], tokens, 1).mean(1) * np.sqrt(self.length)
+        rewards = (rewards > 0.5).astype(float) if self.reward == "sparse" else rewards
+        train, rollout = (np.stack(x, 1).astype(np.float32).ravel() for x in zip(*both, strict=True))
+        lengths = np.full(len(q), self.length)
+        group_ids = np.arange(groups).repeat(GROUP)
+        step = Step(1, group_ids, rewards, lengths, tokens.ravel(), rollout, train)
+        return step, np.stack(policy), np.stack([q, *seen])
+
+    def gradients(self, step: Step, policy: np.ndarray, seen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """(groups, P): RLOO gradient of each group under (B, T) weights."""
+        rewards = step.rewards.reshape(-1, GROUP)
+        advantages = (GROUP * rewards - rewards.sum(1, keepdims=True)) / (GROUP - 1)
+        found = np.zeros((len(step.rewards), self.prompts, self.vocabulary + 1, self.vocabulary))
+        rows, q = np.arange(len(step.rewards)), seen[0]
+        tokens = step.token_ids.reshape(len(rows), -1)
+        for t in range(self.length):
+            scale = weights[:, t] * advantages.ravel()
+            found[rows, q, seen[t + 1]] -= scale[:, None] * policy[t]
+            found[rows, q, seen[t + 1], tokens[:, t]] += scale
+        return found.reshape(-1, GROUP, found[0].size).mean(1)
+
+    def truths(self, settings: list[Setting], seed: int, rounds: int, groups: int = 500) -> dict[str, Truth]:
+        """Moments of every setting from many groups; |m|² without the part that noise adds to it."""
+        sums = {s.name: np.zeros(self.logits.size) for s in settings}
+        squares = dict.fromkeys(sums, 0.0)
+        target, spread = np.zeros(self.logits.size), 0.0
+        for turn in range(rounds):
+            found = self.draw(groups, seed + 2 * turn, trained=True)
+            exact = self.gradients(*found, np.ones((groups * GROUP, self.length)))
+            target += exact.sum(0)
+            spread += np.square(exact).sum()
+            found = self.draw(groups, seed + 2 * turn + 1, trained=False)
+            shape = (groups * GROUP, self.length)
+            pair = [
+                torch.from_numpy(x.reshape(shape)) for x in (found[0].log_probs, found[0].rollout_log_probs)
+            ]
+            mask = torch.ones(shape, dtype=torch.bool)
+            for setting in settings:
+                done = correct(*pair, mask, setting.rules)
+                weights = done.keep_mask.double() if done.weights is None else done.weights.double()
+                each = self.gradients(*found, weights.numpy())
+                sums[setting.name] += each.sum(0)
+                squares[setting.name] += np.square(each).sum()
+        count = rounds * groups
+        g = target / count
+        signal = g @ g - (spread / count - g @ g) / count
+        truths = {}
+        for name, total in sums.items():
+            m = total / count
+            noise = squares[name] / count - m @ m
+            norm = max(m @ m - noise / count, 1e-12)
+            truths[name] = Truth(m @ g, norm, noise, norm - 2 * m @ g + signal, signal)
+        return truths
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+Row = tuple[str, int, int, str, float, float]
+
+
+def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> Iterator[Row]:
+    """(world, dumped groups, groups per batch, who, excess over the best setting, its error)."""
+    for groups in BATCHES:
+        errors = {name: truth.error(groups) for name, truth in truths.items()}
+        plain = {name: truth.plain_error(groups) for name, truth in truths.items()}
+        best, plainest = min(errors.values()), min(plain.values())
+        found = replay([step], SETTINGS, Question(groups_per_batch=groups))
+        if found.recommended is None or found.plainest is None:
+            continue
+        chosen = {"recommended": found.recommended.name} | {name: name for name in FIXED}
+        for who, name in chosen.items():
+            yield where, dumped, groups, who, errors[name] - best, best
+        yield where, dumped, groups, "plain, estimated best", plain[found.plainest] / plainest - 1.0, plainest
+        for name in FIXED[:4]:
+            yield where, dumped, groups, f"plain, {name}", plain[name] / plainest - 1.0, plainest
+
+
+def short(seeds: list[int]) -> Iterator[Row]:
+    kinds, rewards = ("linear", "hidden"), ("random", "sparse", "count")
+    for seed, kind, (mismatch, size), reward in itertools.product(seeds, kinds, MISMATCHES, rewards):
+        world = World(seed, kind, mismatch, size, reward)
+        truths = {setting.name: world.truth(setting.rules) for setting in SETTINGS}
+        for dumped in DUMPED:
+            yield from compare("short", truths, world.sample(dumped, seed + 1000), dumped)
+
+
+def long(seeds: list[int]) -> Iterator[Row]:
+    for seed, (length, size), reward in itertools.product(seeds, LONG, ("sum", "sparse")):
+        world = LongWorld(seed, length, size, reward)
+        truths = world.truths(SETTINGS, seed * 1000, rounds=3)
+        for dumped in DUMPED:
+            step = world.draw(dumped, seed + 5000, trained=False)[0]
+            yield from compare("long", truths, step, dumped)
+
+
+def table(rows: list[Row], plain: bool) -> list[str]:
+    """Mean excess by who chose, columns by dumped groups and groups per batch; and the worst case."""
+    columns = sorted({row[1:3] for row in rows})
+    heads = [f"{dumped} dumped, batch {groups}" for dumped, groups in columns]
+    lines = [f"| chosen by | {' | '.join(heads)} | worst |", "|---" * (len(heads) + 2) + "|"]
+    names = [name for name in dict.fromkeys(row[3] for row in rows) if name.startswith("plain") == plain]
+    for who in names:
+        mine = [row for row in rows if row[3] == who]
+        cells = [np.mean([row[4] for row in mine if row[1:3] == column]) for column in columns]
+        worst = max(row[4] for row in mine)
+        shown = [*cells, worst]
+        text = " | ".join(f"{x:+.0%}" if plain else f"{x:.3f}" for x in shown)
+        lines.append(f"| {who} | {text} |")
+    best = [np.mean([row[5] for row in rows if row[1:3] == c and row[3] == names[0]]) for c in columns]
+    return [*lines, f"| error of the best | {' | '.join(f'{x:.3f}' for x in best)} | |"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("11-12"), help="1-5 or 1,4,9")
+    parser.add_argument("--out", type=Path, default=Path("build/what_if"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    for name, worlds in (("Short responses, exact truth", short), ("Long responses, sampled truth", long)):
+        rows = list(worlds(arguments.seeds))
+        for plain in (False, True):
+            what = "excess plain error, relative" if plain else "excess error"
+            lines += [f"### {name}: {what}", "", *table(rows, plain), ""]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "what_if.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

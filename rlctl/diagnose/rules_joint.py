@@ -9,7 +9,7 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Finding, Skipped, rule
 from rlctl.diagnose.remedies import RC
 from rlctl.diagnose.rules_gap import GAPS, most_logged
-from rlctl.diagnose.rules_reward import BEST, SCORE, WORST, ends, position_of
+from rlctl.diagnose.rules_reward import BEST, SCORE, WORST, has_gained
 from rlctl.diagnose.rules_weights import CHI2, raw_ess
 from rlctl.diagnose.signals import change_evidence, longest_true, moved, spikes, start_of, together
 from rlctl.diagnose.table import RunLog, Series
@@ -112,11 +112,8 @@ def gibberish(run: RunLog) -> Finding | Skipped | None:
     seen = together(run.table, th.GIBBERISH)
     if seen is None:
         return None
-    score = run.table.series(SCORE).values
-    if len(score) >= 2 * th.WINDOW:
-        before, after = (position_of(run.table, end) for end in ends(score, th.WINDOW))
-        if before is not None and after is not None and after - before >= th.FLAT_REWARD:
-            return None  # it learns
+    if has_gained(run.table, since=int(run.table.steps[0])):
+        return None  # it learns
     first = seen[0].first_step or 0
     return Finding(
         "critical",

@@ -70,6 +70,8 @@ def length_growth(run: RunLog) -> Finding | Skipped | None:
     if rise is None or not rise.rises or rise.end < th.LENGTH_GROWTH * rise.start:
         return None
     validation = validation_of(run.table)
+    if len(validation) < th.VAL_MIN:
+        return Skipped("data sources are never validated together", (VALIDATION,))
     before, after = ends(validation.values, th.VAL_ENDS)
     if (after - before) / (span[1] - span[0]) >= th.FLAT_REWARD:
         return None

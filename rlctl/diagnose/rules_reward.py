@@ -26,6 +26,7 @@ VALIDATION = "val/<data_source>/reward_mean"
     "groups have both better and worse responses",
     needs=(th.ZERO_SPREAD.key,),
     uses=(SCORE, BEST, WORST),
+    beside=lambda run: "the critic compares, not the siblings" if run.facts.has_critic else "",
 )
 def dead_groups(run: RunLog) -> Finding | Skipped | None:
     """Groups whose rewards are all equal teach nothing."""
@@ -179,11 +180,14 @@ def reward_hacking(run: RunLog) -> Finding | Skipped | None:
     validation, span = validation_of(run.table), reward_span(run.table)
     if span is None:
         return Skipped("the rewards' range is not logged", (BEST, WORST))
-    before, after = ends(validation.values, th.VAL_ENDS)
     steps, (score,) = run.table.aligned(SCORE)
-    start, end = ends(score, max(th.WINDOW, len(score) // 10)) if len(score) >= 2 * th.WINDOW else (0.0, 0.0)
-    gain, held_out = (end - start) / (span[1] - span[0]), (after - before) / (span[1] - span[0])
-    if held_out >= th.FLAT_REWARD or (before - span[0]) / (span[1] - span[0]) >= th.LEARNED:
+    if len(validation) < th.VAL_MIN or len(score) < 2 * th.WINDOW:
+        return Skipped("too few steps, or data sources that are never validated together", (VALIDATION,))
+    size = span[1] - span[0]
+    before, after = ends(validation.values, th.VAL_ENDS)
+    start, end = ends(score, max(th.WINDOW, len(score) // 10))
+    gain, held_out = (end - start) / size, (after - before) / size
+    if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or (before - span[0]) / size >= th.LEARNED:
         return None
     reached: list[Severity] = [severity for severity, gap in th.HACKING_GAP if gain - held_out > gap]
     if not reached:
@@ -225,6 +229,16 @@ def has_learned(table: Table) -> bool:
     score = table.series(SCORE).values
     position = position_of(table, float(np.median(score[-th.WINDOW :])) if len(score) else None)
     return position is not None and position >= th.LEARNED
+
+
+def has_gained(table: Table, since: int) -> bool:
+    """Whether the mean reward rose since a step, by more than counts as flat."""
+    steps, (score,) = table.aligned(SCORE)
+    score = score[steps >= since]
+    if len(score) < 2 * th.MIN_STEPS:
+        return False
+    before, after = (position_of(table, end) for end in ends(score, min(th.WINDOW, len(score) // 2)))
+    return before is not None and after is not None and after - before >= th.FLAT_REWARD
 
 
 def validation_of(table: Table) -> Series:

@@ -7,7 +7,7 @@ import numpy as np
 from rlctl.diagnose import remedies as remedy
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Remedy, Severity, Skipped, rule
-from rlctl.diagnose.rules_reward import BEST, SCORE, WORST, has_learned
+from rlctl.diagnose.rules_reward import BEST, SCORE, WORST, has_gained, has_learned
 from rlctl.diagnose.signals import crossing, spikes
 from rlctl.diagnose.table import RunLog, Series
 
@@ -170,9 +170,10 @@ def critic(run: RunLog) -> Finding | Skipped | None:
     crossed = crossing(late, th.EXPLAINED)
     if crossed is None or not crossed.lasts or has_learned(run.table):
         return None
+    learns = has_gained(run.table, since=int(late.steps[0]))
     epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
     return Finding(
-        crossed.severity,
+        "info" if learns else crossed.severity,
         f"the critic explains only {crossed.worst:.2g} of the returns' variance {crossed.where}",
         (crossed.evidence,),
         "the critic learns too slowly, or from too few steps, for the policy to profit",
@@ -182,8 +183,8 @@ def critic(run: RunLog) -> Finding | Skipped | None:
             remedy.change("trainer.critic_warmup=20", why="batches for the critic alone at the start"),
             *((remedy.change(f"critic.lr={2 * run.spec.critic.lr:g}"),) if run.spec else ()),
         ),
-        "high",
-        f"the first {th.CRITIC_STEPS} steps are left out",
+        "low" if learns else "high",
+        "the policy learns all the same" if learns else f"the first {th.CRITIC_STEPS} steps are left out",
     )
 
 

@@ -196,7 +196,10 @@ TRIGGERS = {
         ("warning", always(actor__kl_loss=0.8), ["actor.use_kl_loss=true"]),
         ("critical", always(actor__reward_kl_penalty=3.0), ["algorithm.use_kl_in_reward=true"]),
     ],
-    "critic": [("warning", always(critic__vf_explained_var=0.02), [GAE])],
+    "critic": [
+        ("warning", always(critic__vf_explained_var=0.02, critic__score__mean=0.4), [GAE]),
+        ("info", always(critic__vf_explained_var=0.02), [GAE]),  # and it learns all the same
+    ],
     "healthy-loss": [("info", always(actor__pg_loss=lambda s: 1e-3 * (-1) ** s), [PPO])],
     "dead-groups": [
         ("warning", always(reward__zero_spread_groups=0.6), []),
@@ -350,6 +353,9 @@ def test_every_rule_is_tried_and_documented():
         ("entropy", always(actor__entropy=lambda s: 0.8 - s / 100), []),
         ("healthy-loss", always(actor__pg_loss=0.0, actor__grad_norm=0.0), [PPO]),
         ("reward-hacking", always(), []),
+        # validation falls, but so does the training reward
+        ("reward-hacking", always(critic__score__mean=0.3,
+                                  val__addition__reward_mean=lambda s: None if s % 5 else 0.8 - s / 100), []),
         # validation was near the top from the start
         ("reward-hacking", both(hacking, always(val__addition__reward_mean=0.95)), []),
         ("length-growth", always(response_length__mean=ramp(300, 600)), []),  # and validation gains

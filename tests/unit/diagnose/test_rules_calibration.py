@@ -202,6 +202,16 @@ def test_a_long_log_takes_seconds(request):
     assert time.process_time() - start < 2.0  # a million take ten times as long
 
 
+def test_data_sources_that_are_never_validated_together_are_no_error():
+    rows = healthy_rows()
+    for row in rows:
+        row.pop("val/addition/reward_mean", None)
+        row[f"val/source{row['step'] % 2}/reward_mean"] = 0.5
+        row["response_length/mean"] *= row["step"]
+    skipped = {one.rule: one.missing for one in examine(run_log(rows)).skipped}
+    assert skipped["reward-hacking"] == skipped["length-growth"] == ("val/<data_source>/reward_mean",)
+
+
 def test_a_rising_reward_that_validation_follows_is_no_hacking():
     spoil = always(
         critic__score__mean=ramp(0.2, 0.9),

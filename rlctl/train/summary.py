@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rlctl.engine.checkpoint import CHECKPOINTS
 from rlctl.files import write_text
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.train.guardrails import ALARMS, INTERVENTIONS, SKIPPED
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
@@ -28,6 +27,7 @@ _AVERAGED = (
     "response_length/mean",
     "perf/throughput",
 )
+_COUNTED = ("guardrails/alarms", "guardrails/interventions", "guardrails/skipped")
 
 
 def write_summary(run: Run, run_dir: Path) -> None:
@@ -74,7 +74,7 @@ def _guardrails(run: Run, steps: list[dict[str, float]]) -> dict[str, Any]:
     """How often they warned and intervened, and whether they ended the run; empty where they are off."""
     counts = {
         key.removeprefix("guardrails/"): int(sum(metrics.get(key, 0.0) for metrics in steps))
-        for key in (ALARMS, INTERVENTIONS, SKIPPED)
+        for key in _COUNTED
     }
     is_off = run.spec.trainer.guardrails.mode == "off"
     return {} if is_off else counts | {"stopped_because": run.stopped_because or None}

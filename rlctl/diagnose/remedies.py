@@ -179,6 +179,13 @@ def same_precision(run: RunLog) -> tuple[Remedy, ...]:
     return remedies
 
 
+def guarded(run: RunLog) -> tuple[Remedy, ...]:
+    """Let training itself act on these rules, unless it does."""
+    if run.spec is None or run.spec.trainer.guardrails.mode == "act":
+        return ()
+    return (change("trainer.guardrails.mode=act", why="let training hold back updates like these"),)
+
+
 def find_the_cause() -> Remedy:
     """Of a gap between two implementations."""
     return by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")

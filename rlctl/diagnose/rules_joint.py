@@ -51,7 +51,12 @@ def variance_collapse(run: RunLog) -> Finding | Skipped | None:
         (seen, norm),
         "the variance of the weighted gradient explodes: a collapse under way",
         th.OWN,
-        (remedy.before(int(steps[0])), *remedy.gentler(run), *remedy.reject_outliers(run)),
+        (
+            remedy.before(int(steps[0])),
+            *remedy.gentler(run),
+            *remedy.guarded(run),
+            *remedy.reject_outliers(run),
+        ),
         "high",
         "two figures that are computed apart tell the same",
     )

@@ -128,13 +128,13 @@ class Comparison:
 
 def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
     """Compare two runs step by step."""
-    tables = a.run.table, b.run.table
-    columns_a, columns_b = (set(table.columns) for table in tables)
+    columns_a, columns_b = (set(each.run.table.columns) for each in (a, b))
     shared = sorted(columns_a & columns_b)
+    tables = _on_shared_steps(a.run.table, b.run.table)
+    steps = tables[0].steps
     changes = [change for key in shared if (change := metric_change(key, *tables)) is not None]
     changes.sort(key=lambda change: -change.sigmas)
     differing = {change.key for change in changes}
-    steps = np.intersect1d(tables[0].steps, tables[1].steps)
     return Comparison(
         a=a,
         b=b,
@@ -150,12 +150,28 @@ def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
     )
 
 
+def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
+    """Both tables with the steps that both have."""
+    if np.array_equal(a.steps, b.steps):
+        return a, b
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+    left, right = (
+        Table(steps, {key: values[rows] for key, values in table.columns.items()})
+        for table, rows in ((a, in_a), (b, in_b))
+    )
+    return left, right
+
+
 def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     """The longest stretch of steps in which window medians are further apart than both runs' noise.
 
     Noise is the median absolute deviation from a running median of five windows, of both runs together. It
     is more where the difference wanders from window to window more than independent values would, and at
     least a small share of the level, so that a material difference is asked for too.
+
+    Args:
+        key: the metric.
+        a, b: tables with the same steps.
     """
     from scipy.ndimage import median_filter
 
@@ -220,9 +236,9 @@ def _wander(difference: Floats) -> float:
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:
     """Steps at which both logged the metric, and the values; of many, medians of consecutive ones."""
-    of_a, of_b = a.series(key), b.series(key)
-    steps, in_a, in_b = np.intersect1d(of_a.steps, of_b.steps, assume_unique=True, return_indices=True)
-    values_a, values_b = of_a.values[in_a], of_b.values[in_b]
+    values_a, values_b = a.columns[key], b.columns[key]
+    logged = np.isfinite(values_a) & np.isfinite(values_b)
+    steps, values_a, values_b = a.steps[logged], values_a[logged], values_b[logged]
     bucket = -(-len(steps) // _MAX_POINTS)
     if bucket > 1:
         count = len(steps) // bucket
@@ -235,17 +251,16 @@ def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]
 
 
 def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
-    """The last step up to which all figures of the training are equal, at steps both have logged."""
-    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+    """The last of the tables' steps up to which all figures of the training are equal."""
     compared = [key for key in keys if not key.startswith(_MACHINE)]
-    if not len(steps) or not compared:
+    if not len(a.steps) or not compared:
         return None
-    differs = np.zeros(len(steps), dtype=bool)
+    differs = np.zeros(len(a.steps), dtype=bool)
     for key in compared:
-        left, right = a.columns[key][in_a], b.columns[key][in_b]
+        left, right = a.columns[key], b.columns[key]
         differs |= (left != right) & np.isfinite(left) & np.isfinite(right)
-    count = int(np.argmax(differs)) if differs.any() else len(steps)
-    return int(steps[count - 1]) if count else None
+    count = int(np.argmax(differs)) if differs.any() else len(differs)
+    return int(a.steps[count - 1]) if count else None
 
 
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:

@@ -13,7 +13,7 @@ from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.errors import UsageError
 from rlctl.mismatch.run import MismatchRequest, run_preflight
-from tests.unit.mismatch.planted import MODEL, TOKENIZER
+from tests.unit.mismatch.planted import TOKENIZER
 from tests.unit.rollout.test_hf_rollout import random_model
 
 app = typer.Typer()
@@ -27,8 +27,9 @@ def save(directory: Path, seed: int) -> Path:
 
 
 def test_a_model_with_built_in_questions(tmp_path: Path) -> None:
-    MODEL.config.max_position_embeddings = 256  # the questions are long for the tiny model
-    MODEL.save_pretrained(tmp_path)
+    model = random_model(1)
+    model.config.max_position_embeddings = 256  # the questions are long for the tiny model
+    model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     said = CliRunner().invoke(app, ["--model", str(tmp_path), "--engine-dtype", "int8", "--format", "json"])
     assert said.exit_code == 0, said.output

@@ -47,7 +47,9 @@ def lookup(values: Values, key: str) -> Any:
     Raises:
         RowError: there is none; says which there are.
     """
-    for name in [key, *key.split("|")]:
+    if key in values:
+        return values[key]
+    for name in key.split("|"):
         found: Any = values
         for part in [name] if name in values else name.split("."):
             if not isinstance(found, Mapping) or part not in found:

@@ -44,10 +44,17 @@ def normalise(text: str) -> str:
     """What counts of a question when two are compared."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
-    text = f"{' '.join(text.casefold().split())} "
+    text = f"{_spaced(text.casefold())} "
     for mark in SENTENCE_MARKS:
         text = text.replace(f"{mark} ", " ")
-    return text.rstrip()
+    return _spaced(text)
+
+
+def _spaced(text: str) -> str:
+    """One space for all white space; it is looked for first, since splitting takes ten times as long."""
+    if "  " in text or not text.isprintable():  # of all white space only the space is printable
+        return " ".join(text.split())
+    return text.strip()
 
 
 def text_key(text: str) -> int:

@@ -5,6 +5,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlctl.errors import UsageError
 from rlctl.prepare import duplicates
@@ -180,3 +182,10 @@ def test_near_duplicates_by_policy(tmp_path, policy, kept):
     assert ("near_duplicates" in summary.report) == (policy != "off")
     if policy != "off":
         assert summary.report["near_duplicates"]["rows"] == 2
+
+
+@given(st.text("aB .,;:?!-\n\t\u00a0\u2003é", max_size=30))
+def test_white_space_of_any_kind_and_amount_is_one_space(text):
+    spaced = " ".join(text.split())
+    assert normalise(text) == normalise(spaced) == normalise(f"\n{spaced}  ")
+    assert "  " not in normalise(text)

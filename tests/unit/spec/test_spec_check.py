@@ -247,7 +247,10 @@ def test_rewards_and_adapters(overrides, expected):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward.name=exakt", "auto, maths, exact, multiple_choice, countdown, code, model, or path/to/file.py:function"),
+        (
+            "reward.name=exakt",
+            "auto, maths, exact, multiple_choice, countdown, code, model, or path/to/file.py:f",
+        ),
         ("reward.name=a.py", "path/to/file.py:function, got 'a.py'"),
         ("reward.name=a.txt:f", "path/to/file.py:function, got 'a.txt:f'"),
         ("reward.terms=[{name: exact}, {name: exakt}]", "item 2, name: write one of auto, maths"),

@@ -62,11 +62,16 @@
       margin: { l: 50, r: 10, t: 6 + 14 * found.annotations.length, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: variable("--text"), size: 12 },
       hoverlabel: { bgcolor: variable("--card"), font: { color: variable("--text") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: variable("--dim"), activecolor: variable("--text") },
       xaxis: { ...axis, ...(state.range ? { range: [...state.range] } : {}) },
-      yaxis: { ...axis, type: state.log ? "log" : "linear" },
+      yaxis: { ...axis, type: state.log ? "log" : "linear", hoverformat: ".4g", exponentformat: "e" },
     };
   };
-  const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  // The buttons are named, because the library's own set holds one that sends the plot to a server.
+  const CONFIG = {
+    displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "",
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "autoScale2d"]],
+  };
 
   const draw = (metric) => Plotly.react(figures.get(metric).lastChild, traces(metric), layout(metric), CONFIG);
   const drawAll = () => [...figures.keys()].forEach(draw);

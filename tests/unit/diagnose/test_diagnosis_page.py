@@ -133,6 +133,14 @@ def test_several_runs_share_plots_and_zoom_together(healthy, sick, opened):
     assert page.evaluate(ranges)[0][1] >= 60
     page.hover("figure .nsewdrag >> nth=0")
     page.wait_for_selector("figure .hoverlayer text")
+    buttons = page.locator("figure >> nth=0 >> .modebar-btn")
+    titles = [buttons.nth(place).get_attribute("data-title") for place in range(buttons.count())]
+    assert titles == [
+        "Download plot as a PNG",
+        "Zoom",
+        "Pan",
+        "Autoscale",
+    ]  # nothing that sends the data away
     page.click("#runs button >> nth=0")
     assert page.locator("figure").first.locator("path.js-line").count() == 1
     page.click(".comparison [data-plot] >> nth=1")

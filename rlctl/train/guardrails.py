@@ -70,13 +70,17 @@ class Guardrails:
                 self._log.add(int(metrics["step"]), metrics)
         self.is_tight = False
         self._decide("")
-        scale = self._log.last(LR_SCALE)[-1] if len(self._log) and run.ranks.is_main else 0.0
-        self.updates.scale = run.ranks.max(scale) or 1.0
+        self.updates.scale = run.ranks.max(self._carried_scale() if run.ranks.is_main else 0.0)
 
     @property
     def settings(self) -> UpdateSettings:
         """Those of the next batch's updates."""
         return self._tight if self.is_tight else self._loose
+
+    def _carried_scale(self) -> float:
+        """The last one logged, if guardrails have acted before and do so again."""
+        last = self._log.last(LR_SCALE)[-1:]
+        return float(last[0]) if self._acts and np.isfinite(last).any() else 1.0
 
     def look(self, step: int, metrics: Mapping[str, float], verdicts: Sequence[Verdict]) -> dict[str, float]:
         """Judge one batch and decide about the next.

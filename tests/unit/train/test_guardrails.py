@@ -355,6 +355,22 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
         assert json.dumps(rest) == json.dumps(whole[cut:])
 
 
+@pytest.mark.parametrize(
+    ("mode", "logged", "carried"),
+    [
+        ("act", {"guardrails/lr_scale": 0.25}, 0.25),
+        ("act", {"guardrails/lr_scale": 1.0}, 1.0),
+        ("act", {}, 1.0),  # guardrails were off
+        ("warn", {"guardrails/lr_scale": 0.25}, 1.0),
+    ],
+)
+def test_the_factor_on_the_rate_is_carried_on_where_it_is_used(mode, logged, carried) -> None:
+    history = [{**row, **logged} for row in rows_with(3)]
+    guardrails, _, _, own = followed(rows_with(4)[3:], f"{G}mode={mode}", verdicts=(), history=history)
+    assert guardrails.updates.scale == own[0]["guardrails/lr_scale"] == carried
+    assert guardrails_of(run_of(alone(), f"{G}mode={mode}")).updates.scale == 1.0
+
+
 @pytest.mark.slow
 def test_every_rank_does_what_the_main_one_decides(tmp_path) -> None:
     rows = rows_with(40, **{RAW_ESS: [0.9] * 5 + [0.1] * 35, **{k: v[5:45] for k, v in ZEROS.items()}})

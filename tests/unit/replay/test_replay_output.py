@@ -1,0 +1,173 @@
+"""From a run directory to table, JSON and picture; what is recommended can be trained with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlctl.cli.diagnose_what_if import what_if as command
+from rlctl.replay import draw
+from rlctl.replay.run import what_if
+from rlctl.replay.settings import frameworks, grid
+from rlctl.replay.summary import Recommendation
+from rlctl.replay.tradeoff import Tradeoff
+from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.load import dump_spec, load_spec
+from tests.unit.replay.steps import make_step, write_part
+
+OWN = "algorithm.rollout_correction."
+
+
+def run_directory(where: Path, *overrides: str, steps: int = 8) -> Path:
+    """A run with few responses per step: four groups of four."""
+    write_part(where, [make_step(seed, groups=4, scale=0.6) for seed in range(steps)])
+    spec = load_spec(["rloo-seq-is"], [], ["actor.ppo_mini_batch_size=16", *overrides]).spec
+    (where / "spec.yaml").write_text(dump_spec(spec))
+    return where
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Tradeoff:
+    return what_if(run_directory(tmp_path_factory.mktemp("run")))
+
+
+def test_every_setting_is_a_spec_that_loads() -> None:
+    settings = grid(RolloutCorrectionSpec())
+    assert len({setting.name for setting in settings}) == len(settings) > 90
+    for setting in settings:
+        loaded = load_spec(["rloo-seq-is"], [], list(setting.overrides)).spec
+        correction = loaded.algorithm.rollout_correction
+        assert {name: getattr(correction, name) for name in setting.spec.model_fields_set} == {
+            name: getattr(setting.spec, name) for name in setting.spec.model_fields_set
+        }
+    assert {setting.family for setting in frameworks()} == {"verl", "TRL", "OpenRLHF", "slime", "SkyRL"}
+
+
+def test_the_run_s_own_setting_and_mini_batch_are_known(found: Tradeoff) -> None:
+    assert found.outcome("this run").setting.family == "run"
+    assert found.groups_per_batch == 16
+    assert (found.num_steps, found.num_groups) == (8, 32)
+    assert found.recommended is not None
+    assert found.recommended.decisive in (True, False)
+    assert bool(found.recommended.overrides) == found.recommended.decisive
+    assert found.notes == ()
+    errors = [outcome.error.value for outcome in found.outcomes]
+    assert errors == sorted(errors)
+    for outcome in found.outcomes:
+        assert outcome.error.value == pytest.approx(outcome.bias.value + outcome.variance.value)
+        assert 0.0 <= outcome.error.low <= outcome.error.high <= 1.0
+
+
+def test_equal_rules_share_a_row(found: Tradeoff) -> None:
+    assert found.outcome("SkyRL token TIS") is found.outcome("slime TIS")
+    names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
+    assert len(names) == len(set(names)) == len(grid(RolloutCorrectionSpec()))
+
+
+def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, f"{OWN}loss_type=ppo_clip", steps=2)
+    found = what_if(run)
+    with pytest.raises(KeyError):
+        found.outcome("this run")
+    assert any("loss_type=reinforce" in note for note in found.notes)
+    assert found.recommended.decisive is None
+    assert found.recommended.overrides
+
+
+def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, steps=1)
+    (run / "spec.yaml").write_text("actor: {lrr: 1}")
+    assert any("spec.yaml is left out: actor.lrr" in note for note in what_if(run).notes)
+    (run / "spec.yaml").unlink()
+    found = what_if(run)
+    assert any("no spec.yaml" in note for note in found.notes)
+    assert found.groups_per_batch == 4
+
+
+@pytest.fixture
+def printed(
+    found: Tradeoff, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What the command prints of that replay."""
+    monkeypatch.setattr("rlctl.replay.run.what_if", lambda path: found)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str) -> str:
+        command([Path("some/run")], *arguments)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
+    (document,) = json.loads(printed("json"))
+    assert len(document["settings"]) == len(found.outcomes)
+    row = next(row for row in document["settings"] if row["name"] == "TRL sequence_mask")
+    assert row["overrides"][1] == f"{OWN}rollout_is=sequence"
+    assert row["error"].keys() == {"value", "low", "high"}
+    assert document["recommended"]["name"] == found.recommended.name
+
+
+def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
+    said = printed()
+    assert f"{found.num_sequences} responses" in said
+    assert "What if — some/run" in said
+    assert "this run" in said
+    assert found.recommended.why[:40] in said
+    assert f"{found.outcomes[0].error.value:.3f} [" in said
+
+
+def test_svg(found: Tradeoff, printed: Callable[..., str]) -> None:
+    assert printed("svg").strip() == draw.svg(found)
+
+
+def test_the_picture_holds_every_setting_and_no_markup_of_others(found: Tradeoff) -> None:
+    hostile = found.outcomes[0]
+    name = '<script>alert(1)</script>"&'
+    hostile = replace(hostile, setting=replace(hostile.setting, name=name))
+    changed = replace(
+        found,
+        outcomes=(hostile, *found.outcomes[1:]),
+        recommended=Recommendation(name, (), "", None),
+    )
+    text = draw.svg(changed)
+    root = ET.fromstring(text)
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 1 + len(found.outcomes)
+    assert any(title.startswith(name) for title in titles)
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
+    frontier = found.frontier()
+    assert frontier
+    for outcome in frontier:
+        assert not any(
+            other.bias.value < outcome.bias.value and other.variance.value < outcome.variance.value
+            for other in found.outcomes
+        )
+
+
+def test_names_and_reports_need_no_torch() -> None:
+    code = (
+        "import sys, rlctl.replay.draw, rlctl.replay.run, rlctl.cli.diagnose_what_if;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_overrides_are_what_the_yaml_of_a_run_says(found: Tradeoff) -> None:
+    """`null`, booleans and numbers-as-text survive the command line."""
+    setting = found.outcome("none").setting
+    pairs = dict(override.split("=", 1) for override in setting.overrides)
+    assert yaml.safe_load(pairs[f"{OWN}rollout_is"]) is None
+    assert yaml.safe_load(pairs[f"{OWN}rollout_is_batch_normalize"]) is True

@@ -50,7 +50,7 @@ def parquet(
         str | None, typer.Option(help="Put after each question; '' for none. Default: by the recipe.")
     ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of rows for the test split.", show_default="0.05")
+        float | None, typer.Option(help="Share of rows for the test split. Default: 0.05.")
     ] = None,
     val_size: Annotated[int | None, typer.Option(min=0, help="Number of test rows instead.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split.")] = 1,

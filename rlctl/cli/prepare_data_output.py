@@ -67,7 +67,7 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
     lengths = summary.report.get("lengths")
     if lengths and lengths.get("quantiles"):
         median, high = lengths["quantiles"]["0.5"], lengths["quantiles"]["0.99"]
-        result.append(f"  prompt tokens: median {median:g}, 99 % below {high:g}, longest {lengths['max']}")
+        result.append(f"  prompt tokens: median {median:,}, 99 % up to {high:,}, longest {lengths['max']:,}")
     found = [
         Finding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
     ]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from rlctl.prepare.findings import rows
 from rlctl.prepare.visible import visible
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _about(file: FileReport) -> str:
     named = [f"{name} {count:,}" for name, count in file.sources.items()]
     more = [f"and {len(named) - _SOURCES_SHOWN} more"] if len(named) > _SOURCES_SHOWN else []
     sources = ", ".join(named[:_SOURCES_SHOWN] + more) or "no usable row"
-    return visible(f"{file.path}: {file.num_rows:,} rows, read as {file.recipe or 'nothing'} ({sources})")
+    return visible(f"{file.path}: {rows(file.num_rows)}, read as {file.recipe or 'nothing'} ({sources})")
 
 
 def _verdict(findings: Sequence[Finding]) -> str:

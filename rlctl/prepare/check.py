@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.prepare.file_check import FileCheck, FileReport, Probes
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, rows, worst_first
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, agree, rows, worst_first
 from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.leakage import Reference
 from rlctl.prepare.leaks import questions_of
@@ -109,13 +109,14 @@ def _shared_questions(checks: Sequence[FileCheck]) -> list[Finding]:
             shared = np.flatnonzero(np.isin(keys, earlier.questions.arrays()[0]))
             if not len(shared):
                 continue
+            ask = agree(len(shared), "ask")
             differ = later.splits.split != earlier.splits.split
             examples = [f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]]]
             found.append(
                 Finding(
                     "shared-questions",
                     "error" if differ else "warning",
-                    f"{rows(len(shared))} of {later.path} ask what a row of {earlier.path} asks",
+                    f"{rows(len(shared))} of {later.path} {ask} what a row of {earlier.path} asks",
                     len(shared),
                     tuple(examples),
                     "one is not a test of training on the other" if differ else "drop one of them",

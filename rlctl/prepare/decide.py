@@ -134,7 +134,7 @@ def _distribution(tokens: NDArray[np.int32]) -> dict[str, Any]:
     return {
         "mean": round(float(tokens.mean()), 2),
         "max": int(tokens.max()),
-        "quantiles": {f"{q:g}": float(np.quantile(tokens, q)) for q in QUANTILES},
+        "quantiles": {f"{q:g}": int(np.quantile(tokens, q, method="inverted_cdf")) for q in QUANTILES},
         "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
     }
 
@@ -152,9 +152,9 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
     }
     examples = _pair_examples(staging, (later, first), "repeats")
     if request.duplicates == "check" and len(later) > MAX_DUPLICATES * len(here):
-        share = f"{findings.rows(len(later))} of {len(here):,} ({len(later) / len(here):.1%})"
+        share = findings.share(len(later), len(here), "ask")
         raise UsageError(
-            f"{share} ask what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
+            f"{share} what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
             + "".join(f"\n  {line}" for line in examples),
             fix="pass --duplicates drop to keep the first of each, or --duplicates keep to keep them all",
         )

@@ -10,6 +10,7 @@ Severity = Literal["info", "warning", "error"]
 
 #: Places shown of each finding.
 EXAMPLES_SHOWN = 5
+_SINGULAR = {"have": "has", "were": "was", "cannot": "cannot"}
 _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -74,16 +75,36 @@ class Places:
             self.first.append(f"{where}: {detail}" if detail else where)
 
     def finding(self, code: str, severity: Severity, what: str, fix: str = "") -> list[Finding]:
-        """As a finding, if there was any; `what` is completed by the number of rows."""
+        """As a finding, if there was any; `what` begins with a verb in the plural, for the rows."""
         if not self.count:
             return []
-        text = f"{rows(self.count)} {what}"
-        return [Finding(code, severity, text, self.count, tuple(self.first), fix)]
+        return [Finding(code, severity, rows_that(self.count, what), self.count, tuple(self.first), fix)]
 
 
 def rows(count: int) -> str:
     """`1 row`, `2 rows`."""
     return f"{count:,} row{'s' if count != 1 else ''}"
+
+
+def agree(count: int, verb: str) -> str:
+    """The verb as so many rows have it: `1 row has`, `2 rows have`.
+
+    Args:
+        count: rows.
+        verb: in the plural; more words may follow.
+    """
+    plural, space, rest = verb.partition(" ")
+    return verb if count != 1 else _SINGULAR.get(plural, f"{plural}s") + space + rest
+
+
+def rows_that(count: int, verb: str) -> str:
+    """`1 row has …`, `2 rows have …`; arguments as of `agree`."""
+    return f"{rows(count)} {agree(count, verb)}"
+
+
+def share(count: int, total: int, verb: str) -> str:
+    """`1 row of 4 (25.0%) has …`; arguments as of `agree`."""
+    return f"{rows(count)} of {total:,} ({count / total:.1%}) {agree(count, verb)}"
 
 
 def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
@@ -94,7 +115,7 @@ def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Fin
         Finding(
             "duplicates",
             "warning",
-            f"{rows(count)} of {total:,} ({count / total:.1%}) ask what an earlier row asks",
+            f"{share(count, total, 'ask')} what an earlier row asks",
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each",
@@ -110,7 +131,7 @@ def conflicts(count: int, examples: Sequence[str] = ()) -> list[Finding]:
         Finding(
             "conflicting-answers",
             "warning",
-            f"{rows(count)} ask what an earlier row asks, with another ground truth",
+            rows_that(count, "ask what an earlier row asks, with another ground truth"),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "find out which answer is right: one of them teaches the wrong thing",
@@ -126,7 +147,7 @@ def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> lis
         Finding(
             "near-duplicates",
             "info",
-            f"{rows(count)} of {total:,} ({count / total:.1%}) ask almost what an earlier row asks",
+            f"{share(count, total, 'ask')} almost what an earlier row asks",
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "`--near-duplicates drop` keeps the first of each",
@@ -157,7 +178,7 @@ def leaked(kind: str, file: str, count: int, examples: Sequence[str] = ()) -> li
         Finding(
             f"leak-{kind}",
             severity,
-            f"{rows(count)} {words} {file}",
+            rows_that(count, f"{words} {file}"),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file "
@@ -181,13 +202,13 @@ def overlong(
     if not count:
         return []
     kept = done == "kept"
-    have = "have" if kept else f"were {done}: they had"
+    have = "have" if kept else f"were {done} for"
     fix = "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right"
     return [
         Finding(
             "overlong",
             "warning" if kept else "info",
-            f"{rows(count)} {have} prompts of more than {limit:,} {unit}",
+            rows_that(count, f"{have} prompts of more than {limit:,} {unit}"),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             fix if kept else "",
@@ -203,7 +224,7 @@ def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> li
         Finding(
             "beyond-context",
             "error",
-            f"{rows(count)} have prompts that fill or exceed the model's context of {context:,} tokens",
+            rows_that(count, f"have prompts that fill or exceed the model's context of {context:,} tokens"),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
@@ -219,7 +240,9 @@ def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
         Finding(
             "ground-truth",
             "error",
-            f"{rows(count)} have a ground truth that the grader cannot read: grader(ground truth) is not 1",
+            rows_that(
+                count, "have a ground truth that the grader cannot read: grader(ground truth) is not 1"
+            ),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
             "no response can be right: mend the ground truth, or name another data_source or reward",
@@ -232,7 +255,7 @@ def unknown_source(source: str, count: int) -> Finding:
     return Finding(
         "no-grader",
         "warning",
-        f"{rows(count)} have data_source {source!r}, for which no grader is registered",
+        rows_that(count, f"have data_source {source!r}, for which no grader is registered"),
         count,
         fix="`reward.name: auto` grades them as mathematics: name the reward, or rename the source",
     )

@@ -60,8 +60,9 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
     if len(rows) and request.leakage == "refuse":
         lines = "".join(f"\n  {line}" for line in findings.lines(_findings(staging, found)))
+        occur = findings.agree(len(rows), "occur")
         raise UsageError(
-            f"{findings.rows(len(rows))} to train on occur where they must not:{lines}",
+            f"{findings.rows(len(rows))} to train on {occur} in what must stay unseen:{lines}",
             fix="pass --leakage drop to leave them out",
         )
     if request.leakage == "drop":

@@ -146,7 +146,7 @@ class PromptLengths:
         content = row.prompt[place].content
         start, end = question_span(row, place)
         spans = self.renderer.tokenizer(
-            content[start:end], add_special_tokens=False, return_offsets_mapping=True
+            content[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )["offset_mapping"]
         excess = num_tokens - limit
         while excess < len(spans):

@@ -33,7 +33,7 @@ class Manifest:
     outputs: Mapping[str, str]
 
     def write(self, directory: Path) -> None:
-        """Write it, keys sorted, no dates: equal work gives equal bytes."""
+        """Write it, without dates: equal work gives equal bytes."""
         content = {
             "format": FORMAT,
             "made_from": self.made_from,
@@ -42,7 +42,7 @@ class Manifest:
             "splits": self.splits,
             "outputs": self.outputs,
         }
-        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(content, indent=2, ensure_ascii=False)
         (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def matches(self, directory: Path) -> bool:

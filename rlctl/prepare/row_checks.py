@@ -15,7 +15,7 @@ import numpy as np
 from rlctl.data.schema import Row
 from rlctl.prepare.asked import is_integer
 from rlctl.prepare.duplicates import normalise, repeated, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, Places, conflicts, duplicates, rows
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, Places, conflicts, duplicates, rows, rows_that
 from rlctl.prepare.words import mixed
 
 STYLES = {"rule", "model", "code"}
@@ -121,7 +121,7 @@ class SplitChecks:
         keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
         surplus = len(keys) - len(np.unique(keys))
         if surplus:
-            what = f"{rows(surplus)} have the extra_info.index of another row of the same source"
+            what = rows_that(surplus, "have the extra_info.index of another row of the same source")
             found.append(Finding("repeated-index", "info", what, surplus, where))
         return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
-from rlctl.prepare import columns
+from rlctl.prepare import columns, findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
 from rlctl.prepare.histogram import Histogram
@@ -230,6 +230,21 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     with pytest.raises(UsageError, match="cannot be read"):
         check(CheckRequest((str(tmp_path / "a.parquet"),)))
+
+
+def test_one_row_has_and_two_rows_have():
+    assert [
+        findings.agree(1, verb) for verb in ("ask", "share 13 words", "have x", "were cut", "cannot be")
+    ] == [
+        "asks",
+        "shares 13 words",
+        "has x",
+        "was cut",
+        "cannot be",
+    ]
+    assert findings.agree(2, "have x") == "have x"
+    assert findings.beyond_context(1, 64)[0].what.startswith("1 row has prompts")
+    assert findings.leaked("ngram", "f", 1)[0].what == "1 row shares 13 words in a row with a question of f"
 
 
 def test_histogram_against_sorted_lengths():

@@ -1,5 +1,6 @@
 """Lengths with the model's own tokenizer and template, cutting, and templates that are wrong."""
 
+import logging
 import pickle
 
 import pytest
@@ -26,6 +27,18 @@ def row(question, *, instruction="", system="", where="f:1"):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_long_prompts_are_measured_without_a_warning(model, caplog):
+    lengths = PromptLengths(model, max_prompt_length=12, overlong="cut-right")
+    lengths.renderer.tokenizer.model_max_length = 4
+    logger = logging.getLogger("transformers")  # it keeps its messages from the root
+    logger.addHandler(caplog.handler)
+    try:
+        assert lengths.measure([row(WORDS)]).num_tokens[0] <= 12
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_lengths_are_those_training_sees(model):

@@ -45,6 +45,7 @@ def test_kept_but_counted(request_):
     assert summary.counts["train"] == 40
     assert lengths["overlong"] > 20
     assert lengths["max"] > LIMIT
+    assert all(type(tokens) is int for tokens in lengths["quantiles"].values())
     assert sum(lengths["histogram"]["rows"]) == 40
     assert "overlong" in [finding["code"] for finding in summary.report["findings"]]
 

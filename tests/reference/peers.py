@@ -18,8 +18,8 @@ Rule = Callable[[list[float]], tuple[list[float], list[bool]]]
 def thousand() -> list[list[float]]:
     """Log-ratios of 1,000 responses of 1 to 400 tokens.
 
-    Small noise on every token, a drift per response, and one token in 200 far off, as engines of
-    different precision and stale weights produce together. Multiples of 2⁻¹², exact in float32.
+    Small noise on every token, a drift per response, one token in 200 far off and one in 5,000 very far,
+    as engines of different precision and stale weights produce together. Multiples of 2⁻¹².
     """
     rng = np.random.RandomState(20260101)  # its streams never change
     responses = []
@@ -28,6 +28,7 @@ def thousand() -> list[list[float]]:
         ratios = rng.normal(0.0, 0.05, length) + rng.normal(0.0, 0.004)
         far = rng.random_sample(length) < 0.005
         ratios = ratios + far * rng.normal(0.0, 1.2, length)
+        ratios = ratios + (rng.random_sample(length) < 0.0002) * rng.normal(0.0, 8.0, length)
         responses.append((np.round(ratios * 4096) / 4096).tolist())
     return responses
 

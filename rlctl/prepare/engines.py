@@ -15,9 +15,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure
 
 Shared = TypeVar("Shared")
 Task = TypeVar("Task")
@@ -111,7 +112,7 @@ def _on_ray(
     function: Callable[[Shared, Task], Result], shared: Shared, tasks: Iterable[Task]
 ) -> Iterator[tuple[Task, Result]]:
     ray = _start_ray()
-    held = ray.put(pickle.dumps((function, shared)))
+    held = ray.put(pickle.dumps((function, pickle.dumps(shared), Path.cwd())))
     left = iter(tasks)
     while batch := list(islice(left, RAY_TASKS)):
         items = [{"task": pickle.dumps(task)} for task in batch]
@@ -119,7 +120,7 @@ def _on_ray(
             _ray_work, fn_kwargs={"held": held}
         )
         try:
-            yield from zip(batch, (pickle.loads(row["result"]) for row in done.iter_rows()), strict=True)
+            yield from zip(batch, map(_result, done.iter_rows()), strict=True)
         except ray.exceptions.RayError as error:
             raise RunFailure(f"a Ray task failed: {_cause(error)}", fix="look at Ray's logs") from error
 
@@ -134,7 +135,7 @@ def _start_ray() -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own = {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
         try:
-            ray.init(log_to_driver=False, **own)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
         except Exception as error:  # connection, port and memory errors have no common base
             reason = str(error).splitlines()[0]
             raise EnvironmentFailure(f"Ray does not start: {reason}", fix="see `ray status`") from error
@@ -149,12 +150,25 @@ def _start_ray() -> Any:
 def _opened(held: Any) -> Any:
     import ray
 
-    return pickle.loads(ray.get(held))
+    function, shared, directory = pickle.loads(ray.get(held))
+    os.chdir(directory)  # relative paths; a running cluster's workers stand where it was started
+    return function, pickle.loads(shared)
 
 
 def _ray_work(row: dict[str, bytes], held: Any) -> dict[str, bytes]:
-    function, shared = _opened(held)
-    return {"result": pickle.dumps(function(shared, pickle.loads(row["task"])))}
+    try:
+        function, shared = _opened(held)
+        result = function(shared, pickle.loads(row["task"]))
+    except RlctlError as error:  # Ray would hand on its text, among much else
+        result = error
+    return {"result": pickle.dumps(result)}
+
+
+def _result(row: dict[str, bytes]) -> Any:
+    result = pickle.loads(row["result"])
+    if isinstance(result, RlctlError):
+        raise result
+    return result
 
 
 def _cause(error: Exception) -> str:

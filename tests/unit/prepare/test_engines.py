@@ -5,13 +5,17 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.prepare import engines, sources
+from rlctl.prepare.blocks import Block, FileRange
 from rlctl.prepare.pipeline import prepare
+from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.transform import Plan, transform
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
 
@@ -107,6 +111,23 @@ def test_ray_writes_the_same_bytes(many_blocks, tmp_path, local_ray, monkeypatch
 def test_an_error_on_ray_says_what_it_was(local_ray):
     with pytest.raises(RunFailure, match="ZeroDivisionError: division by zero"):
         list(engines.run("ray", operator.truediv, 1, [2, 1, 0], 1))
+
+
+@pytest.mark.slow
+def test_ray_reads_relative_paths_wherever_it_was_started(tmp_path, local_ray, monkeypatch):
+    write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=2))
+    monkeypatch.chdir(tmp_path)  # the workers' processes stand where the tests were started
+    prepare(PrepareRequest(("in.jsonl",), Path("out"), engine="ray", check_graders=False, leakage="off"))
+    assert (tmp_path / "out" / "train.parquet").is_file()
+
+
+@pytest.mark.slow
+def test_a_mistake_found_on_ray_is_told_as_such(local_ray):
+    gone = Block(Path("/no/such.jsonl"), "x", 1, FileRange(0, 5), 5)
+    plan = Plan(Recipe("gsm8k").resolve(), 1, False, None)
+    with pytest.raises(UsageError, match="cannot be read any more") as caught:
+        list(engines.run("ray", transform, plan, [gone], 1))
+    assert caught.value.where == "/no/such.jsonl"
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):

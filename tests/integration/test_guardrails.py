@@ -99,7 +99,7 @@ COLLAPSING = (
     "actor.ppo_micro_batch_size_per_gpu=512",
     "rollout.n=8",
     "actor.lr=2e-3",
-    "trainer.total_training_steps=40",
+    "trainer.total_training_steps=20",
     "trainer.rollouts_per_step=0",
 )
 
@@ -112,7 +112,7 @@ def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
         rewards[mode] = [line["critic/score/mean"] for line in runs.metrics(run)]
     assert rewards[WARN][0] == rewards[ACT][0] > 0.2
     assert fmean(rewards[WARN][-5:]) < 0.1
-    assert fmean(rewards[ACT][-5:]) > 0.2
+    assert fmean(rewards[ACT][-5:]) > 0.3
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from html import escape
 
 from rlctl.replay.tradeoff import Outcome, Tradeoff
@@ -17,8 +18,45 @@ _COLOURS = {
     "slime": "#e7298a",
     "SkyRL": "#66a61e",
 }
-#: Smaller parts of the error than this look the same: nothing.
-_FLOOR = 1e-4
+#: Smaller parts of the error than the first look like nothing, larger ones than the second like everything.
+_FLOOR, _CEILING = 1e-3, 1e2
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """A logarithmic axis over the powers of ten that hold all values."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> _Scale:
+        held = [min(max(value, _FLOOR), _CEILING) for value in values]
+        low, high = math.floor(math.log10(min(held))), math.ceil(math.log10(max(held)))
+        return cls(10.0**low, 10.0 ** max(high, low + 1))
+
+    def share(self, value: float) -> float:
+        """0 … 1 along the axis."""
+        held = min(max(value, self.low), self.high)
+        return math.log(held / self.low) / math.log(self.high / self.low)
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 of every decade while there are few decades."""
+        decades = range(round(math.log10(self.low)), round(math.log10(self.high)) + 1)
+        steps = (1, 2, 5) if len(decades) <= 3 else (1,)
+        return [tick for d in decades for s in steps if (tick := s * 10.0**d) <= self.high * 1.001]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    x: _Scale
+    y: _Scale
+
+    def place(self, outcome: Outcome) -> tuple[float, float]:
+        variance = outcome.variance.value if outcome.variance else _CEILING
+        bias = outcome.bias.value if outcome.bias else _CEILING
+        x = _LEFT + self.x.share(variance) * (_WIDTH - _LEFT - _RIGHT)
+        return x, _HEIGHT - _BOTTOM - self.y.share(bias) * (_HEIGHT - _BOTTOM - _TOP)
 
 
 def svg(tradeoff: Tradeoff) -> str:
@@ -31,58 +69,52 @@ def svg(tradeoff: Tradeoff) -> str:
     judged = [outcome for outcome in tradeoff.outcomes if outcome.bias and outcome.variance]
     if not judged:
         return ""
+    plane = _Plane(
+        _Scale.of([outcome.variance.value for outcome in judged if outcome.variance]),
+        _Scale.of([outcome.bias.value for outcome in judged if outcome.bias]),
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="12" fill="currentColor">',
         "<title>Bias and variance of the gradient by correction setting</title>",
-        *_axes(),
-        _line(tradeoff.frontier()),
-        *(_dot(outcome) for outcome in judged),
+        *_axes(plane),
+        _line(plane, tradeoff.frontier()),
+        *(_dot(plane, outcome) for outcome in reversed(judged)),  # the best on top
     ]
     if tradeoff.recommended:
-        x, y = _place(tradeoff.outcome(tradeoff.recommended.name))
+        x, y = plane.place(tradeoff.outcome(tradeoff.recommended.name))
         ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
         parts.append(ring)
     return "".join([*parts, *_legend(judged), "</svg>"])
 
 
-def _scaled(value: float) -> float:
-    """0 … 1 over the decades from `_FLOOR` to 1."""
-    return 1.0 - math.log10(min(max(value, _FLOOR), 1.0)) / math.log10(_FLOOR)
-
-
-def _place(outcome: Outcome) -> tuple[float, float]:
-    variance = outcome.variance.value if outcome.variance else 1.0
-    bias = outcome.bias.value if outcome.bias else 1.0
-    x = _LEFT + _scaled(variance) * (_WIDTH - _LEFT - _RIGHT)
-    return x, _HEIGHT - _BOTTOM - _scaled(bias) * (_HEIGHT - _BOTTOM - _TOP)
-
-
-def _axes() -> list[str]:
+def _axes(plane: _Plane) -> list[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = [
         f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor"/>',
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">variance, relative</text>',
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">'
+        "variance: noise over signal</text>",
         f'<text x="14" y="{(_TOP + bottom) / 2}" text-anchor="middle" '
-        f'transform="rotate(-90 14 {(_TOP + bottom) / 2})">bias², relative</text>',
+        f'transform="rotate(-90 14 {(_TOP + bottom) / 2})">bias²: tangent² of the angle</text>',
     ]
-    for power in range(-4, 1):
-        share = _scaled(10.0**power)
-        x, y = _LEFT + share * (right - _LEFT), bottom - share * (bottom - _TOP)
-        label = f"{10.0**power:g}"
-        parts.append(f'<path d="M{x:.1f} {bottom}v4M{_LEFT} {y:.1f}h-4" stroke="currentColor"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for tick in plane.x.ticks():
+        x = _LEFT + plane.x.share(tick) * (right - _LEFT)
+        parts.append(f'<path d="M{x:.1f} {bottom}v4" stroke="currentColor"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    for tick in plane.y.ticks():
+        y = bottom - plane.y.share(tick) * (bottom - _TOP)
+        parts.append(f'<path d="M{_LEFT} {y:.1f}h-4" stroke="currentColor"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     return parts
 
 
-def _line(frontier: tuple[Outcome, ...]) -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(_place, frontier))
+def _line(plane: _Plane, frontier: tuple[Outcome, ...]) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(plane.place, frontier))
     return f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>'
 
 
-def _dot(outcome: Outcome) -> str:
-    x, y = _place(outcome)
+def _dot(plane: _Plane, outcome: Outcome) -> str:
+    x, y = plane.place(outcome)
     error = outcome.error.value if outcome.error else 1.0
     names = ", ".join((outcome.setting.name, *outcome.same_as))
     said = escape(f"{names}: error {error:.3f}, applied ESS {outcome.applied_ess.value:.2f}")

@@ -5,10 +5,11 @@ rollout correction, property 1). A setting with applied weights w estimates it f
 prompt groups as ĝ, with expectation m = E_rollout[w·A·∇log π] and noise V per group. A constant factor
 on a gradient is the learning rate's business, so the error of a setting is the smallest over c of
 
-    E|c·ĝ − g|² / |g|² = bias² + variance = 1 − (m·g)² / (|g|² (|m|² + V/G)),
+    E|c·ĝ − g|² / |g|² = 1 − (m·g)² / (|g|² (|m|² + V/G)) = (bias² + variance) / (1 + bias² + variance),
 
-with bias² = |c·m − g|²/|g|² and variance = c²·V/(G|g|²) at that c. It is 0 for the true gradient, 1 for
-one that has nothing to do with it, and cannot be lowered by shrinking every weight: c = 1, the plain
+with bias² = |m|²|g|²/(m·g)² − 1, the squared tangent of the angle between what is expected and what is
+wanted, and variance = V|g|²/(G (m·g)²), noise over useful signal. The error is 0 for the true gradient, 1
+for one that has nothing to do with it, and cannot be lowered by shrinking every weight: c = 1, the plain
 mean-squared error, rewards rejecting everything once V/G exceeds |g|². It is reported beside it.
 
 How m, g and V are estimated, and how far that can be trusted, is in `docs/what-if.md`.
@@ -27,6 +28,8 @@ PRIOR_NOISE = 10.0
 #: Share of an uneven weight's effect that adds up, times the response length: a token's score goes only
 #: with the part of the unevenness that depends on this token.
 PRIOR_ALIGNED = 2.0
+#: Where bias² and variance end, which otherwise are infinite for what keeps nothing.
+FAR = 1e6
 RESAMPLES = 400
 #: Intervals hold the middle 90 % of resamples.
 LEVEL = 0.9
@@ -37,7 +40,7 @@ class Proxies:
     """Figures of S settings, each (R, S): the first row of the sample itself, then of its resamples.
 
     Attributes:
-        error: see above; bias and variance add up to it.
+        error, bias, variance: see above (bias is squared); at most `FAR` where the error is near 1.
         plain_error: the mean-squared error with c = 1.
         trust: how much the surrogate's own gradients count, the rest being the prior's, in [0, 1].
     """
@@ -161,10 +164,8 @@ def _prior(moments: Moments, used: Floats, drawn: Floats, mean: Floats) -> _Prio
 
 def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
     """m·g, |m|² and V/G, all over |g|², as errors; a setting that keeps nothing misses everything."""
-    total = norm + noise
-    # Against g, the best learning rate is none.
-    scale = np.divide(np.maximum(inner, 0.0), total, out=np.zeros_like(total), where=total > 1e-200)
-    variance = scale**2 * noise
-    bias = np.maximum(1.0 - 2.0 * scale * inner + scale**2 * norm, 0.0)
+    signal = np.square(np.maximum(inner, 1e-100))  # against g, the best learning rate is none
+    bias = np.clip(norm / signal - 1.0, 0.0, FAR)
+    variance = np.clip(noise / signal, 0.0, FAR)
     plain = np.maximum(1.0 - 2.0 * inner + norm, 0.0) + noise
-    return Proxies(bias + variance, bias, variance, plain, trust)
+    return Proxies((bias + variance) / (1.0 + bias + variance), bias, variance, plain, trust)

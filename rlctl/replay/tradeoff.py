@@ -33,7 +33,7 @@ class Outcome:
         saturated: share of sequences whose product of ratios is only the clamp e^±20.
         error: relative mean-squared error of the gradient at its own best scale, in [0, 1]; None
             where no advantage differs from zero.
-        bias, variance: the parts of `error`, both relative and squared.
+        bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) of their sum s.
         plain_error: the same error without rescaling (may exceed 1).
     """
 

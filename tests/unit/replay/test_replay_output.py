@@ -62,7 +62,8 @@ def test_the_run_s_own_setting_and_mini_batch_are_known(found: Tradeoff) -> None
     errors = [outcome.error.value for outcome in found.outcomes]
     assert errors == sorted(errors)
     for outcome in found.outcomes:
-        assert outcome.error.value == pytest.approx(outcome.bias.value + outcome.variance.value)
+        total = outcome.bias.value + outcome.variance.value
+        assert outcome.error.value == pytest.approx(total / (1.0 + total))
         assert 0.0 <= outcome.error.low <= outcome.error.high <= 1.0
 
 

@@ -1,6 +1,6 @@
 """By how much does the recommended correction miss the best one, where the truth is known?
 
-    python benchmarks/what_if.py [--seeds 11-12] [--out DIR]
+    python benchmarks/what_if.py [--seeds 11] [--out DIR]
 
 Short: two policies small enough to enumerate every response (`tests/reference/enumerable.py`), so the
 error of every setting is exact. Long: responses of 16 and 48 tokens, the truth being the mean over
@@ -187,7 +187,7 @@ def table(rows: list[Row], plain: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("11-12"), help="1-5 or 1,4,9")
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("11"), help="1-5 or 1,4,9")
     parser.add_argument("--out", type=Path, default=Path("build/what_if"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -164,8 +164,9 @@ def _prior(moments: Moments, used: Floats, drawn: Floats, mean: Floats) -> _Prio
 
 def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
     """m·g, |m|² and V/G, all over |g|², as errors; a setting that keeps nothing misses everything."""
-    signal = np.square(np.maximum(inner, 1e-100))  # against g, the best learning rate is none
-    bias = np.clip(norm / signal - 1.0, 0.0, FAR)
-    variance = np.clip(noise / signal, 0.0, FAR)
+    useful = inner > 1e-12  # else it keeps nothing, or points against g: no learning rate helps
+    signal = np.square(np.where(useful, inner, 1.0))
+    bias = np.where(useful, np.clip(norm / signal - 1.0, 0.0, FAR), FAR)
+    variance = np.where(useful, np.clip(noise / signal, 0.0, FAR), FAR)
     plain = np.maximum(1.0 - 2.0 * inner + norm, 0.0) + noise
     return Proxies((bias + variance) / (1.0 + bias + variance), bias, variance, plain, trust)

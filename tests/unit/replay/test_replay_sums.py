@@ -208,6 +208,17 @@ def test_without_any_advantage_nothing_is_recommended() -> None:
     assert any("no advantage differs" in note for note in found.notes)
 
 
+def test_a_setting_that_keeps_nothing_misses_everything() -> None:
+    nothing = setting("nothing", rollout_is=None, rollout_rs="seq_max_k2", rollout_rs_threshold="1.0")
+    step = make_step()
+    ahead = step.rollout_log_probs + np.float32(0.1)
+    found = replay([replace(step, log_probs=ahead)], [*GRID, nothing], WHOLE)
+    assert found.outcome("nothing").kept_tokens == 0.0
+    assert found.outcome("nothing").error.value == pytest.approx(1.0, abs=1e-5)
+    assert found.outcome("nothing").plain_error == pytest.approx(1.0)
+    assert found.recommended.name != "nothing"
+
+
 def test_one_response_per_prompt_is_compared_with_the_step() -> None:
     step = replace(make_step(), group_ids=np.arange(48))
     found = replay([step], GRID, WHOLE)

@@ -289,7 +289,8 @@ def test_the_page_lists_every_name_with_its_meaning():
     page = (Path(__file__).parents[3] / "docs" / "diagnose-inputs.md").read_text(encoding="utf-8")
     for dialect in DIALECTS:
         for name, named in dialect.names.items():
-            assert f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n" in page, (dialect.framework, name)
+            row = f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n"
+            assert row in page, (dialect.framework, name)
 
 
 def test_every_column_says_where_it_comes_from():

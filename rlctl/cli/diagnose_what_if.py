@@ -53,10 +53,9 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     from rich.text import Text
 
     console.print(Text(f"What if — {title}", style="bold"))
-    console.print(
-        f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} prompt groups, "
-        f"{tradeoff.num_steps} steps; errors for a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
-    )
+    counts = f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} groups"
+    batch = f"errors are those of a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
+    console.print(f"{counts} of {tradeoff.num_steps} steps; {batch}")
     chosen = tradeoff.recommended
     if chosen:
         console.print(Text(f"try     {' '.join(chosen.overrides) or 'nothing else'}", style="bold green"))

@@ -22,8 +22,8 @@ _NEMO = re.compile(r"train_data_step(\d+)\.jsonl")
 _COLUMNS = ["step", "group_id", "reward", "response_ids", "rollout_log_probs", "training_log_probs"]
 _ROWS_AT_ONCE = 512
 _FIX = (
-    "name a run directory with rollouts/*.parquet, slime's train_data/*.pt or "
-    "NeMo-RL's train_data_step*.jsonl"
+    "name a run directory with rollouts/*.parquet (kept with trainer.rollouts_per_step), slime's "
+    "train_data/*.pt or NeMo-RL's train_data_step*.jsonl"
 )
 
 

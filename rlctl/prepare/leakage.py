@@ -135,7 +135,8 @@ def _at_most(values: Hashes, most: int) -> Hashes:
     is_first[1:] = values[1:] != values[:-1]
     common = values[most:][values[most:] == values[: max(0, len(values) - most)]]
     different = values[is_first]
-    return different[~_among(different, common)]
+    rare: Hashes = different[~_among(different, common)]
+    return rare
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:

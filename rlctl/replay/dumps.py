@@ -297,7 +297,8 @@ def _ragged(number: int, rows: list[_Row]) -> Step:
     given = [row.advantage for row in rows if row.advantage is not None]
 
     def flat(parts: Iterator[NDArray[Any]], kind: type) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, kind), *chain(parts)]).astype(kind, copy=False)
+        joined: NDArray[Any] = np.concatenate([np.empty(0, kind), *chain(parts)]).astype(kind, copy=False)
+        return joined
 
     return Step(
         number=number,

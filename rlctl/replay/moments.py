@@ -103,7 +103,8 @@ class Moments:
 
         def without(cells: Floats, context: Floats) -> Floats:
             shape = cells.shape
-            return cells - (context[..., :, None] * mean).reshape(shape)
+            rest: Floats = cells - (context[..., :, None] * mean).reshape(shape)
+            return rest
 
         noise = self.noise - 2.0 * self.noise_cross @ mean.reshape(-1)
         noise = noise + self.noise_context @ np.square(mean).sum(1)

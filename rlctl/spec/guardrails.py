@@ -20,8 +20,8 @@ class GuardrailsSpec(Section):
     """One update under the floor. `scale_lr`: its rate × ESS / floor; `skip_step`: no update. After both the
     rate is halved until updates are well again."""
     on_drift: Literal["warn", "skip_step"] = "skip_step"
-    """One update at which the policy is over 0.1 nats per token from the one that sampled, or from π_old.
-    `skip_step` as above."""
+    """One update at which the policy is over 0.1 nats per token from the one that sampled. `skip_step` as
+    above."""
     on_heavy_tail: Literal["warn", "tighten"] = "tighten"
     """Raw ESS under the floor batch after batch. `tighten`: bounds of weights and rejection halve in log ρ
     until it recovers."""

@@ -155,7 +155,7 @@ class Guardrails:
             what = f"raw effective sample size {min(low):.2g} of an update, under {self.updates.floor:g}"
             self._voice.tell("low ESS", step, what, self._spec.on_low_ess)
         if far := [verdict.drift for verdict in verdicts if verdict.has_drifted]:
-            what = f"{max(far):.2g} nats per token between an update's policies, over {DRIFT_LIMIT:g}"
+            what = f"{max(far):.2g} nats per token between the policy and its samples', over {DRIFT_LIMIT:g}"
             self._voice.tell("drift", step, what, self._spec.on_drift)
 
 

@@ -57,7 +57,7 @@ class Updated:
     verdicts: list[Verdict]
 
 
-_Judge = Callable[[HostTally, HostTally, CorrectionRules], Verdict]
+_Judge = Callable[[HostTally, CorrectionRules], Verdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _mini_batch(
     losses = ranks.to_host(_sum(stats))
     _refuse_nonfinite(tally, settings)
     skip = hold or tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
-    verdict = Verdict() if skip else judge(tally, losses, settings.rules)
+    verdict = Verdict() if skip else judge(tally, settings.rules)
     lr *= verdict.lr_scale
     result = actor.step(lr=lr, skip=skip or verdict.skip)
     factor = batch_norm_factor(tally, settings.rules)

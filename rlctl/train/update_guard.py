@@ -30,7 +30,8 @@ class Verdict:
 
     Attributes:
         ess: raw effective sample size of the mini-batch, in [0, 1].
-        drift: the larger |KL|, of the policy from the one that sampled and from π_old; nats per token.
+        drift: |KL| of the trained policy from the one that sampled, nats per token. In decoupled mode that is
+            π_old's: how far π_θ may leave π_old is the clip's matter, and PPO is meant to go there.
         is_low: the first is under its floor.
         has_drifted: the second is over its limit.
         lr_scale: factor of the learning rate.
@@ -62,18 +63,17 @@ class UpdateGuard:
         self._is_on, self._acts = spec.mode != "off", spec.mode == "act"
         self._on_low_ess, self._on_drift = spec.on_low_ess, spec.on_drift
 
-    def judge(self, correction: HostTally, losses: HostTally, rules: CorrectionRules) -> Verdict:
+    def judge(self, correction: HostTally, rules: CorrectionRules) -> Verdict:
         """Judge the next update.
 
         Args:
-            correction, losses: sums of its whole mini-batch over all ranks.
-            rules: by which the correction was made.
+            correction: sums of its whole mini-batch over all ranks.
+            rules: by which they were made.
         """
         if not self._is_on or not correction.sums["finite_tokens"]:
             return Verdict()
         measured = correction_metrics(correction, rules)
-        ess = measured[RAW_ESS.key]
-        drift = max(abs(measured[KL.key]), abs(losses.per("ppo_kl", "tokens")))
+        ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])
         is_low, has_drifted = ess < self.floor, drift > DRIFT_LIMIT
         if not self._acts:
             return Verdict(ess, drift, is_low, has_drifted)

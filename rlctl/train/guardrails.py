@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlctl.diagnose.readers.build import Wanted
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
 
-#: Batches from one look with all rules to the next.
-EVERY = 5
+#: Batches from one look with all rules to the next; and as a share of the run so far, since a look at a
+#: longer run takes longer.
+EVERY, EVERY_SHARE = 5, 1 / 500
 #: Rules whose critical finding, if it lasts, means that nothing is learned any more.
 FATAL = frozenset({"zero-reward", "gibberish"})
 
@@ -140,7 +142,7 @@ class Guardrails:
 
     def _findings(self, step: int) -> tuple[Finding, ...]:
         """What all rules find, worst first, every few batches."""
-        if step % EVERY or len(self._log) < WINDOW:
+        if step % max(EVERY, int(step * EVERY_SHARE)) or len(self._log) < WINDOW:
             return ()
         try:
             run = RunLog(self._run.run_dir, self._log.table(), self._run.spec, facts=facts_of(self._run.spec))
@@ -202,9 +204,10 @@ class _Log:
     """The run so far, as diagnosis reads it: what its rules look at, and what the guardrails count."""
 
     def __init__(self) -> None:
-        keys = (*sorted(METRICS_READ), RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, _NOT_FINITE_OR_EMPTY)
+        own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, _NOT_FINITE_OR_EMPTY}
+        self._wanted = Wanted(METRICS_READ | own)
         self._steps = array("q")
-        self._columns = {key: array("d") for key in keys}
+        self._columns: dict[str, array[float]] = {}
         self._nonfinite: dict[str, list[int]] = {}
         self._names: set[str] = set()
 
@@ -213,24 +216,30 @@ class _Log:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """One more step; a figure that was not logged, or is none, is NaN."""
+        new = metrics.keys() - self._names
+        self._names |= new
+        for key in new:
+            if key in self._wanted:
+                self._columns[key] = array("d", [np.nan]) * len(self._steps)
         self._steps.append(step)
-        self._names.update(metrics)
         for key, column in self._columns.items():
-            value = metrics.get(key)
-            is_finite = value is not None and np.isfinite(value)
-            column.append(value if value is not None and is_finite else np.nan)
-            if value is not None and not is_finite:
+            value = metrics.get(key, np.nan)
+            column.append(value if np.isfinite(value) else np.nan)
+            if key in metrics and not np.isfinite(value):
                 self._nonfinite.setdefault(key, []).append(step)
 
     def last(self, key: str) -> NDArray[np.float64]:
-        """The metric's last `WINDOW` values, or as many as there are."""
-        return np.array(self._columns[key][-WINDOW:])
+        """The metric's last `WINDOW` values, or as many as there are; NaN where it was not logged."""
+        column = self._columns.get(key)
+        if column is None:
+            return np.full(min(len(self), WINDOW), np.nan)
+        return np.array(column[-WINDOW:])
 
     def table(self) -> Table:
         """A copy: arrays that numpy looks into cannot grow."""
         return Table(
             np.array(self._steps, dtype=np.int64),
-            {key: np.array(column) for key, column in self._columns.items() if key in self._names},
+            {key: np.array(column) for key, column in self._columns.items()},
             {key: np.array(steps) for key, steps in self._nonfinite.items()},
             frozenset(self._names),
         )

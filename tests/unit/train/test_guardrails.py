@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,8 @@ def test_what_decides_nothing_is_not_tightened() -> None:
 
 
 WELL_VERDICT = Verdict()
+#: What diagnosis says of a run that is well.
+NOTHING = SimpleNamespace(findings=())
 
 
 def rows_with(count: int, seed: int = 0, **columns):
@@ -305,6 +308,26 @@ def test_what_diagnosis_finds_is_told_with_its_remedy() -> None:
     assert run.stopped_because == ""
 
 
+def test_validation_scores_are_seen_too() -> None:
+    """First logged at step 10 and then now and then; a rule that needs them finds them."""
+    rows = rows_with(120, **{"critic/score/mean": [0.2 + 0.006 * number for number in range(120)]})
+    for row in rows[9::10]:
+        row["val/sums/reward_mean"] = 0.2
+    _, run, notes, _ = followed(rows)
+    assert any("[reward-hacking]" in note for note in notes), notes
+    assert run.stopped_because == ""
+    assert not any("[reward-hacking]" in note for note in followed(rows_with(120))[2])
+
+
+def test_a_long_run_is_looked_at_less_often(monkeypatch) -> None:
+    monkeypatch.setattr(module, "EVERY_SHARE", 1 / 20)
+    looks: list[int] = []
+    monkeypatch.setattr(module, "examine", lambda run: looks.append(int(run.table.steps[-1])) or NOTHING)
+    followed(rows_with(300))
+    assert [step for step in looks if step < 120] == list(range(15, 120, module.EVERY))
+    assert 6 <= sum(step > 200 for step in looks) <= 12
+
+
 def test_a_fault_in_a_rule_does_not_end_the_run(monkeypatch) -> None:
     monkeypatch.setattr(module, "examine", lambda run: 1 / 0)
     _, run, notes, logged = followed(rows_with(60))
@@ -319,7 +342,7 @@ def test_fatal_rules_exist() -> None:
 
 def wild_rows(seed: int, count: int = 45):
     noise = random.Random(seed)
-    return rows_with(
+    rows = rows_with(
         count,
         **{
             RAW_ESS: [noise.choice([0.05, 0.25, 0.6, 1.0]) for _ in range(count)],
@@ -328,6 +351,9 @@ def wild_rows(seed: int, count: int = 45):
             "actor/grad_norm": [noise.choice([1.0, math.nan, 50.0]) for _ in range(count)],
         },
     )
+    for row in rows[4::5]:
+        row["val/sums/reward_mean"] = noise.random()
+    return rows
 
 
 @pytest.mark.parametrize("seed", range(4))

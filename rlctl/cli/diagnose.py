@@ -109,7 +109,7 @@ def diagnose(
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
     if what_if:
-        _what_if(paths, output_format, out=out, fix=fix, fail_on=fail_on)
+        _what_if(paths, output_format, out, fix=fix, fail_on=fail_on)
         return
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.rules import METRICS_READ, examine
@@ -124,21 +124,19 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def _what_if(paths: Sequence[Path], output_format: Format, **others: object) -> None:
+def _what_if(paths: Sequence[Path], output_format: Format, out: Path | None, **others: object) -> None:
     """Replay instead of a diagnosis.
 
     Raises:
-        UsageError: an option is given that is about findings, or a format that a replay has not.
+        UsageError: an option is given that is about findings; or see `what_if`.
     """
     for name, value in others.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is about findings, and --what-if replays rollouts", where=option)
-    if output_format not in {Format.TEXT, Format.JSON}:
-        raise UsageError("--what-if writes text or json", where=f"--format {output_format.value}")
     from rlctl.cli.diagnose_what_if import what_if
 
-    what_if(paths, "json" if output_format is Format.JSON else "text")
+    what_if(paths, output_format, out)
 
 
 def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: Path | None) -> None:

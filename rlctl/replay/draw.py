@@ -10,7 +10,7 @@ from rlctl.replay.tradeoff import Outcome, Tradeoff
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 440, 64, 48, 28, 130
 _COLOURS = {
-    "run": "#000000",
+    "run": "currentColor",
     "rlctl": "#8da0cb",
     "verl": "#1b9e77",
     "TRL": "#d95f02",
@@ -62,7 +62,7 @@ class _Plane:
 def svg(tradeoff: Tradeoff) -> str:
     """Every setting at (variance, bias²), both on a logarithmic scale, names as tooltips.
 
-    Marked: the settings no other one beats in both (a line), the run's own (black) and the
+    Marked: the settings no other one beats in both (a line), the run's own (in the colour of text) and the
     recommended one (a ring). Names are escaped; nothing is loaded from anywhere. Empty where the
     replay could not tell errors.
     """

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlctl.cli.diagnose import Format
 from rlctl.cli.diagnose_what_if import what_if as command
+from rlctl.errors import UsageError
 from rlctl.replay import draw
 from rlctl.replay.run import what_if
 from rlctl.replay.settings import frameworks, grid
@@ -99,17 +101,17 @@ def printed(
 ) -> Callable[..., str]:
     """What the command prints of that replay."""
     monkeypatch.setattr("rlctl.replay.run.what_if", lambda path: found)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
 
-    def run(*arguments: str) -> str:
-        command([Path("some/run")], *arguments)
+    def run(output_format: Format) -> str:
+        command([Path("some/run")], output_format, None)
         return capsys.readouterr().out
 
     return run
 
 
 def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
-    (document,) = json.loads(printed("json"))
+    (document,) = json.loads(printed(Format.JSON))
     assert len(document["settings"]) == len(found.outcomes)
     row = next(row for row in document["settings"] if row["name"] == "TRL sequence_mask")
     assert row["overrides"][1] == f"{OWN}rollout_is=sequence"
@@ -118,16 +120,32 @@ def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 
 def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
-    said = printed()
+    said = printed(Format.TEXT)
     assert f"{found.num_sequences} responses" in said
     assert "What if — some/run" in said
-    assert "this run" in said
     assert found.recommended.why[:40] in said
-    assert f"{found.outcomes[0].error.value:.3f} [" in said
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80
+    [own] = [line for line in lines if line.startswith("this run (= sequence")]
+    error = found.outcome("this run").error
+    assert own.split()[4:6] == [f"{error.value:.3f}", f"{error.low:.3f}–{error.high:.3f}"]
+    assert len(own) == 80  # every figure stands in the first of its lines
+    place = lines.index(own)
+    assert "clip 2.0)" in " ".join(lines[place : place + 2])
 
 
-def test_svg(found: Tradeoff, printed: Callable[..., str]) -> None:
-    assert printed("svg").strip() == draw.svg(found)
+def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
+    with pytest.raises(UsageError, match="text, json or html"):
+        printed(Format.MARKDOWN)
+    with pytest.raises(UsageError, match="no such directory"):
+        command([tmp_path], Format.TEXT, tmp_path / "nowhere" / "out.txt")
+
+
+def test_a_file_is_written(found: Tradeoff, tmp_path: Path, printed: Callable[..., str]) -> None:
+    for output_format in (Format.TEXT, Format.JSON, Format.HTML):
+        out = tmp_path / output_format.value
+        command([tmp_path], output_format, out)
+        assert found.outcomes[0].setting.name in out.read_text()
 
 
 def test_the_picture_holds_every_setting_and_no_markup_of_others(found: Tradeoff) -> None:
@@ -160,7 +178,7 @@ def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
 
 def test_names_and_reports_need_no_torch() -> None:
     code = (
-        "import sys, rlctl.replay.draw, rlctl.replay.run, rlctl.cli.diagnose_what_if;"
+        "import sys, rlctl.replay.page, rlctl.replay.run, rlctl.cli.diagnose_what_if;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

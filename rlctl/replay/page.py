@@ -1,0 +1,49 @@
+"""Replays as one page that needs nothing else and runs no script: advice, picture, and every setting.
+
+Texts are escaped by the template, and a policy lets nothing be loaded or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rlctl.replay.draw import svg
+from rlctl.replay.report import COLUMNS, about, advice, cells, is_recommended, name_of
+from rlctl.replay.tradeoff import Tradeoff
+
+
+def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
+    """The page as text.
+
+    Args:
+        replays: title and result of each.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.j2").render(
+        columns=COLUMNS,
+        runs=[
+            {
+                "title": title,
+                "about": about(tradeoff),
+                "advice": advice(tradeoff),
+                "picture": Markup(svg(tradeoff)),  # escapes the names it holds
+                "notes": tradeoff.notes,
+                "rows": [
+                    {
+                        "name": name_of(outcome),
+                        "cells": cells(outcome),
+                        "is_own": outcome.setting.family == "run",
+                        "is_best": is_recommended(tradeoff, outcome),
+                    }
+                    for outcome in tradeoff.outcomes
+                ],
+            }
+            for title, tradeoff in replays
+        ],
+    )

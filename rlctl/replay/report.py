@@ -1,0 +1,123 @@
+"""A replay in words and figures: for a terminal, and shared with the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlctl.replay.tradeoff import Outcome, Tradeoff
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: Rows of the terminal's table besides the run's own setting.
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of every setting: its name, in at most two lines, and what it means."""
+
+    name: str
+    meaning: str
+
+
+COLUMNS = (
+    Column(
+        "error", "mean squared error of the gradient at its best scale; 0 is the wanted one, 1 a useless one"
+    ),
+    Column("90 %", "holds the error of 90 % of resamples"),
+    Column("bias²", "squared tangent of the angle between the gradient expected and the one wanted"),
+    Column("vari-\nance", "noise of a mini-batch's gradient over its useful signal, squared"),
+    Column("ESS\nraw", "effective sample size over number, before bound and rejection"),
+    Column("ESS\nused", "effective sample size over number, of the weights that reach the loss"),
+    Column("kept", "tokens that survive rejection"),
+    Column("max\nw", "largest weight that reaches the loss"),
+    Column("at\nbound", "weights the bound changes"),
+)
+
+
+def cells(outcome: Outcome) -> tuple[str, ...]:
+    """One setting's figures, in the order of `COLUMNS`."""
+    error = outcome.error
+    return (
+        "–" if error is None else f"{error.value:.3f}",
+        "–" if error is None else f"{error.low:.3f}–{error.high:.3f}",
+        "–" if outcome.bias is None else _short(outcome.bias.value),
+        "–" if outcome.variance is None else _short(outcome.variance.value),
+        f"{outcome.raw_ess.value:.2f}",
+        f"{outcome.applied_ess.value:.2f}",
+        f"{outcome.kept_tokens:.0%}",
+        f"{outcome.max_weight:.3g}",
+        f"{outcome.at_bound:.1%}",
+    )
+
+
+def name_of(outcome: Outcome) -> str:
+    """The setting, and other names of the same rule."""
+    return outcome.setting.name + (f" (= {', '.join(outcome.same_as)})" if outcome.same_as else "")
+
+
+def about(tradeoff: Tradeoff) -> str:
+    """What was replayed, in one sentence."""
+    counts = f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} groups"
+    batch = f"errors are those of a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
+    return f"{counts} of {tradeoff.num_steps} steps; {batch}"
+
+
+def advice(tradeoff: Tradeoff) -> tuple[tuple[str, str], ...]:
+    """(`try`, the change), (`why`, its reason); nothing where nothing can be recommended."""
+    chosen = tradeoff.recommended
+    if chosen is None:
+        return ()
+    return ("try", " ".join(chosen.overrides) or "nothing else"), ("why", chosen.why)
+
+
+def is_recommended(tradeoff: Tradeoff, outcome: Outcome) -> bool:
+    """Whether this setting is the one to use."""
+    return tradeoff.recommended is not None and tradeoff.recommended.name == outcome.setting.name
+
+
+def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
+    """The recommendation, the best settings beside the run's own, and what was assumed."""
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Table.grid(padding=(0, 2))
+    for word, said in advice(tradeoff):
+        head.add_row(word, Text(said, style="bold green" if word == "try" else ""))
+    for note in tradeoff.notes:
+        head.add_row("note", Text(note, style="dim"))
+    console.print(Text(f"What if — {title}", style="bold"))
+    console.print(Text(about(tradeoff)))
+    console.print(head)
+    console.print(_table(tradeoff, _shown(tradeoff)))
+
+
+def _shown(tradeoff: Tradeoff) -> list[Outcome]:
+    return [
+        outcome
+        for place, outcome in enumerate(tradeoff.outcomes)
+        if place < _SHOWN or outcome.setting.family == "run"
+    ]
+
+
+def _table(tradeoff: Tradeoff, shown: Sequence[Outcome]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=True)
+    table.add_column("setting", overflow="fold", ratio=1, min_width=20)
+    for column in COLUMNS:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for outcome in shown:
+        best, own = is_recommended(tradeoff, outcome), outcome.setting.family == "run"
+        style = "bold green" if best else "bold" if own else ""
+        table.add_row(*(Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))))
+    return table
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if value < 10.0 else f"{value:.3g}"

@@ -17,6 +17,7 @@ from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
+from rlctl.rollout.weights import ExpectedWeights
 
 _Value = TypeVar("_Value")
 RolloutDtype = Literal["fp32", "bf16", "int8"]
@@ -63,6 +64,7 @@ class HFRollout:
         self._model.generation_config = GenerationConfig()
         self._shares_prompts = can_share_prefix(self._model)
         self._weights: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        self._expected = ExpectedWeights(self._model)
         self._policy_version: int | None = 0  # None while, or after, a sync that did not finish
 
     def generate(
@@ -97,24 +99,8 @@ class HFRollout:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; of tied weights one name is enough."""
         self._policy_version = None
-        covered: set[int] = set()
-        wrong: list[str] = []
-        for name, tensor in named_tensors:
-            own = self._weights.get(name)
-            if own is None:
-                wrong.append(f"{name} is unknown")
-            elif own.shape != tensor.shape:
-                wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(own.shape)}")
-            else:
-                own.copy_(tensor)  # casts and moves; tied names are one tensor
-                covered.add(id(own))
-        wrong += [
-            f"{name} is missing"
-            for name, own in self._weights.items()
-            if isinstance(own, torch.nn.Parameter) and id(own) not in covered
-        ]
-        if wrong:
-            raise RunFailure(f"weight sync to the rollout engine failed: {'; '.join(wrong)}")
+        for names, tensor in self._expected.checked(named_tensors):
+            self._weights[names[0]].copy_(tensor)  # casts and moves; tied names are one tensor
         if self._is_int8:
             _round_to_int8(self._model)
         self._policy_version = policy_version

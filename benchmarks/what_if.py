@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
-from rlctl.replay.dumps import Step
 from rlctl.replay.replay import Question, replay
 from rlctl.replay.settings import Setting, grid
+from rlctl.replay.step import Step
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from tests.reference.enumerable import GROUP, Truth, World
 

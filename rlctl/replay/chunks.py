@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos import advantages as outcome_advantages
-from rlctl.replay.dumps import Step
 from rlctl.replay.moments import Chunk
+from rlctl.replay.step import Step
 
 #: Padded tokens per chunk: what bounds memory besides one step's rows.
 CHUNK_TOKENS = 1 << 18
@@ -25,7 +25,7 @@ def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
     """Consecutive steps as one, until they hold so many prompt groups or `POOL_TOKENS`."""
     held: list[Step] = []
     for step in steps:
-        if not len(step.lengths):
+        if not len(step.token_ids):
             continue
         held.append(step)
         count = sum(len(np.unique(one.group_ids)) for one in held)

@@ -15,9 +15,9 @@ from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.tally import HostTally
 from rlctl.errors import UsageError
 from rlctl.replay.chunks import advantages_of, pad, pooled, whole_groups
-from rlctl.replay.dumps import Step
 from rlctl.replay.moments import BLOCKS, Chunk, Floats, Moments, StepMoments, Tokens
 from rlctl.replay.settings import Setting
+from rlctl.replay.step import Step
 from rlctl.replay.summary import Judged, judge
 from rlctl.replay.tradeoff import Tradeoff
 

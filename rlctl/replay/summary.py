@@ -55,7 +55,8 @@ def judge(judged: Judged) -> Tradeoff:
     groups, sequences, tokens = (int(total) for total in judged.moments.counts.sum(1))
     notes = list(judged.notes)
     if found is None:
-        notes.append("no advantage differs from zero: errors cannot be told, nothing is recommended")
+        why = "no advantage differs from zero" if groups > 1 else "there is only one prompt group"
+        notes.append(f"{why}: errors cannot be told, nothing is recommended")
     elif groups < FEW_GROUPS:
         notes.append(f"only {groups} prompt groups: intervals are rough (32 and more are better)")
     places = [place for place, named in enumerate(judged.names) if named]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.replay.dumps import Step
+from rlctl.replay.step import Step
 from rlctl.track.rollouts import SCHEMA
 
 

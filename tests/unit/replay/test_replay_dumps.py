@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -72,6 +75,22 @@ def test_slime_columns_as_miles_writes_them(tmp_path: Path) -> None:
     data = columns | {"partition": [0, 1, 2, 3, 4, 5], "num_microbatches": [1], "raw_reward": [0.0] * 9}
     torch.save({"rollout_id": 4, "rank": 0, "rollout_data": data}, tmp_path / "4_0.pt")
     check_slime(tmp_path / "4_0.pt", columns)
+
+
+def test_files_of_several_ranks_are_one_step(tmp_path: Path) -> None:
+    """Two data-parallel ranks, siblings on both, and a tensor-parallel copy of the first."""
+    columns = slime_columns()
+    parts = {0: [0, 1, 3], 1: [0, 1, 3], 2: [2, 4, 5]}
+    for rollout in (4, 10):
+        for rank, rows in parts.items():
+            data = {name: [values[row] for row in rows] for name, values in columns.items()}
+            saved = {"rollout_id": rollout, "rank": rank, "rollout_data": data | {"partition": rows}}
+            torch.save(saved, tmp_path / f"{rollout}_{rank}.pt")
+    steps = list(find_dump(tmp_path).steps())
+    assert [step.number for step in steps] == [4, 10]
+    for step in steps:
+        assert step.advantages.tolist() == [0.0, 1.0, 3.0, 2.0, 4.0, 5.0]
+        assert step.group_ids.tolist() == [0, 0, 1, 0, 1, 1]
 
 
 def nemo_row(prompt: list[int], response: list[int], reward: float, masked: int | None = None) -> dict:
@@ -140,7 +159,7 @@ def test_what_is_no_dump_is_said(tmp_path: Path) -> None:
 def test_broken_files_are_said_with_their_place(tmp_path: Path) -> None:
     whole = write_part(tmp_path, [make_step()])
     whole.write_bytes(whole.read_bytes()[:-100])
-    with pytest.raises(UsageError, match="cannot be read as Parquet") as caught:
+    with pytest.raises(UsageError, match="cannot be read as rollouts") as caught:
         list(find_dump(tmp_path).steps())
     assert str(whole) in (caught.value.where or "")
 
@@ -158,3 +177,33 @@ def test_broken_files_are_said_with_their_place(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no NeMo-RL training row") as caught:
         list(find_dump(lines).steps())
     assert caught.value.where == f"{lines}:2"
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        (
+            "training_log_probs",
+            lambda rows: [row[:-1] for row in rows],
+            "more or fewer log-probs than tokens",
+        ),
+        ("training_log_probs", lambda rows: [None, *rows[1:]], "null values"),
+        ("training_log_probs", lambda rows: ["?" for _ in rows], "cast"),
+        ("group_id", lambda rows: [None, *rows[1:]], "null values"),
+    ],
+)
+def test_rows_that_are_no_rollouts_are_said(tmp_path: Path, column: str, values: Any, says: str) -> None:
+    whole = write_part(tmp_path, [make_step()])
+    table = pq.read_table(whole)
+    changed = pa.array(values(table.column(column).to_pylist()))
+    pq.write_table(table.set_column(table.schema.get_field_index(column), column, changed), whole)
+    with pytest.raises(UsageError, match=says) as caught:
+        list(find_dump(tmp_path).steps())
+    assert caught.value.where == str(whole)
+
+
+def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    whole = write_part(tmp_path, [make_step()])
+    pq.write_table(pq.read_table(whole).drop_columns(["training_log_probs"]), whole)
+    with pytest.raises(UsageError, match="no column training_log_probs"):
+        list(find_dump(tmp_path).steps())

@@ -11,10 +11,10 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.replay import chunks
-from rlctl.replay.dumps import Step
 from rlctl.replay.moments import BLOCKS, CLASSES
 from rlctl.replay.replay import Question, _Sums, replay
 from rlctl.replay.settings import Setting, grid
+from rlctl.replay.step import Step
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from tests.reference import advantages as slow
 from tests.unit.replay.steps import make_step
@@ -206,6 +206,19 @@ def test_without_any_advantage_nothing_is_recommended() -> None:
     assert found.outcome("none").error is None
     assert found.outcome("sequence clip 2.0").applied_ess.value < 1.0
     assert any("no advantage differs" in note for note in found.notes)
+
+
+def test_one_group_or_responses_without_tokens_tell_nothing() -> None:
+    found = replay([make_step(groups=1)], GRID, WHOLE)
+    assert found.recommended is None
+    assert any("only one prompt group" in note for note in found.notes)
+    step, none = make_step(), np.zeros(0, np.float32)
+    empty = replace(
+        step, lengths=step.lengths * 0, token_ids=none.astype(int), rollout_log_probs=none, log_probs=none
+    )
+    assert_same(figures([step]), figures([empty, step]))
+    with pytest.raises(UsageError, match="no response"):
+        replay([empty], GRID, WHOLE)
 
 
 def test_a_setting_that_keeps_nothing_misses_everything() -> None:

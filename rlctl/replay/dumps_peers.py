@@ -1,0 +1,122 @@
+"""Dumps of slime, miles and NeMo-RL, one training step at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.errors import UsageError
+from rlctl.replay.step import Row, Step, as_array, mean_of, ragged
+
+
+def step_of(file: Path) -> int:
+    """The first number of a file's name; 0 where there is none."""
+    number = re.search(r"\d+", file.stem)
+    return int(number[0]) if number else 0
+
+
+# --- slime and miles ------------------------------------------------------------------------------
+
+
+def read_slime(files: Sequence[Path]) -> Iterator[Step]:
+    """`--save-debug-train-data` (`torch.save`): one dict per sample (`samples`), or columns
+    (`rollout_data`, as miles and older slime write; one file per rank, `<rollout>_<rank>.pt`)."""
+    for number, of_step in groupby(files, key=step_of):
+        rows: dict[object, Row] = {}
+        for file in of_step:
+            saved = _loaded(file)
+            try:
+                samples = saved["samples"] if "samples" in saved else _transposed(saved["rollout_data"])
+                for place, sample in enumerate(samples):
+                    # Tensor parallel ranks hold the same samples; `partition` numbers them over all ranks.
+                    rows.setdefault(sample.get("partition", (file, place)), _slime_row(sample))
+                step = ragged(number, list(rows.values()))
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                what = f"is no slime training dump with both policies' log-probs: {error!r}"
+                fix = "write it with --save-debug-train-data"
+                raise UsageError(what, where=str(file), fix=fix) from error
+        yield step
+
+
+def _loaded(file: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises whatever it likes
+        what = f"cannot be loaded as plain tensors: {type(error).__name__}"
+        raise UsageError(what, where=str(file), fix="write it with --save-debug-train-data") from error
+
+
+def _transposed(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    count = len(columns["response_lengths"])
+    each = {
+        name: values
+        for name, values in columns.items()
+        if hasattr(values, "__len__") and len(values) == count and not isinstance(values, str)
+    }
+    return [{name: values[row] for name, values in each.items()} for row in range(count)]
+
+
+def _slime_row(sample: dict[str, Any]) -> Row:
+    length = int(sample["response_lengths"])
+    tokens = as_array(sample["tokens"]).astype(np.int64)
+    mask = as_array(sample["loss_masks"]).astype(bool) if "loss_masks" in sample else np.ones(length, bool)
+    return Row(
+        prompt=tokens[: len(tokens) - length].tobytes(),
+        reward=float(sample["rewards"]),
+        token_ids=tokens[len(tokens) - length :],
+        rollout_log_probs=as_array(sample["rollout_log_probs"]),
+        log_probs=as_array(sample["log_probs"]),
+        mask=mask,
+        advantage=mean_of(sample.get("advantages"), mask),
+    )
+
+
+# --- NeMo-RL --------------------------------------------------------------------------------------
+
+
+def read_nemo(files: Sequence[Path]) -> Iterator[Step]:
+    """`train_data_step*.jsonl`: one response per line, prompt and padding included, masked out."""
+    for file in files:
+        rows = []
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    rows.append(_nemo_row(json.loads(line)))
+                except (ValueError, KeyError, TypeError, IndexError) as error:
+                    what = f"is no NeMo-RL training row with both policies' log-probs: {error!r}"
+                    raise UsageError(what, where=f"{file}:{number}") from error
+        if rows:
+            yield ragged(step_of(file), rows)
+
+
+def _nemo_row(row: dict[str, Any]) -> Row:
+    """Batches of one are written, so every value is a list of one."""
+
+    def value(name: str) -> NDArray[Any]:
+        return np.atleast_1d(np.squeeze(as_array(row[name])))
+
+    mask = value("token_loss_mask").astype(bool)
+    sampled = np.flatnonzero(mask)
+    first, last = (sampled[0], sampled[-1] + 1) if len(sampled) else (0, 0)
+    tokens = value("token_ids").astype(np.int64)
+    mask = mask & bool(value("sample_loss_mask")[0]) if "sample_loss_mask" in row else mask
+    response = slice(first, last)
+    reward = value("filtered_rewards" if "filtered_rewards" in row else "rewards")[0]
+    return Row(
+        prompt=tokens[:first].tobytes(),
+        reward=float(reward),
+        token_ids=tokens[response],
+        rollout_log_probs=value("generation_logprobs")[response],
+        log_probs=value("prev_logprobs")[response],
+        mask=mask[response],
+        advantage=mean_of(value("advantages")[response] if "advantages" in row else None, mask[response]),
+    )

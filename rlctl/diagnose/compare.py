@@ -180,7 +180,8 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
         return None
-    medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="nearest") for v in (values_a, values_b))
+    # Reflected at the ends, where repeating the last value would let it decide alone.
+    medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="reflect") for v in (values_a, values_b))
     noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _wander(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
@@ -207,7 +208,7 @@ def _settled(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Single windows neither begin nor interrupt a stretch."""
     from scipy.ndimage import median_filter
 
-    return np.asarray(median_filter(flags.astype(np.uint8), size=th.WINDOW, mode="nearest")).astype(bool)
+    return np.asarray(median_filter(flags.astype(np.uint8), size=th.WINDOW, mode="reflect")).astype(bool)
 
 
 def _noise(values: Floats) -> float:

@@ -100,7 +100,7 @@ def _best(
             first = next(problem for problem in error.problems if problem.severity == "error")
             whys.append(f"{' '.join(remedy.spec)}: {first.what}")
             continue
-        if changed == spec:
+        if changed == spec and (base is not None or all(key in taken for key, _ in _pairs(remedy.spec))):
             rules = {taken[key][1] for key, _ in _pairs(remedy.spec) if key in taken}
             return f"done already for {', '.join(sorted(rules))}" if rules else "the spec says so already"
         return Applied(finding, remedy), changed

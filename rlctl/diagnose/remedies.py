@@ -108,11 +108,10 @@ def gentler(run: RunLog) -> tuple[Remedy, ...]:
 
 
 def slower(run: RunLog) -> Remedy:
-    """Half the learning rate."""
-    if run.facts.lr:
-        return change(f"actor.lr={run.facts.lr / 2:g}")
-    names = {framework: f"halve {key}" for framework, key in _ELSEWHERE["actor.lr"].items()}
-    return by_hand("halve the learning rate", **names)
+    """Half the peak learning rate, as configured or else as logged."""
+    logged = run.table.series("actor/lr").values
+    peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
+    return change(f"actor.lr={peak / 2:g}") if peak else by_hand("halve the learning rate")
 
 
 def calmer(run: RunLog) -> tuple[Remedy, ...]:

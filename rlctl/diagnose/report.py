@@ -59,7 +59,8 @@ def verdict(diagnosis: Diagnosis) -> tuple[str, Severity | None]:
     if worst:
         return ", ".join(f"{count} {s}" for s, count in counts.items() if count), worst
     if diagnosis.checked:
-        return f"Healthy as far as {len(diagnosis.checked)} rules can tell: no warnings.", None
+        count = len(diagnosis.checked)
+        return f"Healthy as far as {count} rule{'s' * (count != 1)} can tell: no warnings.", None
     return "Nothing could be checked.", "warning"
 
 

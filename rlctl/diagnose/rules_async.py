@@ -56,15 +56,15 @@ def _dropping(run: RunLog) -> Evidence | None:
 
 
 def _fresher(run: RunLog) -> tuple[Remedy, ...]:
-    others = {
-        "verl": "a smaller async_training.staleness_threshold",
-        "trl": "a smaller max_staleness",
-        "openrlhf": "a smaller --train.async_queue_size",
-    }
     if run.spec is not None and run.spec.rollout.staleness > 1:
-        return (remedy.change(f"rollout.staleness={run.spec.rollout.staleness // 2}", **others),)
+        return (remedy.change(f"rollout.staleness={run.spec.rollout.staleness // 2}"),)
     return (
-        remedy.by_hand("let generation run less far ahead, or give training more of the machine", **others),
+        remedy.by_hand(
+            "lower how far generation may run ahead, or give training more of the machine",
+            verl="async_training.staleness_threshold",
+            trl="max_staleness",
+            openrlhf="--train.async_queue_size",
+        ),
     )
 
 

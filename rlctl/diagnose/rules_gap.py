@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rlctl.diagnose import remedies as remedy
@@ -51,9 +53,12 @@ def probability_gap(run: RunLog) -> Finding | Skipped | None:
 )
 def policy_gap(run: RunLog) -> Finding | Skipped | None:
     """The KL between the sampling and the trained policy is large."""
+    k3 = th.K3
+    if not run.gap_is_mismatch:  # only as large as no progress is either, and where no kl says so
+        k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
     crossed = crossing(run.table.series(th.KL.key), th.KL)
-    if crossed is None and run.gap_is_mismatch:
-        crossed = crossing(run.table.series(th.K3.key), th.K3)
+    if crossed is None and k3.tiers:
+        crossed = crossing(run.table.series(k3.key), k3)
     if crossed is None:
         return None
     if run.gap_is_mismatch:

@@ -24,6 +24,7 @@ _MATERIAL = {th.K3.key: th.K3, th.PROBS_GAP.key: th.PROBS_GAP}
     "effective samples do not vanish while gradients grow",
     needs=(_NORM,),
     one_of=(th.RAW_ESS.key, *CHI2.values()),
+    min_steps=th.MOVE_STEPS,
 )
 def variance_collapse(run: RunLog) -> Finding | Skipped | None:
     """Effective samples fall far below their start, and the gradient norm grows or spikes meanwhile."""
@@ -33,7 +34,7 @@ def variance_collapse(run: RunLog) -> Finding | Skipped | None:
     key, ess = found
     fall = moved(ess, th.Move(key, *th.ESS_FALL))
     if fall is None:
-        return Skipped(f"too few steps to tell a start from a fall of {key}")
+        return Skipped("too few steps to tell a start from a fall", (key,))
     start, has_fallen, medians = fall
     first, length = longest_true(has_fallen)
     if length < th.WINDOW:
@@ -79,6 +80,7 @@ def _norm_meanwhile(norm: Series, first: int, last: int) -> Evidence | None:
     "rejection keeps up with the gap",
     needs=(_MASKED,),
     one_of=GAPS,
+    min_steps=th.MOVE_STEPS,
 )
 def blind_rejection(run: RunLog) -> Finding | Skipped | None:
     """Less is rejected while the policies drift apart."""
@@ -111,6 +113,7 @@ def blind_rejection(run: RunLog) -> Finding | Skipped | None:
     "entropy, length and gradients do not rise together",
     needs=tuple(move.key for move in th.GIBBERISH),
     uses=(SCORE, BEST, WORST),
+    min_steps=th.MOVE_STEPS,
 )
 def gibberish(run: RunLog) -> Finding | Skipped | None:
     """Entropy, length and gradient norm rise together, and the reward does not."""

@@ -26,17 +26,26 @@ def truncated(run: RunLog) -> Finding | Skipped | None:
     crossed = crossing(run.table.series(th.TRUNCATED.key), th.TRUNCATED)
     if crossed is None:
         return None
-    limit = run.facts.max_response_length
-    higher = (remedy.change(f"data.max_response_length={2 * limit}"),) if limit else ()
     return Finding(
         crossed.severity,
         f"{crossed.worst:.1%} of the responses are cut off at the length limit {crossed.where}",
         (crossed.evidence,),
         "the limit is too short for the task, or the policy no longer ends its responses",
         th.TRUNCATED.source,
-        (*higher, *_penalty(run)),
+        (_higher_limit(run.facts.max_response_length), *_penalty(run)),
         "medium",
         "too short a limit and responses that never end look alike in this figure",
+    )
+
+
+def _higher_limit(limit: int | None) -> Remedy:
+    if limit:
+        return remedy.change(f"data.max_response_length={2 * limit}")
+    return remedy.by_hand(
+        "raise the length limit",
+        verl="data.max_response_length",
+        trl="max_completion_length",
+        openrlhf="--rollout.max_new_tokens",
     )
 
 

@@ -42,7 +42,7 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
     elif position >= th.LEARNED:  # success, not sickness: what is left to learn is elsewhere
         which, severity = "mostly all right", "info"
         cause = "the policy has learned these prompts: stop, or bring harder ones"
-    elif position >= 0.5:
+    elif position >= th.MOSTLY_RIGHT:
         which = "mostly all right"
         cause = "the prompts are too easy: filter those always solved, or bring harder ones"
     else:
@@ -185,7 +185,7 @@ def reward_hacking(run: RunLog) -> Finding | Skipped | None:
         return Skipped("too few steps, or data sources that are never validated together", (VALIDATION,))
     size = span[1] - span[0]
     before, after = ends(validation.values, th.VAL_ENDS)
-    start, end = ends(score, max(th.WINDOW, len(score) // 10))
+    start, end = ends(score, _end_of(score))
     gain, held_out = (end - start) / size, (after - before) / size
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or (before - span[0]) / size >= th.LEARNED:
         return None
@@ -258,14 +258,18 @@ def ends(values: NDArray[np.float64], width: int) -> tuple[float, float]:
     return float(np.median(values[:width])), float(np.median(values[-width:]))
 
 
+def _end_of(values: NDArray[np.float64]) -> int:
+    """How many values make up either end of a long series."""
+    return max(th.WINDOW, int(th.ENDS_SHARE * len(values)))
+
+
 def _halved_for_nothing(table: Table) -> tuple[float, float] | None:
     """Entropy at both ends of the run, if it halved while the reward gained next to nothing."""
     steps, (values, score) = table.aligned(th.ENTROPY.key, SCORE)
     if len(steps) < th.ENTROPY_STEPS:
         return None
-    width = max(th.WINDOW, len(steps) // 10)
-    start, end = ends(values, width)
-    before, after = ends(score, width)
+    start, end = ends(values, _end_of(values))
+    before, after = ends(score, _end_of(score))
     first, last = position_of(table, before), position_of(table, after)
     if first is None or last is None or last - first >= th.FLAT_REWARD or end > th.ENTROPY_SHARE * start:
         return None

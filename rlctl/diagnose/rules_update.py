@@ -98,7 +98,7 @@ def no_gradient(run: RunLog) -> Finding | Skipped | None:
     for key in (th.ZERO_SPREAD.key, th.MASKED.key):
         at, (values,) = run.table.aligned(key)
         during = values[np.isin(at, steps)]
-        if len(during) and np.median(during) > 0.99:
+        if len(during) and np.median(during) > th.ALL_OF_THEM:
             evidence.append(Evidence(key, "1 on these steps", int(steps[0]), int(steps[-1])))
     return Finding(
         "critical",

@@ -183,7 +183,7 @@ def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray
     start = start_of(series)
     if start is None or start.median <= 0.0:
         return None
-    medians = np.asarray(median_filter(series.values, size=th.WINDOW, mode="nearest"))
+    medians = np.asarray(median_filter(series.values, size=th.WINDOW, mode="reflect"))
     limit = move.factor * start.median
     if move.factor > 1.0:
         has_moved = medians >= (limit if move.beyond is None else max(limit, move.beyond))

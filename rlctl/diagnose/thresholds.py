@@ -71,6 +71,8 @@ _CORR = "rollout_corr/"
 # --- the run's own start -------------------------------------------------------------------------
 #: Steps that make up the start: at most, and at least (otherwise there is none to compare with).
 START_STEPS, START_MIN_STEPS = 20, 10
+#: Steps it takes to tell a start from what came after.
+MOVE_STEPS = 2 * START_MIN_STEPS
 #: A start with a trend of this significance (Kendall's τ) is no measure.
 START_TREND_P = 0.01
 #: Far from the start: so many robust standard deviations, each at least this share of the median.
@@ -161,6 +163,8 @@ SPIKE_HISTORY, SPIKE_MIN_HISTORY = 51, 21
 #: From this share of the steps, and this many of them, spikes are a warning and not a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
 ZERO_GRADIENT_SHARE = 0.4
+#: A share of groups or tokens from which it is all of them.
+ALL_OF_THEM = 0.99
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
 #: |pg_loss| below this with a gradient norm above that is the healthy cancellation.
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
@@ -181,8 +185,10 @@ ENTROPY = Levels("actor/entropy", (("warning", 0.01),), FIELD, is_floor=True)
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 #: ... while the reward gained less than this share of its range.
 FLAT_REWARD = 0.05
-#: Mean reward, as a share of its range, from which the data counts as learned.
-LEARNED = 0.9
+#: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
+LEARNED, MOSTLY_RIGHT = 0.9, 0.5
+#: Share of the steps that make up either end of a run.
+ENDS_SHARE = 0.1
 #: Responses that got longer by this factor while validation gained less than `FLAT_REWARD`.
 LENGTH_GROWTH = 1.5
 #: Validations that make up either end of a run, and that it takes at least.

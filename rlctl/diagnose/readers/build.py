@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Where two explain a log equally well the first one wins.
-DIALECTS: tuple[Dialect, ...] = tuple(
-    module.DIALECT for module in (verl, rlctl, trl, openrlhf, slime, prime_rl, nemo_rl)
+DIALECTS: tuple[Dialect, ...] = (
+    *(module.DIALECT for module in (verl, rlctl, trl, openrlhf, slime, prime_rl, nemo_rl)),
+    trl.ASYNC,
 )
 OURS = rlctl.DIALECT
 
@@ -83,7 +84,8 @@ def build(
         told: what the run's spec says, if there is one.
     """
     counted = Facts(updates_per_batch=collected.updates_per_rollout)
-    facts = told or known_facts(dialect.facts(reading.config), counted, dialect.always)
+    by_names = dialect.told(collected.names)
+    facts = told or known_facts(dialect.facts(reading.config), counted, *by_names, dialect.always)
     steps = collected.steps
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}

@@ -10,10 +10,11 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from rlctl.diagnose.readers.values import LARGEST_STEP, as_numbers, is_finite, whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +30,6 @@ _OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
 _CHUNK_ROWS = 4096  # converted to numbers at once
-_LARGEST_STEP = 1 << 62
 
 
 #: Values, and whether each was logged as a number; (n,) both.
@@ -38,7 +38,7 @@ Logged = tuple["NDArray[np.float64]", "NDArray[np.bool_]"]
 
 @dataclass(slots=True)
 class _Column:
-    """Blocks of (rows, values) of one name on one clock; `bad`: rows that logged NaN or an infinity."""
+    """Blocks of (rows, values) of one name on one clock; `bad`: rows that logged no finite number."""
 
     blocks: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=list)
     bad: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Collected:
     Attributes:
         steps: (N,) every step of the log, ascending.
         columns: name → (N,) values of the last pass, NaN where it was not logged as a finite number.
-        nonfinite: name → steps at which NaN or an infinity was logged.
+        nonfinite: name → steps at which NaN, an infinity, or a number beyond 1e100 was logged.
         names: every name seen, those not kept included.
         updates_per_rollout: how many times faster the updates are counted than the rollouts, where both are.
         notes: what had to be tolerated.
@@ -124,7 +124,7 @@ class Collector:
             layout = layout or self._layout(row)
         if layout is None:
             return False
-        step = _whole(row[layout.step_key])
+        step = whole(row[layout.step_key])
         if step is None:
             return False
         self.num_rows += 1
@@ -156,7 +156,7 @@ class Collector:
         for name, (values, was_logged) in columns.items():
             column = rows.columns.setdefault(name, _Column())
             column.blocks.append((places, values))
-            column.bad += places[was_logged & ~np.isfinite(values)].tolist()
+            column.bad += places[was_logged & ~is_finite(values)].tolist()
 
     def finish(self) -> Collected:
         """Sort out restarts and clocks; the collector is empty afterwards."""
@@ -200,11 +200,11 @@ class Collector:
     def _flush(self, layout: _Layout) -> None:
         if layout.values:
             rows = np.array(layout.rows)
-            numbers, was_logged = _as_numbers(layout.values, self.null_is_nan)
+            numbers, was_logged = as_numbers(layout.values, self.null_is_nan)
             for place, name in enumerate(layout.names):
                 column = layout.clock.columns.setdefault(name, _Column())
                 column.blocks.append((rows, numbers[:, place].copy()))
-                column.bad += rows[was_logged[:, place] & ~np.isfinite(numbers[:, place])].tolist()
+                column.bad += rows[was_logged[:, place] & ~is_finite(numbers[:, place])].tolist()
         layout.rows.clear()
         layout.values.clear()
 
@@ -214,7 +214,7 @@ class Collector:
             return
         main, evals = self._clocks[MAIN], self._clocks[EVAL]
         steps = np.array(main.steps)
-        lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], _LARGEST_STEP)
+        lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], LARGEST_STEP)
         next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
         # Late evaluations are none: their step is below what the main rows go on with.
         kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
@@ -250,7 +250,7 @@ def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.empty(0, dtype=bool)
     starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
     runs = steps[starts]
-    lowest_later = np.append(np.minimum.accumulate(runs[::-1])[::-1][1:], _LARGEST_STEP)
+    lowest_later = np.append(np.minimum.accumulate(runs[::-1])[::-1][1:], LARGEST_STEP)
     return np.repeat(runs < lowest_later, np.diff(np.append(starts, len(steps))))
 
 
@@ -259,53 +259,8 @@ def _fill(
 ) -> None:
     """Put a column's finite numbers at their rows' places; of two for one place the later counts."""
     for rows, numbers in column.blocks:
-        use = kept[rows] & np.isfinite(numbers)
+        use = kept[rows] & is_finite(numbers)
         values[places[rows[use]]] = numbers[use]
-
-
-def _as_numbers(
-    rows: list[tuple[Any, ...]], null_is_nan: bool
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(n, m) numbers, and whether each was logged as a number at all."""
-    shape = len(rows), len(rows[0])
-    try:
-        flat = np.fromiter(chain.from_iterable(rows), dtype=np.float64, count=shape[0] * shape[1])
-    except (ValueError, TypeError, OverflowError):  # texts, null, lists, integers beyond a double
-        flat = np.array([as_number(value) for value in chain.from_iterable(rows)])
-    numbers = flat.reshape(shape)
-    was_logged = np.ones(shape, dtype=bool)
-    for row, place in zip(*np.nonzero(~np.isfinite(numbers)), strict=True):
-        value = rows[row][place]
-        was_logged[row, place] = null_is_nan if value is None else _is_number(value)
-    return numbers, was_logged
-
-
-def as_number(value: object) -> float:
-    """A number, or a text that says one (`0.5`, `NaN`, `-Infinity`); NaN for anything else."""
-    if isinstance(value, str | int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
-        except ValueError:
-            return float("nan")
-    return float("nan")
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, str):
-        return value.strip().lower().lstrip("+-") in {"nan", "inf", "infinity"}
-    return isinstance(value, int | float)
-
-
-def _whole(value: object) -> int | None:
-    """A step: a whole number, whatever its type; None for anything else."""
-    if type(value) is not int:
-        number = as_number(value) if not isinstance(value, bool) else float("nan")
-        if not number.is_integer():
-            return None
-        value = int(number)
-    return value if -_LARGEST_STEP < value < _LARGEST_STEP else None
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 import numpy as np
 from pydantic_core import from_json
 
-from rlctl.diagnose.readers.collect import STEP_KEYS, as_number
+from rlctl.diagnose.readers.collect import STEP_KEYS
 from rlctl.diagnose.readers.reading import Reading
+from rlctl.diagnose.readers.values import as_number
 
 
 def read_document(stream: IO[bytes], reading: Reading) -> bool:
     """Read a document; False if it is no JSON, or of no shape that holds a history."""
-    content = stream.read()
+    content = stream.read().removeprefix(codecs.BOM_UTF8)
     try:
         document = from_json(content, cache_strings="keys")
     except ValueError:

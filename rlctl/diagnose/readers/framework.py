@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -50,6 +50,7 @@ class Dialect:
         prefix: what loggers may put in front of every name.
         uses_ours: whether names equal to rlctl's mean the same.
         always: what is true of every one of its runs.
+        told_by: (names, what is true of a run that logs any of them).
         facts: what a configuration says.
     """
 
@@ -60,11 +61,18 @@ class Dialect:
     prefix: str = ""
     uses_ours: bool = False
     always: Facts = NOTHING_KNOWN
+    told_by: tuple[tuple[re.Pattern[str], Facts], ...] = ()
     facts: Callable[[Config], Facts] = field(default=lambda config: NOTHING_KNOWN)
 
     def translate(self, name: str) -> Named | None:
         """What the name stands for; None for one that is not known."""
         return _translate(self, name)
+
+    def told(self, names: Collection[str]) -> Iterator[Facts]:
+        """What the presence of names says."""
+        for pattern, facts in self.told_by:
+            if any(pattern.match(name.removeprefix(self.prefix)) for name in names):
+                yield facts
 
     def is_marked(self, name: str) -> bool:
         """Whether only this framework uses the name."""

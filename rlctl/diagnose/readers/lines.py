@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from functools import partial
+from itertools import chain
 from typing import IO, Any
 
 from pydantic_core import from_json
@@ -23,7 +25,8 @@ def read_lines(stream: IO[bytes], reading: Reading) -> None:
     console = Console(reading)
     num_objects = num_others = 0
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
-    for line in lines:
+    first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+    for line in chain((first,), lines):
         row = _object(line) if line[:1] == b"{" else None
         if row is not None:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger

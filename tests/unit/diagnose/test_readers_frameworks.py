@@ -11,6 +11,7 @@ import pytest
 
 from rlctl.diagnose.readers.build import DIALECTS
 from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import examine
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
 
@@ -92,6 +93,25 @@ def test_verls_older_names(tmp_path):
     assert values(run, "actor/entropy") == [0.5]
 
 
+@pytest.mark.parametrize(
+    ("name", "bypass_mode"),
+    [("training/rollout_probs_diff_valid", False), ("perf/mfu/actor_infer", False), ("perf/mfu/actor", None),
+     ("actor/rollout_corr/kl", True)],
+)  # fmt: skip
+def test_verls_names_tell_its_mode(tmp_path, name, bypass_mode):
+    run = read(tmp_path, f"step:1 - actor/grad_norm:0.5 - timing_s/old_log_prob:0.1 - {name}:1\n")
+    assert run.facts.bypass_mode is bypass_mode
+
+
+def test_verls_correction_in_bypass_mode(tmp_path):
+    ess = "rollout_corr/rollout_is_eff_sample_size"
+    run = read(tmp_path, f"step:1 - actor/{ess}:0.9 - actor/rollout_corr/k3_kl:0.01\n")
+    assert (values(run, ess), values(run, "rollout_corr/k3_kl")) == ([0.9], [0.01])
+    assert "bounded weights" in run.origins[ess].meaning
+    for key in (ess, "rollout_corr/k3_kl"):
+        assert "micro-batches" in run.origins[key].meaning
+
+
 def test_ours_and_verls_are_told_apart_by_what_only_one_of_them_logs(tmp_path):
     shared = {"step": 1, "actor/grad_norm": 1.0, "rollout_corr/kl": 0.1}
     marks = {"rlctl": "rollout_corr/rollout_is_raw_mean", "verl": "perf/mfu/actor"}
@@ -134,7 +154,7 @@ def test_trls_sampling_metrics_and_training_arguments(tmp_path):
     run = read(tmp_path, json.dumps(row) + "\n")
     assert values(run, "rollout_corr/rollout_is_mean") == [0.9]
     assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.01]
-    [trl] = [dialect for dialect in DIALECTS if dialect.framework == "trl"]
+    trl = next(dialect for dialect in DIALECTS if dialect.framework == "trl")
     arguments = {"num_generations": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 8,
                  "num_iterations": 2, "use_vllm": True, "vllm_importance_sampling_correction": True,
                  "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
@@ -142,6 +162,22 @@ def test_trls_sampling_metrics_and_training_arguments(tmp_path):
     facts = trl.facts(arguments)
     assert (facts.updates_per_batch, facts.rollout_is, facts.rollout_is_threshold) == (4, "sequence", 3.0)
     assert (facts.dtype, facts.kl_coef, facts.group_size) == ("bf16", 0.0, 8)
+
+
+def test_trls_asynchronous_grpo_is_compared_with_its_sampler(tmp_path):
+    """There `kl` and `ratio` are to the policy that sampled: no reference, no π_old of its own."""
+    row = {"reward": 0.5, "completions/mean_length": 9.0, "kl": 0.3, "ratio": 1.02, "perf/step_s": 2.0,
+           "sample/staleness_max": 3.0, "sample/staleness_mean": 1.0, "num_tokens": 100}  # fmt: skip
+    rows = [json.dumps({"step": step, **row}) for step in range(1, 31)]
+    run = read(tmp_path, "\n".join(rows))
+    assert run.framework == "trl"
+    assert values(run, "rollout_corr/k3_kl")[:1] == [0.3]
+    assert values(run, "rollout_corr/rollout_is_raw_mean")[:1] == [1.02]
+    assert "actor/kl_loss" not in run.table.columns
+    assert (run.facts.bypass_mode, run.facts.kl_coef, run.facts.rollout_is) == (True, 0.0, "off")
+    found = {finding.rule: finding.severity for finding in examine(run).findings}
+    assert found["policy-gap"] == "critical"
+    assert "reference-drift" not in found
 
 
 # --- the others ----------------------------------------------------------------------------------

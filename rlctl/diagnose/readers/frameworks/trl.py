@@ -6,6 +6,7 @@ Sources: TRL 1.16 `trainer/grpo_trainer.py`, `trainer/rloo_trainer.py`, `experim
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from rlctl.diagnose.readers.framework import Config, Dialect, Lookup, Named, product
 from rlctl.diagnose.table import Facts, Level
@@ -21,11 +22,7 @@ _NAMES = {
     "grad_norm": Named("actor/grad_norm", "of the logged step's last update"),
     "learning_rate": Named("actor/lr"),
     "entropy": Named("actor/entropy"),
-    "kl": Named(
-        "actor/kl_loss",
-        "to the reference, in the loss or (RLOO) in the reward; in asynchronous GRPO to the sampler",
-    ),
-    "ratio": Named("actor/ppo_ratio_mean", "π_θ over the sampler's probability (asynchronous GRPO)"),
+    "kl": Named("actor/kl_loss", "to the reference, in the loss or (RLOO) in the reward"),
     "clip_ratio/region_mean": Named(
         "actor/pg_clipfrac", "share of tokens, or of sequences with sequence ratios"
     ),
@@ -50,10 +47,19 @@ _NAMES = {
         )
         for which in ("mean", "max", "min")
     },
+    "step_time": Named("timing_s/step"),
+}
+
+#: Asynchronous GRPO has no reference and no π_old: its ratio and its KL are to the sampler.
+_LATEST = "π_train is the policy being updated: staleness and progress are part of it"
+_ASYNC_NAMES = {
+    **_NAMES,
+    "kl": Named("rollout_corr/k3_kl", _LATEST),
+    "ratio": Named("rollout_corr/rollout_is_raw_mean", _LATEST),
     "sample/staleness_mean": Named("training/staleness_mean"),
     "sample/staleness_max": Named("training/staleness_max"),
     "sample/dropped_stale_total": Named("training/stale_dropped"),
-    "step_time": Named("timing_s/step"),
+    "perf/step_s": Named("timing_s/step"),
 }
 
 _PATTERNS = (
@@ -94,12 +100,14 @@ def _facts(config: Config) -> Facts:
     )
 
 
+_MARKS = (
+    r"completions/|frac_reward_zero_std|sampling/|clip_ratio/|rewards/.+/(?:mean|std)|eval_\w+|reward_std"
+    r"|completion_length|num_tokens|step_time"
+)
+
 DIALECT = Dialect(
     framework="trl",
-    marks=re.compile(
-        r"completions/|frac_reward_zero_std|sampling/|clip_ratio/|rewards/.+/(?:mean|std)|sample/staleness"
-        r"|eval_\w+|reward_std|completion_length|num_tokens|step_time"
-    ),
+    marks=re.compile(_MARKS),
     names=_NAMES,
     patterns=_PATTERNS,
     prefix="train/",
@@ -111,4 +119,11 @@ DIALECT = Dialect(
         weights_are="applied",
     ),
     facts=_facts,
+)
+
+ASYNC = replace(
+    DIALECT,
+    marks=re.compile(_MARKS + r"|sample/|batch/|rollout/\w+_s$"),
+    names=_ASYNC_NAMES,
+    always=replace(DIALECT.always, bypass_mode=True, ppo_epochs=1, rollout_is="off", kl_coef=0.0),
 )

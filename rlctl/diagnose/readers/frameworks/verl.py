@@ -6,6 +6,7 @@ Sources: verl 0.9 `trainer/ppo/rollout_corr_helper.py`, `trainer/ppo/metric_util
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import cast
 
 from rlctl.diagnose.readers.framework import Config, Dialect, Lookup, Named, dtype_name, product
@@ -16,8 +17,9 @@ _IS = f"{_CORR}rollout_is_"
 _BOUNDED = "of the bounded weights, before rejection and normalisation; sequence weights count once per token"
 _EXTREME = "of the bounded weights at token level, of the raw ones at sequence level"
 _OLDER = "as an older verl computes it"
+_BYPASS = "mean over micro-batches, each against the policy as it is updated"
 
-_NAMES = {
+_WEIGHTS = {
     f"{_IS}mean": Named(f"{_IS}mean", f"mean {_BOUNDED}"),
     f"{_IS}std": Named(f"{_IS}std", f"standard deviation {_BOUNDED}"),
     f"{_IS}eff_sample_size": Named(f"{_IS}eff_sample_size", f"effective sample size {_BOUNDED}"),
@@ -27,6 +29,14 @@ _NAMES = {
     f"{_IS}batch_norm_factor": Named(
         f"{_IS}batch_norm_factor", "the mean bounded weight, rejected samples included"
     ),
+}
+
+_NAMES = {
+    **_WEIGHTS,
+    **{
+        f"actor/{name}": replace(named, meaning="; ".join(filter(None, (named.meaning, _BYPASS))))
+        for name, named in _WEIGHTS.items()
+    },
     "actor/entropy_loss": Named("actor/entropy", "the older name"),
     "response/aborted_ratio": Named("rollout/empty_fraction"),
     "fully_async/trainer/idle_ratio": Named("perf/trainer_idle_fraction"),
@@ -44,7 +54,7 @@ _PATTERNS = (
     (re.compile(r"val/test_score/(.+)"), Named(r"val/\1/reward_mean")),
     (re.compile(r"(?:actor/)?mismatch/mismatch_(.+)"), Named(rf"{_CORR}\1", _OLDER)),
     (re.compile(r"(?:actor/)?mismatch/(rollout_.+)"), Named(rf"{_CORR}\1", _OLDER)),
-    (re.compile(r"actor/(rollout_corr/.+)"), Named(r"\1")),
+    (re.compile(r"actor/(rollout_corr/.+)"), Named(r"\1", _BYPASS)),
 )
 
 
@@ -101,5 +111,10 @@ DIALECT = Dialect(
     patterns=_PATTERNS,
     uses_ours=True,
     always=Facts(ess_after_truncation=True, weights_are="applied", dialect="verl"),
+    told_by=(
+        # Logged where π_old is computed; in bypass mode the loss logs the correction instead.
+        (re.compile(r"training/rollout_probs_diff_valid|perf/mfu/actor_infer"), Facts(bypass_mode=False)),
+        (re.compile(r"actor/rollout_corr/"), Facts(bypass_mode=True)),
+    ),
     facts=_facts,
 )

@@ -94,7 +94,7 @@ def policy_gap(run: RunLog) -> Finding | Skipped | None:
 def token_error(run: RunLog) -> Finding | Skipped | None:
     """The mean factor between both policies' token probabilities is large, or grows."""
     series = run.table.series(th.TOKEN_ERROR.key)
-    crossed = crossing(series, th.TOKEN_ERROR)
+    crossed = _excess(series)
     rise = _rising_error(series) if crossed is None or crossed.excuse else None
     severity: Severity = "warning"
     if rise is not None:
@@ -114,6 +114,13 @@ def token_error(run: RunLog) -> Finding | Skipped | None:
         "medium",
         "bad hand-over and kernels look alike in this figure",
     )
+
+
+def _excess(series: Series) -> Crossing | None:
+    """The level that the factor crossed; how far that is from the start is judged by the part above 1."""
+    tiers = tuple((severity, level - 1.0) for severity, level in th.TOKEN_ERROR.tiers)
+    crossed = crossing(Series(series.steps, series.values - 1.0), replace(th.TOKEN_ERROR, tiers=tiers))
+    return crossed and replace(crossed, worst=crossed.worst + 1.0, limit=crossed.limit + 1.0)
 
 
 def _rising_error(series: Series) -> Evidence | None:

@@ -9,7 +9,7 @@ import numpy as np
 from rlctl.diagnose import remedies as remedy
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Finding, Remedy, Severity, Skipped, rule
-from rlctl.diagnose.signals import change_evidence, crossing, longest_true
+from rlctl.diagnose.signals import change_evidence, crossing, longest_true, trend
 from rlctl.diagnose.table import RunLog, Series, Table
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
     inside = (steps >= crossed.first_step) & (steps <= crossed.last_step)
     position = position_of(run.table, float(np.median(score[inside])) if inside.any() else None)
     severity: Severity = crossed.severity
-    if position is None:  # all right would be success, so this is no more than a warning
+    if position is None and _rises(run.table, SCORE) and _rises(run.table, th.ZERO_SPREAD.key):
+        which, severity = "all right, it seems", "info"
+        cause = "the mean reward rises along with their share: the policy solves more and more of its prompts"
+    elif position is None:  # all right would be success, so this is no more than a warning
         which, cause, severity = "all right or all wrong", "the prompts are too easy or too hard", "warning"
     elif position >= th.LEARNED:  # success, not sickness: what is left to learn is elsewhere
         which, severity = "mostly all right", "info"
@@ -61,6 +64,11 @@ def dead_groups(run: RunLog) -> Finding | Skipped | None:
         else "the mean reward of these steps tells which",
         (f"{SCORE}, {BEST} and {WORST} would tell right from wrong",) if position is None else (),
     )
+
+
+def _rises(table: Table, key: str) -> bool:
+    found = trend(table.series(key))
+    return found is not None and found.rises
 
 
 def _contrast(run: RunLog, which: str) -> tuple[Remedy, ...]:

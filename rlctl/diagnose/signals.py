@@ -31,7 +31,7 @@ class Start:
         median: of the first steps.
         sigma: robust standard deviation (from the median absolute deviation), at least a small share of the
             median.
-        is_stable: no trend within them, so that they can serve as a measure.
+        is_stable: no lasting change within them, so that they can serve as a measure.
     """
 
     median: float
@@ -104,8 +104,9 @@ def start_of(series: Series) -> Start | None:
     first = series.values[:count]
     median = float(np.median(first))
     sigma = float(median_abs_deviation(first, scale="normal"))
-    is_constant = bool(np.ptp(first) == 0.0)
-    is_stable = is_constant or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
+    early, late = np.median(first[: count // 2]), np.median(first[count // 2 :])
+    is_small = bool(abs(late - early) <= th.START_TREND_SIZE * abs(median))
+    is_stable = is_small or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
     return Start(median, max(sigma, th.SIGMA_FLOOR * abs(median)), is_stable)
 
 

@@ -73,8 +73,9 @@ _CORR = "rollout_corr/"
 START_STEPS, START_MIN_STEPS = 20, 10
 #: Steps it takes to tell a start from what came after.
 MOVE_STEPS = 2 * START_MIN_STEPS
-#: A start with a trend of this significance (Kendall's τ) is no measure.
-START_TREND_P = 0.01
+#: A start with a trend of this significance (Kendall's τ), and of this share of its median between its
+#: halves, is no measure. (The noise of real logs drifts, which the significance takes for a trend.)
+START_TREND_P, START_TREND_SIZE = 0.01, 0.25
 #: Far from the start: so many robust standard deviations, each at least this share of the median.
 FAR_SIGMAS, SIGMA_FLOOR = 4.0, 0.05
 #: Window medians that trends are judged by, at most, and steps per window, at least.

@@ -118,6 +118,7 @@ TRIGGERS = {
         ("warning", always(**{ERROR: later(1.01, 1.3)}), []),
         ("warning", always(**{ERROR: ramp(1.01, 1.04)}), []),  # rising
         ("critical", always(**{ERROR: 3.0}), []),
+        ("warning", always(**{ERROR: later(1.01, 1.08)}), []),  # eight times as far from 1
         ("info", always(**{ERROR: 1.08}), []),
     ],
     "first-step": [
@@ -429,6 +430,15 @@ def test_dead_groups_say_whether_all_right_or_all_wrong():
         [finding] = [one for one in diagnose(dead).findings if one.rule == "dead-groups"]
         assert word in finding.what
         assert finding.confidence == "high"
+
+
+def test_dead_groups_under_a_rising_reward_are_solved_ones_where_the_range_is_unknown():
+    spoil = both(
+        always(reward__zero_spread_groups=ramp(0.1, 0.99), critic__score__mean=ramp(0.2, 0.98)),
+        no_score_range,
+    )
+    [finding] = [one for one in diagnose(spoil).findings if one.rule == "dead-groups"]
+    assert (finding.severity, finding.confidence) == ("info", "low")
 
 
 def test_worst_findings_come_first():

@@ -44,7 +44,7 @@ def examine(run: RunLog) -> Diagnosis:
     checked: list[Rule] = []
     skipped: list[Skipped] = []
     for rule in RULES:
-        verdict = _beside(rule, run) or _unjudgeable(rule, run) or rule.judge(run)
+        verdict = judge(rule, run)
         if isinstance(verdict, Skipped):
             skipped.append(replace(verdict, rule=rule.name))
             continue
@@ -53,6 +53,11 @@ def examine(run: RunLog) -> Diagnosis:
             findings.append(replace(verdict, rule=rule.name))
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(run, tuple(findings), tuple(checked), tuple(skipped))
+
+
+def judge(rule: Rule, run: RunLog) -> Finding | Skipped | None:
+    """What one rule says of a run; None if it finds nothing."""
+    return _beside(rule, run) or _unjudgeable(rule, run) or rule.judge(run)
 
 
 def _beside(rule: Rule, run: RunLog) -> Skipped | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -58,6 +58,16 @@ class Table:
         columns = [self.columns.get(key, np.full(len(self.steps), np.nan)) for key in keys]
         logged = np.logical_and.reduce([np.isfinite(column) for column in columns])
         return self.steps[logged], [column[logged] for column in columns]
+
+    def until(self, count: int) -> Table:
+        """The first rows, as the log was when it had no more."""
+        last = self.steps[count - 1]
+        columns = {key: values[:count] for key, values in self.columns.items()}
+        logged = {key: values for key, values in columns.items() if np.isfinite(values).any()}
+        nonfinite = {key: at[at <= last] for key, at in self.nonfinite.items()}
+        seen = {key: at for key, at in nonfinite.items() if len(at)}
+        empty = {key: columns[key] for key in seen if key not in logged and key in columns}
+        return Table(self.steps[:count], logged | empty, seen, self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +184,10 @@ class RunLog:
     framework: Framework = "rlctl"
     origins: Mapping[str, Origin] = field(default_factory=dict)
     facts: Facts = Facts()
+
+    def until(self, count: int) -> RunLog:
+        """The run as it was after its first `count` logged steps."""
+        return replace(self, table=self.table.until(count))
 
     @property
     def updates_per_batch(self) -> int | None:

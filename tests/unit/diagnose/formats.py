@@ -9,6 +9,8 @@ import struct
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlctl.diagnose.selftest import writers
+
 
 def _present(row):
     return {key: value for key, value in row.items() if value is not None}
@@ -25,11 +27,8 @@ def verl_file_logger(rows, path):
 
 
 def verl_console(rows, path):
-    with path.open("w") as file:
-        for row in rows:
-            cells = [f"{k}:np.float64({v!r})" for k, v in _present(row).items() if k != "step"]
-            prefix = "\x1b[36m(TaskRunner pid=12, ip=10.0.0.1)\x1b[0m "
-            file.write(prefix + " - ".join([f"step:{row['step']}", *cells]) + "\n(TaskRunner pid=12) prose\n")
+    lines = writers.verl_console(map(_present, rows), "\x1b[36m(TaskRunner pid=12, ip=10.0.0.1)\x1b[0m ")
+    path.write_text(lines.replace("\n", "\n(TaskRunner pid=12) prose\n"))
 
 
 def printed_dictionaries(rows, path):
@@ -37,7 +36,7 @@ def printed_dictionaries(rows, path):
 
 
 def trainer_state(rows, path):
-    path.write_text(json.dumps({"log_history": [_present(row) for row in rows], "max_steps": 9}, indent=2))
+    path.write_text(writers.trainer_state([_present(row) for row in rows]))
 
 
 def list_of_rows(rows, path):

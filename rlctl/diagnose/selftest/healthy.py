@@ -1,0 +1,84 @@
+"""Kinds of healthy runs, on which no rule may say more than a remark."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.diagnose.selftest.faults import (
+    DECOUPLED,
+    GAE,
+    ONE_UPDATE,
+    PPO,
+    REJECTING,
+    STEPS,
+    STILL,
+    TOKEN,
+    Value,
+    change,
+    exactly,
+    near,
+    ramp,
+    validated,
+)
+from rlctl.diagnose.selftest.simulate import CORR, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of healthy run.
+
+    Attributes:
+        name: for the table.
+        overrides: of its spec.
+        values: metric → what it is, where it differs from a run that learns at a steady pace.
+        steps: its length.
+        roughness: factor on the noise.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    values: Mapping[str, Value] = field(default_factory=dict)
+    steps: int = STEPS
+    roughness: float = 1.0
+
+    def apply(self, rows: list[Row], seed: int) -> None:
+        """Make plain healthy rows such a run's."""
+        change(rows, self.values, random.Random(seed))
+
+
+def _saturating(top: float) -> Value:
+    """Rises for 60 % of the run, then stays."""
+
+    def value(since: int, length: int, noise: random.Random, healthy: Any) -> float:
+        return min(top, 0.2 + (top - 0.2) * since / (0.6 * length)) + noise.gauss(0, 0.005)
+
+    return value
+
+
+_GAP = {"training/rollout_probs_diff_mean": near(7e-3, 0.05), f"{CORR}k3_kl": near(2e-3, 0.1)}
+
+KINDS: tuple[Kind, ...] = (
+    Kind("bypass, two updates"),
+    Kind("on-policy, one update", (ONE_UPDATE, PPO, DECOUPLED), STILL),
+    Kind("decoupled, rejection", (DECOUPLED, *REJECTING)),
+    Kind("critic and KL in the loss", (GAE, "actor.use_kl_loss=true"),
+         {"critic/vf_explained_var": ramp(0.05, 0.6), "actor/kl_loss": ramp(0.001, 0.15)}),
+    Kind("long reasoning", (DECOUPLED, TOKEN),
+         {"response_length/mean": ramp(500, 3000), "actor/grad_norm": near(0.15, 0.1), **_GAP}),
+    Kind("learned to the top", (),
+         {"critic/score/mean": _saturating(0.98), "actor/entropy": ramp(0.6, 0.004),
+          "reward/zero_spread_groups": ramp(0.1, 0.97)}),
+    Kind("learns nothing yet", (),
+         {"critic/score/mean": near(0.4, 0.05), "val/addition/reward_mean": validated(0.4),
+          "actor/entropy": near(0.5, 0.05)}),
+    Kind("asynchronous, 4 batches", ("rollout.staleness=4", TOKEN),
+         {"training/staleness_max": exactly(8.0), f"{CORR}kl": near(0.01), f"{CORR}k3_kl": near(0.01),
+          f"{CORR}chi2_token": near(0.05), f"{CORR}rollout_is_eff_sample_size": near(0.9, 0.02),
+          f"{CORR}rollout_is_raw_eff_sample_size": near(0.85, 0.02)}),
+    Kind("coarse engine from the start", (ONE_UPDATE, TOKEN), {**STILL, **_GAP}),
+    Kind("rough: drifting, heavy tails", (), roughness=2.0),
+    Kind("short: 30 steps", (), steps=30),
+)  # fmt: skip

@@ -7,14 +7,10 @@ page's own scripts run and nothing be loaded. Styles are free, because plotly ma
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlctl.diagnose.charts import thinned
@@ -33,6 +29,7 @@ from rlctl.diagnose.wording import (
     visible,
 )
 from rlctl.errors import EnvironmentFailure
+from rlctl.html_page import csp_hash, json_block, render
 from rlctl.metric_names import METRICS, describe
 
 _HERE = Path(__file__).parent
@@ -54,17 +51,15 @@ def page(diagnoses: Sequence[Diagnosis], comparison: Comparison | None = None) -
     places = {key: place for place, key in enumerate(keys)}
     style, script = (_source(_HERE / name) for name in ("report.css", "report.js"))
     library = _plotly()
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.get_template("report.html.j2").render(
+    return render(
+        _HERE / "report.html.j2",
         title=" · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
         runs=[_run(diagnosis, places) for diagnosis in diagnoses],
         comparison=_comparison(comparison, places) if comparison else None,
-        data=_json_block(_data(diagnoses, keys, comparison)),
+        data=json_block(_data(diagnoses, keys, comparison)),
         style=Markup(style),
         scripts=[Markup(library), Markup(script)],
-        script_hashes=[_csp_hash(text) for text in (library, script)],
+        script_hashes=[csp_hash(text) for text in (library, script)],
     )
 
 
@@ -195,18 +190,5 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
-def _json_block(value: object) -> Markup:
-    """JSON that no HTML parser sees markup in: ASCII, and `<`, `>`, `&` by their numbers."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
 def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-def _csp_hash(text: str) -> str:
-    """As the policy names an inline script."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

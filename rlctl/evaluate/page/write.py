@@ -6,20 +6,17 @@ end the block, inserted as text only, under a policy that runs this page's own s
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
+from rlctl.html_page import csp_hash, json_block, render
 
 PAGE_FILE = "samples.html"
 #: Bytes of text on the page, so that a browser still opens it.
@@ -42,20 +39,18 @@ def write_page(
     """
     kept = chosen(samples, max_text)
     style, script = (_source(_HERE / name) for name in ("samples.css", "samples.js"))
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
     model = document["model"]
-    text = environment.get_template("samples.html.j2").render(
+    text = render(
+        _HERE / "samples.html.j2",
         title=f"{model['path']}, step {model['step']}" if model["run_dir"] else model["path"],
         about=_about(document),
         notes=_notes(document, samples, kept),
         scores=[_table(score, document["sampling"]["n"]) for score in document["scores"]],
-        data=_json_block({"questions": _questions(samples, kept)}),
+        data=json_block({"questions": _questions(samples, kept)}),
         style=Markup(style),
         script=Markup(script),
-        style_hash=_csp_hash(style),
-        script_hash=_csp_hash(script),
+        style_hash=csp_hash(style),
+        script_hash=csp_hash(script),
     )
     path.write_bytes(text.encode("utf-8", "replace"))
 
@@ -123,14 +118,6 @@ def _question(group: Sequence[EvalSample]) -> dict[str, Any]:
             for sample in group
         ],
     }
-
-
-def _json_block(value: object) -> Markup:
-    """JSON that no HTML parser sees markup in: ASCII, and `<`, `>`, `&` by their numbers."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
 
 
 def _about(document: Mapping[str, Any]) -> list[str]:
@@ -202,8 +189,3 @@ def _row(name: str, estimate: Mapping[str, Any] | None, decimals: int = 3) -> di
 
 def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-def _csp_hash(text: str) -> str:
-    """As the policy names an inline script or style."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

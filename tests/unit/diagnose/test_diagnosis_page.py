@@ -4,59 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("plotly", reason="plotly is not installed")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from rlctl.diagnose.compare import compare  # noqa: E402
-from rlctl.diagnose.page.write import page as page_text  # noqa: E402
-from rlctl.diagnose.readers.detect import read_run  # noqa: E402
-from rlctl.diagnose.rules import METRICS_READ, examine  # noqa: E402
-from rlctl.diagnose.table import Table  # noqa: E402
-from tests.unit.diagnose.logs import CORR, healthy_rows, write_run  # noqa: E402
+from rlctl.diagnose.compare import compare
+from rlctl.diagnose.page import write
+from rlctl.diagnose.page.write import page as page_text
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.table import Table
+from tests.unit.diagnose.logs import CORR, healthy_rows, write_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028{{7*7}}${alert(3)}\ud800"
 EVIL_KEY = f"val-core/<a href='http://evil.test'>{EVIL}</a>/reward/mean@1"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no chromium is installed")
-    with playwright.sync_playwright() as started:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a page and fails on whatever a harmless page does not do: dialogs, errors, requests."""
-    complaints = []
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    page.on("console", lambda message: complaints.append(f"console {message.text}"))
-    page.on("pageerror", lambda error: complaints.append(f"error {error}"))
-    page.on("request", lambda request: complaints.append(f"request {request.url[:99]}"))
+def shown(opened, tmp_path):
+    """Opens a page from its text."""
 
     def go(text):
         path = tmp_path / "report.html"
         path.write_text(text, encoding="utf-8")
-        page.goto(path.as_uri())
-        assert complaints[:1] == [f"request {path.as_uri()}"[:107]]
-        complaints.pop(0)
-        return page
+        return opened(path)
 
-    yield go
-    page.close()
-    assert [each for each in complaints if not each.startswith("request data:")] == []
+    return go
 
 
 def diagnosed(run_dir, rows):
@@ -89,8 +65,22 @@ def plots(page):
     return page.locator("figure figcaption b").all_inner_texts()
 
 
-def test_findings_are_marked_on_plots_that_can_be_chosen(sick, opened):
-    page = opened(page_text([sick]))
+def can_be_seen(page):
+    """Its plots are drawn, light and dark, and it fits a telephone."""
+    usual = page.viewport_size
+    for scheme, is_right in (("dark", (50).__gt__), ("light", (200).__lt__)):
+        page.emulate_media(color_scheme=scheme)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert is_right(sum(map(int, re.findall(r"\d+", ground)[:3])) / 3)
+        assert len(page.locator("figure").first.screenshot()) > 8_000
+    page.set_viewport_size({"width": 400, "height": 800})
+    until(page, "document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size(usual)
+
+
+def test_findings_are_marked_on_plots_that_can_be_chosen(sick, shown):
+    page = shown(page_text([sick]))
+    can_be_seen(page)
     assert "0.2 nats per token apart" in page.locator(".finding").first.inner_text()
     assert plots(page) == [f"{CORR}kl", "response_length/clip_ratio"]
     assert page.locator("figure .scatterlayer path.js-line").count() == 2
@@ -114,8 +104,8 @@ def test_findings_are_marked_on_plots_that_can_be_chosen(sick, opened):
     assert plots(page) == []
 
 
-def test_several_runs_share_plots_and_zoom_together(healthy, sick, opened):
-    page = opened(page_text([healthy, sick], compare(healthy, sick)))
+def test_several_runs_share_plots_and_zoom_together(healthy, sick, shown):
+    page = shown(page_text([healthy, sick], compare(healthy, sick)))
     assert f"from there {CORR}kl of B is" in page.locator(".comparison").inner_text()
     assert page.locator("figure").first.locator("path.js-line").count() == 2
     ranges = "[...document.querySelectorAll('.plot')].map((plot) => plot._fullLayout.xaxis.range)"
@@ -147,17 +137,6 @@ def test_several_runs_share_plots_and_zoom_together(healthy, sick, opened):
     assert page.locator("figure.called").count() == 1
 
 
-def test_it_can_be_seen(sick, opened):
-    page = opened(page_text([sick]))
-    for scheme, is_right in (("light", (200).__lt__), ("dark", (50).__gt__)):
-        page.emulate_media(color_scheme=scheme)
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert is_right(sum(map(int, re.findall(r"\d+", ground)[:3])) / 3)
-        assert len(page.locator("figure").first.screenshot()) > 8_000
-    page.set_viewport_size({"width": 400, "height": 800})
-    until(page, "document.documentElement.scrollWidth <= innerWidth")
-
-
 def hostile(diagnosis):
     """The diagnosis with its every text replaced."""
     table = diagnosis.run.table
@@ -175,9 +154,9 @@ def hostile(diagnosis):
     )
 
 
-def test_hostile_text_is_only_text(sick, healthy, opened):
+def test_hostile_text_is_only_text(sick, healthy, shown):
     evil = hostile(sick)
-    page = opened(page_text([evil, healthy], compare(evil, healthy)))
+    page = shown(page_text([evil, healthy], compare(evil, healthy)))
     assert page.locator(".finding h3").first.inner_text().count("<script>alert(1)</script>") == 1
     assert page.locator("main img, main script, main a, main svg a").count() == 0
     assert "<a href='http://evil.test'>" in " ".join(plots(page))
@@ -186,18 +165,12 @@ def test_hostile_text_is_only_text(sick, healthy, opened):
     assert page.locator("main svg a").count() == 0
 
 
-def test_what_is_injected_does_not_run_nor_load(sick, browser, tmp_path):
+def test_what_is_injected_does_not_run_nor_load(sick, loaded_from_elsewhere, tmp_path, monkeypatch):
     """The policy holds even if text became markup."""
-    evil = "<script>document.title='run'</script><img src='https://evil.test/x' onerror='document.title=1'>"
+    monkeypatch.setattr(write, "_plotly", lambda: "")  # no plots, and no second to load them
     path = tmp_path / "report.html"
-    path.write_text(page_text([sick]).replace("<main>", f"{evil}<main>", 1))
-    page = browser.new_page()
-    loaded = []
-    page.on("requestfinished", lambda request: loaded.append(request.url))
-    page.goto(path.as_uri())
-    assert page.title() == str(sick.run.path)
-    assert [url for url in loaded if url.startswith("http")] == []
-    page.close()
+    path.write_text(page_text([sick]))
+    assert loaded_from_elsewhere(path, str(sick.run.path)) == []
 
 
 def test_data_is_json_without_any_markup(sick):

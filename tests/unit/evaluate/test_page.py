@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,6 @@ from rlctl.evaluate.scores import summarise
 from rlctl.spec.reward import RewardSpec
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 
 SCRIPT = "<script>alert('run')</script>"
 HOSTILE = [
@@ -75,39 +72,6 @@ def page_of(tmp_path):
         return path
 
     return make
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no chromium is installed")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def opened(browser):
-    """Opens a page and fails on whatever a harmless page does not do: dialogs, errors, requests."""
-    complaints = []
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    page.on("console", lambda message: complaints.append(f"console {message.text}"))
-    page.on("pageerror", lambda error: complaints.append(f"error {error}"))
-    page.on("request", lambda request: complaints.append(f"request {request.url[:99]}"))
-
-    def go(path):
-        page.goto(path.as_uri())
-        assert complaints[:1] == [f"request {path.as_uri()}"[:107]]
-        complaints.pop(0)
-        return page
-
-    yield go
-    page.close()
-    assert [each for each in complaints if not each.startswith("request data:")] == []
 
 
 def counted(page):
@@ -186,18 +150,9 @@ def test_hostile_text_is_only_text(page_of, opened):
     await_count(page, 2)
 
 
-def test_what_is_injected_does_not_run_nor_load(page_of, browser):
+def test_what_is_injected_does_not_run_nor_load(page_of, loaded_from_elsewhere):
     """The policy holds even if text became markup."""
-    path = page_of(list(ordinary(2)))
-    evil = "<script>document.title='run'</script><img src='https://example.com/x' onerror='document.title=1'>"
-    path.write_text(path.read_text().replace("<main", evil + "<main"))
-    page = browser.new_page()
-    requests = []
-    page.on("requestfinished", lambda request: requests.append(request.url))
-    page.goto(path.as_uri())
-    assert page.title() == f"models/{SCRIPT}"
-    assert [url for url in requests if url.startswith("http")] == []
-    page.close()
+    assert loaded_from_elsewhere(page_of(list(ordinary(2))), f"models/{SCRIPT}") == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

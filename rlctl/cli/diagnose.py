@@ -59,13 +59,14 @@ def _command(name: str) -> Any:
 
 def diagnose(
     paths: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="PATH…",
             help="Run directories or logs, of rlctl, verl, TRL, OpenRLHF, slime, prime-rl or NeMo-RL; "
             "`-` for standard input.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     output_format: Annotated[
         Format, typer.Option("--format", help="For people, for programs, or a page with plots.")
     ] = Format.TEXT,
@@ -92,6 +93,10 @@ def diagnose(
             "--what-if", help="Replay the run's dumped rollouts under other corrections; say which is best."
         ),
     ] = False,
+    selftest: Annotated[
+        bool,
+        typer.Option("--selftest", help="Try all rules on simulated logs, of sick runs and of healthy ones."),
+    ] = False,
 ) -> None:
     """Say what is wrong with a run, why, and which change of its spec to try.
 
@@ -103,11 +108,18 @@ def diagnose(
 
       rlctl diagnose RUN --what-if
 
+      rlctl diagnose --selftest
+
       kubectl logs trainer | rlctl diagnose - --fail-on critical
 
     Two runs side by side: rlctl diagnose compare A B
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
+    if selftest:
+        _selftest(output_format, out, paths=paths, what_if=what_if or None, fix=fix, fail_on=fail_on)
+        return
+    if not paths:
+        raise UsageError("no log is named", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
         _what_if(paths, output_format, out, fix=fix, fail_on=fail_on)
         return
@@ -122,6 +134,21 @@ def diagnose(
     severity: Literal["warning", "critical"] | None = fail_on.value if fail_on else None
     if severity and any(diagnosis.reaches(severity) for diagnosis in diagnoses):
         raise typer.Exit(3)
+
+
+def _selftest(output_format: Format, out: Path | None, **others: object) -> None:
+    """The rules themselves are tried, on no run of anybody's.
+
+    Raises:
+        UsageError: something is given that is about a run.
+    """
+    for name, value in others.items():
+        if value:
+            option = "PATH…" if name == "paths" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is about a run, and --selftest simulates its own", where=option)
+    from rlctl.cli.diagnose_selftest import selftest
+
+    selftest(output_format, out)
 
 
 def _what_if(paths: Sequence[Path], output_format: Format, out: Path | None, **others: object) -> None:

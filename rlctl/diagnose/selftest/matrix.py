@@ -72,18 +72,21 @@ class Matrix:
         return tuple(trial for trial in self.trials if trial.problem)
 
     def table(self) -> RichTable:
-        """Detected of expected per rule and format with the delay; alarms of runs for the healthy."""
+        """Detected of planted per rule and format, alarms of healthy logs per kind.
+
+        `n/a` where a format cannot show the fault; the delay in steps is the median and the longest.
+        """
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("rule")
+        table.add_column("rule", no_wrap=True)
         for form in FORMATS:
             table.add_column(form, justify="right")
-        table.add_column("delay (steps)", justify="right")
+        table.add_column("delay", justify="right")
         for rule in RULES:
             own = [trial for trial in self.trials if trial.rule == rule.name]
             delays = [trial.delay for trial in own if trial.delay is not None]
-            late = f"{statistics.median(delays):.0f}, at most {max(delays)}" if delays else ""
+            late = f"{statistics.median(delays):.0f} … {max(delays)}" if delays else ""
             table.add_row(rule.name, *(_detected(own, form) for form in FORMATS), late)
         table.add_section()
         table.add_row(
@@ -106,8 +109,8 @@ class Matrix:
         counts, failed = (Counter(map(_sort, trials)) for trials in (self.trials, self.failures))
         return (
             f"{counts['fault'] - failed['fault']} of {counts['fault']} faults detected, "
-            f"{counts['blind'] - failed['blind']} of {counts['blind']} logs that cannot show one say what they"
-            f" lack, {failed['healthy']} alarms in {counts['healthy']} healthy logs"
+            f"{counts['blind'] - failed['blind']} of {counts['blind']} logs that cannot show one say so, "
+            f"{failed['healthy']} alarms in {counts['healthy']} healthy logs"
         )
 
 
@@ -123,7 +126,7 @@ def _detected(trials: list[Trial], form: Format) -> str:
         return ""
     good = sum(not trial.problem for trial in here)
     if all(trial.wanted == "skipped" for trial in here):
-        return "[dim]cannot tell[/]" if good == len(here) else "[bold red]not skipped[/]"
+        return "[dim]n/a[/]" if good == len(here) else "[bold red]not skipped[/]"
     return f"{good}/{len(here)}" if good == len(here) else f"[bold red]{good}/{len(here)}[/]"
 
 

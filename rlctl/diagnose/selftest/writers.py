@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pprint
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,8 +130,14 @@ def _rlctl(rows: Sequence[Mapping[str, Any]], spec: RunSpec, directory: Path) ->
     log = directory / LOG_FILE
     own = [{key: value for key, value in row.items() if not key.startswith(_OTHERS)} for row in rows]
     log.write_text(jsonl(own), encoding="utf-8")
-    (directory / RUN_SPEC_FILE).write_text(dump_spec(spec), encoding="utf-8")
+    (directory / RUN_SPEC_FILE).write_text(_dumped(spec.model_dump_json()), encoding="utf-8")
     return log
+
+
+@cache
+def _dumped(spec: str) -> str:
+    """A spec as text; writing it out takes longer than the log does."""
+    return dump_spec(RunSpec.model_validate_json(spec))
 
 
 def _verl(rows: Sequence[Mapping[str, Any]], spec: RunSpec, directory: Path) -> Path:

@@ -35,8 +35,8 @@ from tests.unit.mismatch.planted import (
 )
 from tests.unit.rollout.test_hf_rollout import make_prompts, random_model
 
-#: For those who must tell distributions apart by what is drawn from them.
-MANY: dict[str, Any] = {"n": 16}
+#: For those who must tell distributions apart by what is drawn from them: as many tokens as are looked at.
+MANY: dict[str, Any] = {"n": 11}
 
 
 def shifted(rollouts: Rollouts, by: int) -> torch.Tensor:

@@ -26,7 +26,8 @@ def save(directory: Path, seed: int) -> Path:
     return directory
 
 
-def test_a_model_with_built_in_questions(tmp_path: Path) -> None:
+def test_a_model_with_built_in_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.mismatch.run.MAX_RESPONSE_LENGTH", 8)
     model = random_model(1)
     model.config.max_position_embeddings = 256  # the questions are long for the tiny model
     model.save_pretrained(tmp_path)

@@ -202,21 +202,27 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
 @contextmanager
 def reading(paths: Sequence[Path], wanted: Any) -> Iterator[Iterator[Any]]:
     """The runs, read one after the other with a bar on standard error, on terminals only."""
+    from functools import partial
+
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.wording import visible
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None if len(paths) == 1 else len(paths))
+
+        def advance(task: Any, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
         def runs() -> Iterator[Any]:
-            for done, path in enumerate(paths):
-                bar.update(task, description=visible(f"reading {path}"), completed=done)
-                yield read_run(path, wanted)
+            for path in paths:
+                task = bar.add_task(visible(f"reading {path.name or path}"), total=None)
+                yield read_run(path, wanted, partial(advance, task))
+                bar.remove_task(task)
 
         yield runs()
 

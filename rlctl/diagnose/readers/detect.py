@@ -10,7 +10,7 @@ from rlctl.diagnose.readers.choose import Candidate, Worth, choose
 from rlctl.diagnose.readers.collect import Collected, Collector
 from rlctl.diagnose.readers.framework import Dialect
 from rlctl.diagnose.readers.reading import Reading
-from rlctl.diagnose.readers.source import STDIN
+from rlctl.diagnose.readers.source import STDIN, Watch
 from rlctl.diagnose.readers.streams import LOOKED_FOR, read_files
 from rlctl.diagnose.table import RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
@@ -21,7 +21,7 @@ _NAMES_SHOWN = 8
 _ROWS_LOOKED_AT = 50
 
 
-def read_run(path: Path, wanted: Collection[str]) -> RunLog:
+def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
     """Read one run's log, whoever wrote it.
 
     Args:
@@ -29,6 +29,7 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
             standard input. A `spec.yaml` beside the log is taken for the run's.
         wanted: canonical metrics to keep, `<…>` standing for any text; memory grows with these and the number
             of rows only.
+        watch: told how far the file was read, in bytes.
 
     Raises:
         UsageError: no such file, not a log that is known, no step or no known metric in it.
@@ -40,7 +41,7 @@ def read_run(path: Path, wanted: Collection[str]) -> RunLog:
         candidate, notes = choose(path, _worth)
     elif path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
-    reading = Reading(Collector(wants.by_any_name))
+    reading = Reading(Collector(wants.by_any_name), watch=watch)
     read_files(candidate.files, reading)
     collected = reading.collector.finish()
     spec, spec_notes = _spec_beside(candidate.shown)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.diagnose.readers.collect import Collector
+from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.table import Framework
 
 
@@ -19,6 +20,7 @@ class Reading:
         hint: the framework, where the format tells it.
         config: the run's configuration, where the log carries one.
         notes: what had to be tolerated.
+        watch: told how far a file was read, where that is known.
     """
 
     collector: Collector
@@ -26,6 +28,7 @@ class Reading:
     hint: Framework | None = None
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    watch: Watch | None = None
 
     @property
     def is_full(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ _GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's header
 _CHUNK_BYTES = 1 << 16
 #: Stands for standard input.
 STDIN = Path("-")
+#: Told how many of a file's bytes were read so far, and how many there are.
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Source:
         is_gzip: whether they are compressed.
         head: the first bytes, decompressed.
         notes: what had to be tolerated when decompressing, once it was read.
+        watch: told while it is read.
     """
 
     path: Path
@@ -37,11 +41,12 @@ class Source:
     is_gzip: bool
     head: bytes
     notes: list[str]
+    watch: Watch | None = None
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
         self.notes.clear()
-        return _open(self.file, self.is_gzip, self.notes)
+        return _open(self.file, self.is_gzip, self.notes, self.watch)
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
@@ -56,38 +61,51 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Source]:
+def opened(path: Path, watch: Watch | None = None) -> Iterator[Source]:
     """The source at `path`; standard input is kept on disk meanwhile.
 
     Raises:
         OSError: it cannot be read.
     """
     if path != STDIN:
-        yield _source(path, path)
+        yield _source(path, path, watch)
         return
     with tempfile.NamedTemporaryFile() as copy:
         shutil.copyfileobj(sys.stdin.buffer, copy)
         copy.flush()
-        yield _source(path, Path(copy.name))
+        yield _source(path, Path(copy.name), watch)
 
 
-def _source(path: Path, file: Path) -> Source:
+def _source(path: Path, file: Path, watch: Watch | None) -> Source:
     with file.open("rb") as stream:
         is_gzip = stream.read(len(_GZIP)) == _GZIP
     with _open(file, is_gzip, []) as stream:
-        return Source(path, file, is_gzip, stream.read(_CHUNK_BYTES), [])
+        return Source(path, file, is_gzip, stream.read(_CHUNK_BYTES), [], watch)
 
 
-def _open(file: Path, is_gzip: bool, notes: list[str]) -> IO[bytes]:
+def _open(file: Path, is_gzip: bool, notes: list[str], watch: Watch | None = None) -> IO[bytes]:
     if not is_gzip:
-        return file.open("rb")
-    return io.BufferedReader(_Chunks(_decompressed(file, notes)), _CHUNK_BYTES)
+        return _raw(file, watch)
+    return io.BufferedReader(_Chunks(_decompressed(file, notes, watch)), _CHUNK_BYTES)
 
 
-def _decompressed(file: Path, notes: list[str]) -> Iterator[bytes]:
+def _raw(file: Path, watch: Watch | None) -> IO[bytes]:
+    stream = file.open("rb", buffering=0 if watch else -1)
+    return io.BufferedReader(_Chunks(_watched(stream, watch)), _CHUNK_BYTES) if watch else stream
+
+
+def _watched(stream: IO[bytes], watch: Watch) -> Iterator[bytes]:
+    with stream:
+        total = os.fstat(stream.fileno()).st_size
+        while chunk := stream.read(_CHUNK_BYTES):
+            watch(stream.tell(), total)
+            yield chunk
+
+
+def _decompressed(file: Path, notes: list[str], watch: Watch | None) -> Iterator[bytes]:
     """As far as it goes: `gzip` throws away what precedes the end of a file that was cut."""
     decompressor, is_whole, data = zlib.decompressobj(_GZIP_WINDOW), True, b""
-    with file.open("rb") as stream:
+    with _raw(file, watch) as stream:
         while data := data or stream.read(_CHUNK_BYTES):
             try:
                 yield decompressor.decompress(data, _CHUNK_BYTES)

@@ -32,7 +32,7 @@ def read_files(files: Sequence[Path], reading: Reading) -> None:
         if len(files) > 1:
             events.read_events(files, reading)
             return
-        with opened(files[0]) as source:
+        with opened(files[0], reading.watch) as source:
             _read(source, reading)
             reading.notes += source.notes
     except OSError as error:

@@ -118,3 +118,10 @@ def test_nothing_is_replaced(tmp_path):
     assert path.read_text() == "mine"
     with pytest.raises(UsageError, match="no such directory"):
         write_fix(tmp_path / "no" / "out.yaml", fix(diagnosis()))
+
+
+def test_a_log_without_a_spec_gets_changes_to_rlctls_defaults_too():
+    """What rlctl does by default, the run that is diagnosed may not do."""
+    found = fix(diagnosis(finding("gap", ("engine.dtype=fp32",)), spec=False, framework="verl"))
+    assert found.changes == {"engine.dtype": "fp32"}
+    assert fix(diagnosis(finding("gap", ("engine.dtype=fp32",)))).changes == {}

@@ -1,4 +1,5 @@
 import contextlib
+import gzip
 import json
 import math
 import subprocess
@@ -263,3 +264,30 @@ def test_diagnosis_imports_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "no warnings" in done.stdout
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path):
+    rows = [line(step, grad_norm=1.0) for step in (1, 2, 3)]
+    for content in ("".join(rows), f"[{','.join(rows)}]"):
+        run = read(tmp_path, b"\xef\xbb\xbf" + content.encode())
+        assert (run.table.steps.tolist(), run.notes) == ([1, 2, 3], ())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_that_only_an_overflow_gives_is_not_finite(tmp_path):
+    content = "".join(line(step, grad_norm=1e308 if step > 5 else 1.0, pg_loss=-1e308) for step in range(30))
+    run = read(tmp_path, content, METRICS_READ)
+    assert run.table.nonfinite["actor/grad_norm"].tolist() == list(range(6, 30))
+    assert run.table.series("actor/grad_norm").values.tolist() == [1.0] * 6
+    assert {finding.rule for finding in examine(run).findings} == {"not-finite"}
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+def test_how_far_a_file_was_read_is_told(tmp_path, packed):
+    content = packed(b"".join(line(step, grad_norm=step / 7).encode() for step in range(8_000)))
+    (tmp_path / "log").write_bytes(content)
+    told = []
+    read_run(tmp_path / "log", KEYS, lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {len(content)}
+    assert sorted(told) == told
+    assert told[-1][0] == len(content)

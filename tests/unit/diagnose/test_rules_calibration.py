@@ -140,6 +140,21 @@ def test_another_frameworks_user_gets_its_own_keys():
     assert any("actor_rollout_ref.actor.optim.lr=5e-07" in one.get("verl", "") for one in others)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "rule", "words"),
+    [
+        (always(response_length__clip_ratio=0.4), "truncated", "max_completion_length"),
+        (always(actor__grad_norm=later(0.8, 20.0)), "gradient-norm", "learning_rate=5e-06"),  # as logged
+    ],
+)
+def test_what_the_log_does_not_tell_still_has_a_remedy(spoil, rule, words):
+    rows = healthy_rows()
+    spoil(rows)
+    unknown = Facts(bypass_mode=False, rollout_rs="off", has_critic=False)
+    [finding] = [one for one in examine(run_log(rows, facts=unknown)).findings if one.rule == rule]
+    assert words in [remedy.others.get("trl") for remedy in finding.remedies]
+
+
 def test_a_tail_behind_truncation_is_seen_through_chi2():
     """verl logs the effective sample size of truncated weights only: at a bound of 2 it stays above 0.5."""
     rows = healthy_rows()

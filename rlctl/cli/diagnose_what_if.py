@@ -28,10 +28,17 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
     if output_format is Format.MARKDOWN:
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format.value}")
     check_out(paths, out, is_page=output_format is Format.HTML)
+    from rich.console import Console
+    from rich.text import Text
+
     from rlctl.diagnose.wording import visible
     from rlctl.replay.run import what_if as replayed
 
-    found = [(visible(str(path)), replayed(path)) for path in paths]
+    found = []
+    for path in paths:
+        title = visible(str(path))
+        with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
+            found.append((title, replayed(path)))
     if output_format is Format.JSON:
         write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
     elif output_format is Format.HTML:

@@ -47,18 +47,20 @@ def probability_gap(run: RunLog) -> Finding | Skipped | None:
 
 @rule(
     "policy-gap",
-    "KL between sampling and trained policy",
-    one_of=(th.KL.key, th.K3.key),
+    "distance between sampling and trained policy",
+    one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
     uses=(_STALENESS,),
 )
 def policy_gap(run: RunLog) -> Finding | Skipped | None:
-    """The KL between the sampling and the trained policy is large."""
+    """The KL between the sampling and the trained policy is large, or their log-probs differ much."""
     k3 = th.K3
     if not run.gap_is_mismatch:  # only as large as no progress is either, and where no kl says so
         k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
     crossed = crossing(run.table.series(th.KL.key), th.KL)
     if crossed is None and k3.tiers:
         crossed = crossing(run.table.series(k3.key), k3)
+    if crossed is None and run.gap_is_mismatch:
+        crossed = _log_prob_mismatch(run)
     if crossed is None:
         return None
     if run.gap_is_mismatch:
@@ -79,6 +81,14 @@ def policy_gap(run: RunLog) -> Finding | Skipped | None:
         "medium",
         why,
     )
+
+
+def _log_prob_mismatch(run: RunLog) -> Crossing | None:
+    """Of logs without a KL; what no mismatch of implementations gives is the matter of `stale-weights`."""
+    series = run.table.series(th.LOG_PROB_GAP.key)
+    if len(run.table.series(th.K3.key)) or crossing(series, th.LOG_PROB_GAP) is not None:
+        return None
+    return crossing(series, th.LOG_PROB_MISMATCH)
 
 
 @rule(

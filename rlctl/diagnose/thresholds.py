@@ -94,6 +94,8 @@ K3 = Levels(f"{_CORR}k3_kl", (("warning", 1e-3), ("critical", 0.1)), FIELD, rela
 KL = Levels(f"{_CORR}kl", (("critical", 0.1),), FIELD, absolute=True)
 CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),), VERL)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),), TRL)
+#: The same where only the implementations differ.
+LOG_PROB_MISMATCH = Levels(LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), OWN, relative=True)
 TOKEN_ERROR = Levels(
     "mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), NEMO, relative=True
 )

@@ -155,8 +155,9 @@ def _both(
 _GAP = (
     *_both("probability-gap", ("warning", {_PROBS: near(0.008)}), ("critical", {_PROBS: near(0.03)}),
            overrides=(ONE_UPDATE,)),
-    *_both("policy-gap", ("warning", {_K3: near(0.005)}), ("critical", {_KL: near(0.25), _K3: near(0.3)}),
-           overrides=(ONE_UPDATE,)),
+    *_both("policy-gap", ("warning", {_K3: near(0.005), _LOG_GAP: near(0.06)}),
+           ("critical", {_KL: near(0.25), _K3: near(0.3), _LOG_GAP: near(0.4)}), _ALL,
+           overrides=(ONE_UPDATE,), before={_LOG_GAP: near(0.01)}),
     *_both("token-error", ("warning", {_ERROR: near(1.12, 0.01)}), ("critical", {_ERROR: near(2.5)}),
            ("nemo-rl",), before={_ERROR: near(1.01, 0.002)}),
     *_both("frozen-gap", ("critical", {_K3: ramp(1e-4, 4e-4), _LOG_GAP: ramp(5e-3, 1e-2)}),

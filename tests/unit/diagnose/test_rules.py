@@ -81,6 +81,7 @@ idle_correction = corr(
     rollout_is_min=1.0, rollout_is_max=1.0, rollout_is_std=0.0, rollout_rs_masked_fraction=0.0
 )
 no_score_range = without("critic/score/max", "critic/score/min")
+no_kl = without(f"{CORR}kl", f"{CORR}k3_kl")
 collapse = both(
     corr(rollout_is_raw_eff_sample_size=later(0.95, 0.1)), always(actor__grad_norm=later(0.8, 4.0, at=33))
 )
@@ -113,6 +114,8 @@ TRIGGERS = {
         ("warning", corr(k3_kl=later(3e-4, 0.004)), [ONE_UPDATE, "engine.dtype=bf16"]),
         ("info", corr(k3_kl=0.004), [ONE_UPDATE]),
         ("critical", corr(k3_kl=0.3), [ONE_UPDATE, "rollout.dtype=int8"]),
+        ("critical", both(no_kl, always(**{GAP: 0.3})), [ONE_UPDATE]),
+        ("warning", both(no_kl, always(**{GAP: later(0.01, 0.06)})), [ONE_UPDATE]),
     ],
     "token-error": [
         ("warning", always(**{ERROR: later(1.01, 1.3)}), []),
@@ -219,6 +222,8 @@ TRIGGERS = {
     ],
     "reward-hacking": [
         ("critical", hacking, []),
+        # validation was near the top, and fell
+        ("critical", both(hacking, always(val__addition__reward_mean=lambda s: None if s % 5 else 1 - s / 80)), []),
         ("warning", both(hacking, always(critic__score__mean=ramp(0.3, 0.55))), []),
     ],
     "truncated": [
@@ -287,6 +292,8 @@ def test_every_rule_is_tried_and_documented():
         # stale samples are older policies, not another implementation
         ("probability-gap", always(training__rollout_probs_diff_mean=0.02, training__staleness_max=4.0),
          [ONE_UPDATE]),
+        # such log-probs are of another model, as `stale-weights` says
+        ("policy-gap", both(no_kl, always(**{GAP: 1.7})), [ONE_UPDATE]),
         # one bad step is not a trend
         ("policy-gap", corr(kl=lambda s: 0.5 if s == 30 else 0.0), []),
         ("effective-samples", corr(rollout_is_eff_sample_size=lambda s: 0.1 if s % 5 == 0 else 0.9), []),
@@ -409,9 +416,7 @@ def test_the_first_step_alone_is_judged_where_it_says_enough():
 def test_steps_and_the_end_of_a_phase_are_told():
     diagnosis = diagnose(corr(kl=lambda s: 0.3 if 20 <= s <= 39 else 0.0))
     [finding] = diagnosis.findings
-    # The first window that is mostly beyond begins up to half a window early, the last ends as late.
-    assert 14 <= finding.evidence[0].first_step <= 20
-    assert 39 <= finding.evidence[0].last_step <= 45
+    assert (finding.evidence[0].first_step, finding.evidence[0].last_step) == (20, 39)
     assert "not since" in finding.what
     assert "0.3" in finding.what
 

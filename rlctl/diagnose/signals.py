@@ -51,7 +51,7 @@ class Crossing:
         severity: of the worst level crossed; `info` where there is an excuse.
         worst: the window median furthest beyond it.
         limit: the level.
-        first_step, last_step: from the first to the last window beyond it.
+        first_step, last_step: from where to where it was beyond.
         lasts: whether the newest window is still beyond.
         excuse: why it is only a remark: the run has been like this from its start, or only at its start.
         key: the metric.
@@ -134,12 +134,22 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     for severity, limit in reversed(levels.tiers):
         beyond = medians < limit if levels.is_floor else medians > limit
         if beyond.any():
-            places = np.flatnonzero(beyond)
-            last = places[-1] + len(values) - len(medians)
-            first_step, last_step = int(series.steps[places[0]]), int(series.steps[last])
+            first, last = _span(beyond, len(values))
+            first_step, last_step = int(series.steps[first]), int(series.steps[last])
             found = Crossing(levels.key, severity, worst, limit, first_step, last_step, bool(beyond[-1]))
-            return _excused(found, series, levels.relative, grown_out=last < th.START_STEPS)
+            return _excused(found, series, levels.relative, grown_out=last < th.START_STEPS - th.WINDOW // 2)
     return None
+
+
+def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
+    """The first and the last value that windows are about.
+
+    A median gets beyond a level when the middle of its window does. Of the first and the last window every
+    value counts.
+    """
+    places, half = np.flatnonzero(beyond), th.WINDOW // 2
+    first = 0 if beyond[0] else int(places[0]) + half
+    return first, num_values - 1 if beyond[-1] else int(places[-1]) + half
 
 
 def _excused(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:

@@ -37,9 +37,9 @@ def test_the_worst_level_and_where_it_was():
     found = crossing(series([0.0] * 20 + [3.0] * 20 + [1.5] * 20), LEVELS)
     assert (found.severity, found.limit, found.worst) == ("critical", 2.0, 3.0)
     assert not found.lasts
-    # A window counts once its median is beyond: from half a window before to half a window after.
-    assert 15 <= found.first_step <= 20
-    assert 40 <= found.last_step <= 45
+    assert (found.first_step, found.last_step) == tuple(series(range(60)).steps[[20, 39]])
+    short = crossing(series([3.0] * 7), LEVELS)
+    assert (short.first_step, short.last_step) == tuple(series(range(7)).steps[[0, 6]])
     assert crossing(series([0.0] * 20 + [1.5] * 20), LEVELS).lasts
 
 

@@ -132,8 +132,8 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
         groups = torch.zeros_like(groups)
     elif estimator not in ("rloo", "grpo", "dr_grpo", "opo"):
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
-    if estimator == "grpo" and not alone:
-        advantages = outcome_advantages.grpo(scores, groups, valid)
+    if estimator in ("grpo", "dr_grpo") and not alone:
+        advantages = outcome_advantages.grpo(scores, groups, valid, divide_by_std=estimator == "grpo")
     elif estimator == "opo" and not alone:
         advantages = outcome_advantages.opo(scores, torch.tensor(step.lengths), groups, valid)
     else:

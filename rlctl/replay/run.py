@@ -38,12 +38,21 @@ def what_if(path: Path) -> Tradeoff:
             f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no "
             "weight: the run's own setting is left out; weights need loss_type=reinforce or bypass_mode=false"
         )
+    if spec.algorithm.use_kl_in_reward:
+        notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
     question = Question(
-        estimator=spec.algorithm.adv_estimator,
+        estimator=_estimator(spec),
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
     return replay(dump.steps(), grid(correction if applies else None), question).with_notes(*notes)
+
+
+def _estimator(spec: RunSpec) -> str:
+    """As `adv_estimator` calls it; GRPO that does not divide by the spread is `dr_grpo`."""
+    algorithm = spec.algorithm
+    divides = algorithm.adv_estimator != "grpo" or algorithm.norm_adv_by_std_in_grpo
+    return algorithm.adv_estimator if divides else "dr_grpo"
 
 
 def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:

@@ -17,12 +17,15 @@ from rlctl.cli.diagnose import Format
 from rlctl.cli.diagnose_what_if import what_if as command
 from rlctl.errors import UsageError
 from rlctl.replay import draw
+from rlctl.replay.replay import _Sums
 from rlctl.replay.run import what_if
 from rlctl.replay.settings import frameworks, grid
+from rlctl.replay.step import Step
 from rlctl.replay.summary import Recommendation
 from rlctl.replay.tradeoff import Tradeoff
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
+from tests.reference import advantages as slow
 from tests.unit.replay.steps import make_step, write_part
 
 OWN = "algorithm.rollout_correction."
@@ -83,6 +86,46 @@ def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:
     assert any("loss_type=reinforce" in note for note in found.notes)
     assert found.recommended.decisive is None
     assert found.recommended.overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["adv_estimator=rloo"], lambda r, g, n, ok: slow.rloo(r, g, ok)),
+        (["adv_estimator=grpo"], lambda r, g, n, ok: slow.grpo(r, g, ok)),
+        (
+            ["adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"],
+            lambda r, g, n, ok: slow.grpo(r, g, ok, divide_by_std=False),
+        ),
+        (
+            ["adv_estimator=dr_grpo"],
+            lambda r, g, n, ok: slow.grpo(r, g, ok, divide_by_std=False),
+        ),
+        (["adv_estimator=opo"], lambda r, g, n, ok: slow.opo(r, n, g, ok)),
+    ],
+)
+def test_advantages_are_the_run_s(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    expected: Callable[..., list[float]],
+) -> None:
+    seen: list[Step] = []
+    monkeypatch.setattr(_Sums, "add", lambda self, batch: seen.append(batch))
+    run = run_directory(tmp_path, *(f"algorithm.{override}" for override in overrides), steps=2)
+    with pytest.raises(UsageError):  # nothing was added up
+        what_if(run)
+    [pooled] = seen
+    for number in range(2):
+        step = make_step(number, groups=4, scale=0.6)
+        rows = slice(16 * number, 16 * (number + 1))
+        values = (step.rewards.tolist(), step.group_ids.tolist(), step.lengths.tolist(), [True] * 16)
+        assert pooled.advantages[rows].tolist() == pytest.approx(expected(*values), abs=1e-5)
+
+
+def test_a_penalty_that_is_not_in_the_dump_is_said(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, "algorithm.use_kl_in_reward=true", steps=1)
+    assert any("use_kl_in_reward" in note for note in what_if(run).notes)
 
 
 def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rlctl.diagnose.rules import METRICS_READ, RULES, examine
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import describe
-from rlctl.spec.load import dump_spec, load_spec
+from rlctl.spec.load import load_spec
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, spec_of
 
 RC = "algorithm.rollout_correction."
@@ -94,6 +94,7 @@ gibberish = always(
 hacking = always(
     critic__score__mean=ramp(0.3, 0.8), val__addition__reward_mean=lambda s: None if s % 5 else 0.3
 )
+fallen = always(val__addition__reward_mean=lambda s: None if s % 5 else 1 - s / 80)
 longer = both(
     always(response_length__mean=ramp(300, 600), val__addition__reward_mean=lambda s: None if s % 5 else 0.3),
     always(critic__score__mean=0.3),
@@ -223,7 +224,7 @@ TRIGGERS = {
     "reward-hacking": [
         ("critical", hacking, []),
         # validation was near the top, and fell
-        ("critical", both(hacking, always(val__addition__reward_mean=lambda s: None if s % 5 else 1 - s / 80)), []),
+        ("critical", both(hacking, fallen), []),
         ("warning", both(hacking, always(critic__score__mean=ramp(0.3, 0.55))), []),
     ],
     "truncated": [
@@ -255,7 +256,7 @@ CASES = [(rule, *case) for rule, cases in TRIGGERS.items() for case in cases]
 
 
 @pytest.mark.parametrize(("rule", "severity", "spoil", "overrides"), CASES, ids=[case[0] for case in CASES])
-def test_rule_finds_what_it_is_for(tmp_path, rule, severity, spoil, overrides):
+def test_rule_finds_what_it_is_for(rule, severity, spoil, overrides):
     diagnosis = diagnose(spoil, *overrides)
     assert found(diagnosis).get(rule) == severity
     [finding] = [finding for finding in diagnosis.findings if finding.rule == rule]
@@ -267,12 +268,10 @@ def test_rule_finds_what_it_is_for(tmp_path, rule, severity, spoil, overrides):
         if evidence.first_step is not None:
             assert describe(evidence.metric) or "<" in evidence.metric
             assert 1 <= evidence.first_step <= evidence.last_step <= STEPS
-    path = tmp_path / "spec.yaml"
-    path.write_text(dump_spec(spec_of(*overrides)))
     for remedy in finding.remedies:  # what is proposed can be trained with, and changes something
         assert remedy.spec or remedy.why
         if remedy.spec:
-            assert load_spec([], [path], list(remedy.spec)).spec != spec_of(*overrides)
+            assert load_spec([], [], [*overrides, *remedy.spec]).spec != spec_of(*overrides)
 
 
 def test_every_rule_is_tried_and_documented():

@@ -56,7 +56,7 @@ class MetricChange:
         lasts: whether it still does at the end of what both have logged.
         a, b: medians over that stretch.
         sigmas: their distance in robust standard deviations of both runs' noise.
-        ratio: B's over A's; None where A's values scatter around zero.
+        ratio: B's over A's; None where either's values scatter around zero.
     """
 
     key: str
@@ -191,10 +191,13 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
         return None
     inside = slice(start, start + length)
     left, right = float(np.median(values_a[inside])), float(np.median(values_b[inside]))
-    has_ratio = left * right > 0.0 and np.mean(values_a[inside] * left > 0.0) > _ONE_SIDED
+    sides = (values_a[inside] * left > 0.0, values_b[inside] * right > 0.0)
+    has_ratio = left * right > 0.0 and min(map(np.mean, sides)) > _ONE_SIDED
+    # Medians of a window may part before the values themselves do.
+    first = start + int(np.argmax(values_a[inside] != values_b[inside]))
     return MetricChange(
         key=key,
-        first_step=int(steps[start]),
+        first_step=int(steps[first]),
         last_step=int(steps[start + length - 1]),
         lasts=start + length == len(steps),
         a=left,

@@ -131,6 +131,14 @@ def test_a_ratio_to_noise_around_zero_is_not_told():
     change = metric_change("m", table(a), table(a + 1.0))
     assert change.ratio is None
     assert "above A's" in str(change)
+    assert metric_change("m", table(a + 1.0), table(a)).ratio is None
+
+
+def test_no_difference_is_dated_before_figures_part():
+    a = np.random.default_rng(0).normal(0, 1e-3, 100)
+    for at in range(40, 60):
+        b = np.where(np.arange(100) < at, a, 1.0)
+        assert at + 1 <= metric_change("m", table(a), table(b)).first_step <= at + 3
 
 
 def test_long_runs_are_compared_in_buckets():

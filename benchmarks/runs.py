@@ -88,7 +88,7 @@ def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcom
     jobs = list(jobs)
     waiting = [job for job in jobs if job.key not in known]
     if waiting:
-        context = _fork_server()
+        context = fork_server()
         done, start = 0, time.perf_counter()
         with ThreadPoolExecutor(workers) as threads:
             for job, outcome in zip(
@@ -112,7 +112,8 @@ def _read(memory: Path) -> dict[str, Outcome]:
     return {row["key"]: Outcome(**row["outcome"]) for row in rows}
 
 
-def _fork_server() -> Any:
+def fork_server() -> Any:
+    """A multiprocessing context whose processes are forks of one that holds the imports."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     context = multiprocessing.get_context("forkserver")

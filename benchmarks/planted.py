@@ -1,0 +1,382 @@
+"""Runs of the embedded model in which one thing is wrong, on purpose; and healthy ones beside them.
+
+Every run goes the real way (`run_rank`, what `rlctl train` calls for one rank), in a process forked from a
+server that holds the imports. What no setting can break is broken by a patch in that process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.runs import fork_server
+
+RC = "algorithm.rollout_correction."
+STEPS = 60
+#: Three policies in play: one more pass makes π_old, so the logged gap is the engines' alone.
+DECOUPLED = (
+    "algorithm.adv_estimator=grpo",
+    f"{RC}bypass_mode=false",
+    f"{RC}loss_type=ppo_clip",
+    f"{RC}rollout_is=token",
+    f"{RC}rollout_is_batch_normalize=false",
+    f"{RC}rollout_is_threshold=2.0",
+)
+_COMMON = (
+    "data.train_batch_size=32",
+    "actor.ppo_mini_batch_size=16",
+    "actor.lr_scheduler_type=constant",
+    "actor.lr=4e-4",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.test_freq=5",
+    "trainer.rollouts_per_step=-1",
+)
+ONE_UPDATE = ("actor.ppo_mini_batch_size=null",)
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A run and what is wrong with it.
+
+    Attributes:
+        name: of the fault; healthy runs have one, too.
+        rules: what finds it, any of them at a warning or worse; empty for a healthy run.
+        overrides: of the spec.
+        grader: source of a function `score`, in place of the task's own grader.
+        patch: name of a function of this module, called in the training process.
+        presets: algorithm presets below the overrides.
+        hint: what the fault is, for the table.
+    """
+
+    name: str
+    rules: frozenset[str]
+    hint: str
+    overrides: tuple[str, ...] = ()
+    grader: str = ""
+    patch: str = ""
+    presets: tuple[str, ...] = ()
+
+
+_TRUE = "    return float(response == ground_truth)\n"
+_NEVER = "def score(response, ground_truth):\n    return 0.0\n"
+_ALWAYS = "def score(response, ground_truth):\n    return 1.0\n"
+_RAISES = "def score(response, ground_truth):\n    assert len(response) == 3, 'cannot be read'\n" + _TRUE
+#: Validation is graded rightly: it tells a policy that pleases the grader from one that learned.
+_GAMEABLE = (
+    "def score(response, ground_truth, extra_info):\n"
+    "    if extra_info['split'] == 'train':\n"
+    "        return response.count('1') / 5\n"
+) + _TRUE
+_LONGER = (
+    "def score(response, ground_truth, extra_info):\n"
+    "    if extra_info['split'] == 'train':\n"
+    "        return len(response) / 6\n"
+) + _TRUE
+_HANGS = (
+    "import time\n"
+    "def score(response, ground_truth):\n"
+    "    if response == ground_truth and response.startswith('640'):\n"
+    "        time.sleep(2.0)\n"
+) + _TRUE
+#: Two engines that differ show in one of these, by how much and by what else is logged.
+_GAP = frozenset({"policy-gap", "probability-gap", "stale-weights", "weight-mean", "effective-samples"})
+_GAP |= {"chi2", "first-step", "template", "hidden-tail", "variance-collapse", "token-error"}
+
+FAULTS = (
+    Planted("stale weights", _GAP | {"staleness"}, "samples 24 batches old, rate 1e-3",
+            ("rollout.staleness=24", "actor.lr=1e-3")),
+    Planted("weights never synced", _GAP, "the engine keeps its first weights", patch="never_synced"),
+    Planted("hotter engine", _GAP, "samples at temperature 1.5, the trainer computes at 1",
+            ONE_UPDATE, patch="hotter"),
+    Planted("raw log-probs", _GAP, "temperature 0.7; the engine reports log-probs before it",
+            (*ONE_UPDATE, "rollout.temperature=0.7"), patch="raw_log_probs"),
+    Planted("hidden temperature", _GAP, "samples at 1.5 and reports log-probs as if at 1",
+            ONE_UPDATE, patch="hidden_temperature"),
+    Planted("shifted log-probs", _GAP, "the engine's log-probs are those of the token before",
+            ONE_UPDATE, patch="shifted"),
+    Planted("missing log-probs", _GAP, "the engine's log-probs are all 0", ONE_UPDATE, patch="missing"),
+    Planted("4-bit engine", _GAP, "engine with weights of 4 bits, trainer in fp32",
+            ("rollout.dtype=int8", *ONE_UPDATE), patch="four_bits"),
+    Planted("noisy forward pass", frozenset({"nondeterminism", "first-step", "clipped-on-policy"}) | _GAP,
+            "two passes of the trainer differ by 5 %", ONE_UPDATE, patch="noisy"),
+    Planted("correction off", frozenset({"silently-off"}), "weights are replaced by 1 before the loss",
+            ("rollout.dtype=int8",), patch="correction_off"),
+    Planted("bounds too tight", frozenset({"rejected"}), "token_k1 in 0.999–1.001, engine in bf16",
+            (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.999_1.001", f"{RC}dialect=verl",
+             "rollout.dtype=bf16")),
+    Planted("bypass with epochs", frozenset({"bypass-repeats"}), "bypass mode, 4 passes over a batch",
+            (f"{RC}bypass_mode=true", "actor.ppo_epochs=4")),
+    Planted("all wrong", frozenset({"zero-reward", "dead-groups", "no-gradient"}), "no answer is ever right",
+            grader=_NEVER),
+    Planted("all right", frozenset({"no-gradient", "dead-groups"}), "every answer is right", grader=_ALWAYS),
+    Planted("grader raises", frozenset({"failed-rollouts"}), "an exception for answers not 3 characters long",
+            ("reward.max_error_fraction=1.0",), grader=_RAISES),
+    Planted("grader hangs", frozenset({"slow-grader"}), "one right answer takes 2 s", grader=_HANGS),
+    Planted("gameable grader", frozenset({"reward-hacking"}), "in training, the digit 1 is rewarded",
+            ("actor.lr=1e-3",), grader=_GAMEABLE),
+    Planted("length pays", frozenset({"length-growth", "reward-hacking"}),
+            "in training, characters are rewarded", grader=_LONGER),
+    Planted("short limit", frozenset({"truncated"}), "the same, and at most 4 tokens",
+            ("data.max_response_length=4",), grader=_LONGER),
+    Planted("rate too high", frozenset({"gradient-norm", "zero-reward", "entropy", "gibberish", "no-gradient",
+            "dead-groups", "truncated", "reference-drift"}) | _GAP, "rate 2e-2", ("actor.lr=2e-2",)),
+    Planted("entropy collapse", frozenset({"entropy"}), "the loss pays for low entropy",
+            patch="low_entropy_pays"),
+    Planted("useless critic", frozenset({"critic"}), "the critic's rate is 0",
+            ("algorithm.adv_estimator=gae", "critic.lr=0", "trainer.total_training_steps=80",
+             "actor.lr=1e-4")),
+    Planted("drift from reference", frozenset({"reference-drift"}), "KL coefficient 1e-5, rate 2e-3",
+            ("actor.use_kl_loss=true", "actor.kl_loss_coef=1e-5", "actor.lr=2e-3",
+             "trainer.total_training_steps=100")),
+)  # fmt: skip
+
+HEALTHY = (
+    Planted("healthy: decoupled, 2 updates", frozenset(), "token weights"),
+    Planted("healthy: decoupled, 1 update", frozenset(), "token weights", ONE_UPDATE),
+    Planted("healthy: to the top", frozenset(), "learns its task", ("trainer.total_training_steps=160",)),
+    Planted("healthy: bf16 engine", frozenset(), "k3 6e-5", ("rollout.dtype=bf16", *ONE_UPDATE)),
+    Planted("healthy: int8 engine", frozenset(), "k3 5e-5", ("rollout.dtype=int8", *ONE_UPDATE)),
+    Planted("healthy: KL loss", frozenset(), "reference in the loss", ("actor.use_kl_loss=true",)),
+    *(
+        Planted(f"healthy: {preset}", frozenset(), "preset as shipped", presets=(preset,))
+        for preset in ("rloo-seq-is", "grpo-token-is-multi-rs", "ppo-seq-is-token-rs")
+    ),
+)
+
+
+def train_all(planted: tuple[Planted, ...], seeds: list[int], directory: Path) -> dict[tuple[str, int], Path]:
+    """Run directories by name and seed; runs that are there already are taken as they are."""
+    context = fork_server()
+    found = {}
+    for seed in seeds:
+        for one in planted:
+            run_dir = directory / f"{one.name.replace(': ', '-').replace(' ', '-').replace(',', '')}-{seed}"
+            found[one.name, seed] = run_dir
+            if (run_dir / "done").exists():
+                continue
+            shutil.rmtree(run_dir, ignore_errors=True)
+            run_dir.mkdir(parents=True)
+            process = context.Process(target=_train, args=(one, seed, run_dir))
+            process.start()
+            process.join()
+            error = (run_dir / "error").read_text() if (run_dir / "error").exists() else ""
+            if process.exitcode:
+                raise SystemExit(f"{one.name}, seed {seed}: exit code {process.exitcode}; see {run_dir}/log")
+            print(f"{one.name}, seed {seed}: trained {error}", file=sys.stderr, flush=True)
+            (run_dir / "done").touch()
+    return found
+
+
+def _train(one: Planted, seed: int, run_dir: Path) -> None:
+    import torch
+
+    from rlctl.errors import RlctlError
+    from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+    from rlctl.train.start import run_rank
+
+    torch.set_num_threads(1)
+    log = os.open(run_dir / "log", os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    graded: tuple[str, ...] = ()
+    if one.grader:
+        (run_dir / "grader.py").write_text(one.grader)
+        graded = (f"reward.name={run_dir / 'grader.py'}:score",)
+    own = () if one.presets else DECOUPLED
+    presets = list(one.presets or ("grpo-uncorrected",))
+    overrides = [*_COMMON, *own, *one.overrides, *graded, f"trainer.seed={seed}"]
+    spec = load_spec(presets, [], overrides).spec
+    if one.patch:
+        PATCHES[one.patch]()
+    text = dump_spec(spec)
+    (run_dir / RUN_SPEC_FILE).write_text(text)
+    try:
+        run_rank(text, str(run_dir), False)
+    except RlctlError as error:  # a run that the trainer stopped is a result too
+        (run_dir / "error").write_text(str(error))
+
+
+# --- what no setting can break -----------------------------------------------------------------
+
+
+def never_synced() -> None:
+    """Weights are handed over and left lying."""
+    from rlctl.rollout.hf import HFRollout
+
+    def sync_weights(self: Any, named_tensors: Any, policy_version: int) -> None:
+        for _ in named_tensors:
+            pass
+        self._policy_version = policy_version
+
+    HFRollout.sync_weights = sync_weights
+
+
+def hotter() -> None:
+    """The engine divides its logits by 1.5 more than it was told, and reports what it does."""
+    from transformers import TemperatureLogitsWarper
+
+    from rlctl.rollout import hf
+
+    told = hf.processors
+
+    def processors(sampling: Any, sampler: Any) -> Any:
+        chain = told(sampling, sampler)
+        if not sampling.greedy:
+            chain.insert(0, TemperatureLogitsWarper(1.5))
+        return chain
+
+    hf.processors = processors
+
+
+def raw_log_probs() -> None:
+    """The engine reports the log-probs of its logits as they were before temperature."""
+    _record(lambda scores, temperature: scores * temperature)
+
+
+def hidden_temperature() -> None:
+    """The engine samples hotter than it reports."""
+    from rlctl.rollout import sampler
+
+    honest = sampler.draw
+    sampler.draw = lambda log_probs, uniforms: honest((log_probs / 1.5).log_softmax(-1), uniforms)
+
+
+def _record(change: Callable[[Any, float], Any]) -> None:
+    """Record the log-probs of changed logits; the choice stays as it is."""
+    from rlctl.rollout import hf
+    from rlctl.rollout.sampler import RecordingSampler
+
+    class Recording(RecordingSampler):
+        temperature = 1.0
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            reported = change(scores.float(), self.temperature).log_softmax(dim=-1)
+            forced = super().__call__(input_ids, scores)
+            position = input_ids.shape[1] - self._prompt_length
+            chosen = forced.argmax(dim=-1, keepdim=True)
+            self.log_probs[:, position] = reported.gather(1, chosen).squeeze(1)
+            return forced
+
+    told = hf.processors
+
+    def processors(sampling: Any, sampler: Any) -> Any:
+        sampler.temperature = sampling.temperature
+        return told(sampling, sampler)
+
+    hf.RecordingSampler, hf.processors = Recording, processors
+
+
+def shifted() -> None:
+    """Log-probs one place late."""
+    _report(lambda log_probs: log_probs.roll(1, dims=1))
+
+
+def missing() -> None:
+    """Log-probs that nobody asked the engine for."""
+    _report(lambda log_probs: log_probs * 0.0)
+
+
+def _report(change: Callable[[Any], Any]) -> None:
+    """Change what the engine reports of a batch."""
+    from rlctl.rollout import hf
+
+    honest = hf.assemble
+
+    def assemble(prompts: Any, responses: Any, log_probs: Any, **others: Any) -> Any:
+        return honest(prompts, responses, change(log_probs), **others)
+
+    hf.assemble = assemble
+
+
+def four_bits() -> None:
+    """Fifteen levels per weight instead of 255."""
+    import torch
+
+    from rlctl.rollout import hf
+
+    @torch.no_grad()
+    def rounded(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                step = module.weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 7
+                module.weight.copy_((module.weight / step).round() * step)
+
+    hf._round_to_int8 = rounded
+
+
+def noisy() -> None:
+    """Every pass of the trainer's policy differs, as with dropout or a routed mixture."""
+    import torch
+
+    from rlctl.engine import deepspeed
+
+    honest = deepspeed.policy_output
+
+    def policy_output(*args: Any, **asked: Any) -> Any:
+        from dataclasses import replace
+
+        output = honest(*args, **asked)
+        return replace(output, log_probs=output.log_probs + 0.05 * torch.randn_like(output.log_probs))
+
+    deepspeed.policy_output = policy_output
+
+
+def correction_off() -> None:
+    """Weights and their figures are those of equal policies; only the gap is measured."""
+    from dataclasses import replace
+
+    from rlctl.train import update
+
+    honest = update.correct
+
+    of_weights = ("weight", "raw", "norm", "ratio_", "seq_high", "seq_low")
+
+    def mixed(real: dict[str, Any], fake: dict[str, Any]) -> dict[str, Any]:
+        return {key: (fake if key.startswith(of_weights) else real)[key] for key in real}
+
+    def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
+        real = honest(log_probs, rollout_log_probs, *others, **named)
+        fake = honest(log_probs, log_probs, *others, **named)
+        tally = replace(
+            real.tally,
+            sums=mixed(real.tally.sums, fake.tally.sums),
+            maxima=mixed(real.tally.maxima, fake.tally.maxima),
+        )
+        return replace(fake, tally=tally)
+
+    update.correct = correct
+
+
+def low_entropy_pays() -> None:
+    """The entropy bonus has the wrong sign."""
+    from dataclasses import replace
+
+    import torch
+
+    from rlctl.engine import deepspeed
+    from rlctl.train.settings import UpdateSettings
+
+    read, honest = UpdateSettings.of, deepspeed.policy_output
+
+    def policy_output(*args: Any, **asked: Any) -> Any:
+        return honest(*args, **asked | {"entropy_grad": torch.is_grad_enabled()})
+
+    deepspeed.policy_output = policy_output
+    wrong = staticmethod(lambda spec: replace(read(spec), entropy_coeff=-2.0))
+    UpdateSettings.of = wrong
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    patch.__name__: patch
+    for patch in (
+        *(never_synced, hotter, raw_log_probs, hidden_temperature, shifted, missing, noisy),
+        *(four_bits, correction_off, low_entropy_pays),
+    )
+}

@@ -1,0 +1,146 @@
+"""`rlctl diagnose` and rldoctor side by side on the same runs: found, missed, wrong, and time.
+
+    pip install rldoctor        # into an environment of its own
+    python benchmarks/rldoctor.py --rldoctor PATH/TO/bin/rldoctor [--seeds 1] [--directory DIR]
+
+The runs are those of `benchmarks/pathologies.py`. Both tools run as commands, one log at a time. rldoctor
+reads no console output, so verl's log is given to it as one JSON object per step, under verl's names.
+
+A fault counts as found by rldoctor if any detector that could mean it says so at a warning or worse; which
+could is `COUNTERPARTS`, read generously. An alarm about a healthy run is a false one, whatever it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.pathologies import FORMATS, Log, add_arguments, logged, logs
+from rlctl.diagnose.selftest.writers import VERL, jsonl, renamed
+
+_ROOT = Path(__file__).parents[1]
+_GAP = ("kl_drift", "clip_saturation")
+#: Rule → detectors of rldoctor that may mean the same.
+COUNTERPARTS = {
+    **dict.fromkeys(("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "chi2"), _GAP),
+    "staleness": _GAP,
+    "clipped-on-policy": ("clip_saturation",),
+    "zero-reward": ("advantage_collapse", "plateau"),
+    "dead-groups": ("advantage_collapse", "plateau"),
+    "no-gradient": ("gradient_pathology", "advantage_collapse"),
+    "gradient-norm": ("gradient_pathology",),
+    "reward-hacking": ("reward_hacking",),
+    "length-growth": ("length_pathology",),
+    "truncated": ("length_pathology",),
+    "entropy": ("entropy_collapse",),
+    "reference-drift": ("kl_drift",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a tool says of a log.
+
+    Attributes:
+        alarms: rules or detectors at a warning or worse.
+        seconds: of the command, from its start to its end.
+        error: why there is no answer.
+    """
+
+    alarms: frozenset[str]
+    seconds: float
+    error: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--rldoctor", default="rldoctor", help="its command")
+    options = parser.parse_args()
+    every = logs(options.directory, options.seeds, healthy=True)
+    answers = {}
+    for log in every:
+        answers[log] = (_ours(log), _theirs(log, options.rldoctor))
+        print(f"{log.run.name}, {log.form}, seed {log.seed}", file=sys.stderr)
+    print(summary(answers), "", by_run(answers), sep="\n")
+
+
+def _ours(log: Log) -> Answer:
+    command = [sys.executable, "-c", "from rlctl.cli.app import main; main()"]
+    answer, seconds = _run([*command, "diagnose", str(log.path), "--format", "json"])
+    findings = json.loads(answer)["runs"][0]["findings"]
+    return Answer(frozenset(one["rule"] for one in findings if one["severity"] != "info"), seconds)
+
+
+def _theirs(log: Log, command: str) -> Answer:
+    path = log.path
+    if log.form == "verl":
+        path = log.path.with_name("history.jsonl")
+        rows = renamed(logged(path.parents[1]), VERL, lambda source: f"val-core/{source}/reward/mean@1")
+        path.write_text(jsonl(rows))
+    answer, seconds = _run([command, "diagnose", str(path), "-f", "json"])
+    findings = json.loads(answer)["findings"]
+    alarms = frozenset(one["detector"] for one in findings if one["severity"] in {"WARNING", "CRITICAL"})
+    return Answer(alarms, seconds)
+
+
+def _run(command: list[str]) -> tuple[str, float]:
+    start = time.perf_counter()
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(_ROOT)}
+    )
+    return done.stdout, time.perf_counter() - start
+
+
+def found(log: Log, which: int, answer: Answer) -> bool:
+    """Whether the planted fault is among what the tool says."""
+    meant = log.run.rules if which == 0 else {d for r in log.run.rules for d in COUNTERPARTS.get(r, ())}
+    return bool(answer.alarms & meant)
+
+
+def summary(answers: dict[Log, tuple[Answer, Answer]]) -> str:
+    """Per format: faults found and healthy logs alarmed, of each tool; median seconds."""
+    lines = ["| logs | | rlctl | rldoctor |", "|---|---|---|---|"]
+    for form in FORMATS:
+        here = {log: both for log, both in answers.items() if log.form == form}
+        sick, well = ([log for log in here if bool(log.run.rules) is bad] for bad in (True, False))
+        hits = [sum(found(log, which, here[log][which]) for log in sick) for which in (0, 1)]
+        alarmed = [sum(bool(here[log][which].alarms) for log in well) for which in (0, 1)]
+        times = [statistics.median(both[which].seconds for both in here.values()) for which in (0, 1)]
+        lines += [
+            f"| {form} | faults found | {hits[0]} of {len(sick)} | {hits[1]} of {len(sick)} |",
+            f"| {form} | healthy logs alarmed | {alarmed[0]} of {len(well)} | {alarmed[1]} of {len(well)} |",
+            f"| {form} | seconds, median | {times[0]:.2f} | {times[1]:.2f} |",
+        ]
+    return "\n".join(lines)
+
+
+def by_run(answers: dict[Log, tuple[Answer, Answer]]) -> str:
+    """One line per run and format, of the first seed: what each tool says."""
+    lines = ["| run | log | rlctl | rldoctor |", "|---|---|---|---|"]
+    first = min(log.seed for log in answers)
+    for log, both in answers.items():
+        if log.seed == first:
+            cells = (_cell(log, which, answer) for which, answer in enumerate(both))
+            lines.append(f"| {log.run.name} | {log.form} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(log: Log, which: int, answer: Answer) -> str:
+    said = ", ".join(sorted(answer.alarms))
+    if not log.run.rules:
+        return f"**false alarm**: {said}" if said else "quiet"
+    return f"found: {said}" if found(log, which, answer) else f"missed{said and f' (says {said})'}"
+
+
+if __name__ == "__main__":
+    main()

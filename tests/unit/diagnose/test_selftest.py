@@ -1,0 +1,140 @@
+"""The detection matrix: whole and clean, and red as soon as a rule or a reader is not what it was."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from rlctl.cli.app import run as rlctl
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import METRICS_READ, RULES
+from rlctl.diagnose.selftest import matrix
+from rlctl.diagnose.selftest.faults import FAULTS
+from rlctl.diagnose.selftest.healthy import KINDS
+from rlctl.diagnose.selftest.simulate import healthy_rows, interrupted
+from rlctl.diagnose.selftest.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
+
+
+def of(*rules):
+    return tuple(fault for fault in FAULTS if fault.rule in rules)
+
+
+def small(monkeypatch, *rules, kinds=()):
+    monkeypatch.setattr(matrix, "FAULTS", of(*rules))
+    monkeypatch.setattr(matrix, "KINDS", tuple(kind for kind in KINDS if kind.name in kinds))
+
+
+def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
+    done = []
+    found = matrix.run(1, lambda *counts: done.append(counts))
+    assert found.failures == ()
+    assert done[-1] == (len(found.trials), len(found.trials))
+    for rule in RULES:
+        own = [trial for trial in found.trials if trial.rule == rule.name]
+        assert {trial.kind for trial in own if trial.wanted != "skipped"} == {"mild", "severe"}
+        assert any(trial.delay is not None and trial.delay >= 0 for trial in own)
+        # Every format is tried, or says that it cannot tell.
+        assert {trial.form for trial in own} >= {"rlctl", "verl", "trl"}
+    quiet = [trial for trial in found.trials if not trial.rule]
+    assert len(quiet) == 3 * len(KINDS)
+
+
+def test_a_rule_that_goes_blind_is_seen(monkeypatch, capsys):
+    small(monkeypatch, "truncated", "chi2")
+    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 0.4),), "a test"))
+    failures = matrix.run(2, lambda *counts: None).failures
+    assert {(trial.rule, trial.kind) for trial in failures} == {
+        ("truncated", "mild"),
+        ("truncated", "severe"),
+    }
+    assert {trial.problem.partition(":")[0] for trial in failures} == {"nothing found", "only warning"}
+    assert rlctl(["diagnose", "--selftest"]) == 1
+    shown = capsys.readouterr().out
+    assert "0/4" in shown
+    assert "truncated, mild, trl, seed 1: wanted warning, nothing found" in shown
+
+
+def test_a_rule_that_cries_wolf_is_seen(monkeypatch):
+    small(monkeypatch, kinds=("long reasoning",))
+    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 1e-3),), "a test"))
+    found = matrix.run(1, lambda *counts: None)
+    assert [trial.form for trial in found.failures] == ["rlctl", "verl", "trl"]
+    assert "[truncated]" in found.failures[0].problem
+    assert "3 alarms in 3 healthy logs" in found.summary()
+
+
+def test_a_reader_that_forgets_a_name_is_seen(monkeypatch):
+    small(monkeypatch, "truncated")
+    renamed = {**TRL, "response_length/clip_ratio": "completions/cut_off"}
+    monkeypatch.setattr("rlctl.diagnose.selftest.writers.TRL", renamed)
+    assert {trial.form for trial in matrix.run(1, lambda *counts: None).failures} == {"trl"}
+
+
+def test_a_rule_that_judges_without_its_metrics_is_seen(monkeypatch):
+    small(monkeypatch, "dead-groups")
+    named = {**VERL, "reward/zero_spread_groups": "reward/zero_spread_groups"}
+    monkeypatch.setattr("rlctl.diagnose.selftest.writers.VERL", named)
+    [failure] = matrix.run(1, lambda *counts: None).failures
+    assert (failure.form, failure.wanted) == ("verl", "skipped")
+
+
+def test_json_tells_every_trial(monkeypatch, capsys):
+    small(monkeypatch, "chi2", kinds=("short: 30 steps",))
+    assert rlctl(["diagnose", "--selftest", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["failures"] == 0
+    assert {trial["form"] for trial in document["trials"]} == {"rlctl", "verl", "trl"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["runs/x"], ["--what-if"], ["--fix", "x.yaml"], ["--fail-on", "warning"], ["--format", "html"]],
+)
+def test_what_is_about_a_run_is_refused(arguments, capsys):
+    assert rlctl(["diagnose", "--selftest", *arguments]) == 2
+    assert "--selftest" in capsys.readouterr().err
+
+
+def test_without_a_log_it_says_so(capsys):
+    assert rlctl(["diagnose"]) == 2
+    assert "no log is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_logs_are_recognised_and_hold_what_was_written(tmp_path, form):
+    names = {"rlctl": {key: key for key in METRICS_READ}, "verl": VERL, "trl": TRL, "nemo-rl": NEMO_RL}[form]
+    rows = healthy_rows(30)
+    run = read_run(write_log(form, rows, matrix.spec_of(()), tmp_path), METRICS_READ)
+    assert run.framework == form
+    assert len(run.table.steps) == 30
+    written = (METRICS_READ & names.keys() & rows[0].keys()) - {"training/staleness_max"}
+    assert written <= run.table.columns.keys()
+    for key in written:
+        np.testing.assert_allclose(run.table.columns[key], [row[key] for row in rows])
+
+
+def test_a_printed_configuration_tells_the_facts_of_the_run(tmp_path):
+    spec = matrix.spec_of(("actor.ppo_mini_batch_size=null", "actor.lr=3e-6"))
+    facts = read_run(write_log("verl", healthy_rows(10), spec, tmp_path), METRICS_READ).facts
+    assert (facts.updates_per_batch, facts.bypass_mode, facts.lr) == (1, True, 3e-6)
+
+
+def test_an_interrupted_log_steps_back_and_lacks_rows():
+    steps = [row["step"] for row in interrupted(healthy_rows(100), seed=3)]
+    assert sum(b < a for a, b in itertools.pairwise(steps)) == 1
+    assert 0 < len(set(range(1, 101)) - set(steps)) <= 3
+
+
+def test_a_run_as_it_was_knows_nothing_of_later(tmp_path):
+    rows = healthy_rows(20)
+    rows[12]["actor/grad_norm"] = "NaN"
+    log = write_log("rlctl", rows, matrix.spec_of(()), tmp_path)
+    run = read_run(log, METRICS_READ)
+    assert run.table.nonfinite["actor/grad_norm"].tolist() == [13]
+    before, after = run.until(12).table, run.until(13).table
+    assert before.steps.tolist() == list(range(1, 13))
+    assert "actor/grad_norm" not in before.nonfinite
+    assert after.nonfinite["actor/grad_norm"].tolist() == [13]
+    assert run.until(3).table.columns.keys() == run.table.columns.keys() - {"val/addition/reward_mean"}

@@ -170,7 +170,7 @@ def critic(run: RunLog) -> Finding | Skipped | None:
     crossed = crossing(late, th.EXPLAINED)
     if crossed is None or not crossed.lasts or has_learned(run.table):
         return None
-    learns = has_gained(run.table, since=int(late.steps[0]))
+    learns = has_gained(run.table, since=int(run.table.steps[0]))
     epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
     return Finding(
         "info" if learns else crossed.severity,

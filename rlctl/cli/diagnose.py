@@ -168,6 +168,8 @@ def _what_if(paths: Sequence[Path], output_format: Format, out: Path | None, **o
 
 def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: Path | None) -> None:
     """Refuse what cannot work before anything is read."""
+    if paths.count(Path("-")) > 1:
+        raise UsageError("standard input is named twice, and can be read once", where="-")
     check_out(paths, out, is_page=output_format is Format.HTML)
     if fix is None:
         return

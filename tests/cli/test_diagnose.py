@@ -86,6 +86,8 @@ def test_mistakes_exit_2(tmp_path, healthy, capsys):
         assert run(["diagnose", str(healthy), str(path)]) == 2
         assert words in capsys.readouterr().err
     assert run(["diagnose", str(healthy), "--fail-on", "info"]) == 2
+    assert run(["diagnose", "-", "-"]) == 2
+    assert "named twice" in capsys.readouterr().err
 
 
 def test_every_format_goes_to_a_file_or_to_standard_output(sick, tmp_path, capsys):
@@ -173,7 +175,7 @@ def test_two_runs_are_compared(healthy, sick, capsys):
         (["--fix", "{dir}/no/fixed.yaml"], "no such directory"),
         (["{dir}", "--fix", "{dir}/fixed.yaml"], "one run"),
         (["--what-if", "--fix", "{dir}/fixed.yaml"], "--fix is about findings"),
-        (["--what-if", "--format", "html"], "text or json"),
+        (["--what-if", "--format", "markdown"], "what-if writes"),
         (["--format", "pdf"], "pdf"),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -62,16 +62,17 @@ class Source:
 
 @contextmanager
 def opened(path: Path, watch: Watch | None = None) -> Iterator[Source]:
-    """The source at `path`; standard input is kept on disk meanwhile.
+    """The source at `path`; what can be read only once, as standard input, is kept on disk meanwhile.
 
     Raises:
         OSError: it cannot be read.
     """
-    if path != STDIN:
+    if path.is_file() and path != STDIN:
         yield _source(path, path, watch)
         return
     with tempfile.NamedTemporaryFile() as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
+        with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as pipe:
+            shutil.copyfileobj(pipe, copy)
         copy.flush()
         yield _source(path, Path(copy.name), watch)
 

@@ -2,8 +2,10 @@ import contextlib
 import gzip
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -291,3 +293,13 @@ def test_how_far_a_file_was_read_is_told(tmp_path, packed):
     assert {total for _, total in told} == {len(content)}
     assert sorted(told) == told
     assert told[-1][0] == len(content)
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    """As a shell's `<(zcat log.gz)` gives it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = "".join(line(step, grad_norm=1.0) for step in range(20_000)).encode()
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
+    writer.start()
+    assert len(read_run(pipe, KEYS).table.steps) == 20_000

@@ -180,7 +180,7 @@ def _print_rules(console: Console, diagnosis: Diagnosis) -> None:
     lines = [("found" if r.name in hit else "ok", r.name, r.looks_for, "dim") for r in diagnosis.checked]
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
         word, style = ("SKIPPED", "yellow") if skipped.missing else ("n/a", "dim")
-        lines.append((word, skipped.rule, not_checked(skipped), style))
+        lines.append((word, skipped.rule, not_checked(skipped, diagnosis.run), style))
     width = max((len(name) for _, name, _, _ in lines), default=0)
     for word, name, text, style in lines:
         console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, style)), soft_wrap=True)

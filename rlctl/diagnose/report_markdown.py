@@ -45,7 +45,7 @@ def _run(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"| {rule.name} | {'found' if rule.name in hit else 'ok'} | {_plain(rule.looks_for)} |"
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
         word = "SKIPPED" if skipped.missing else "n/a"
-        yield f"| {skipped.rule} | {word} | {_plain(not_checked(skipped))} |"
+        yield f"| {skipped.rule} | {word} | {_plain(not_checked(skipped, run))} |"
     yield ""
 
 

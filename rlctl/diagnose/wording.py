@@ -16,6 +16,14 @@ _INVISIBLE = re.compile(
 )
 
 
+#: Where a framework's own log tells what a `spec.yaml` would.
+_CONFIGURED = {
+    "verl": "the configuration that verl prints first",
+    "trl": "the training arguments, which are in TensorBoard's and W&B's logs",
+    **dict.fromkeys(("openrlhf", "slime", "nemo-rl"), "the configuration, which is in W&B's log"),
+}
+
+
 def visible(text: str) -> str:
     """The text on one line, with characters that could act on a terminal or hide shown by their number."""
     return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
@@ -32,9 +40,14 @@ def seen(evidence: Evidence) -> str:
     return visible(f"{evidence.metric}: {evidence.figure}{where}")
 
 
-def not_checked(skipped: Skipped) -> str:
+def not_checked(skipped: Skipped, run: RunLog) -> str:
     """Why, and what would enable it."""
-    return visible(f"{skipped.why}: {', '.join(skipped.missing)}" if skipped.missing else skipped.why)
+    if not skipped.missing:
+        return visible(skipped.why)
+    enabling = ", ".join(skipped.missing)
+    if RUN_SPEC_FILE in skipped.missing and run.framework in _CONFIGURED:
+        enabling += f", or {_CONFIGURED[run.framework]}"
+    return visible(f"{skipped.why}: {enabling}")
 
 
 def settings(remedy: Remedy, run: RunLog) -> str:

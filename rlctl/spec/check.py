@@ -17,6 +17,7 @@ from rlctl.spec.resolve import (
     correction_problems,
     correction_rules,
 )
+from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run import RunSpec
 
 _CORRECTION = "algorithm.rollout_correction."
@@ -119,6 +120,31 @@ def validation_samples_differ(spec: RunSpec) -> list[Problem]:
     what = f"{validation.n} greedy responses to a validation prompt would be one (temperature 0)"
     fix = "sample at a temperature above 0, such as 1.0, or set rollout.val_kwargs.n=1"
     return [Problem("error", "rollout.val_kwargs.temperature", what, fix)]
+
+
+def engine_is_whole(spec: RunSpec) -> list[Problem]:
+    """What only vLLM knows, or only its servers."""
+    rollout, problems = spec.rollout, []
+    in_servers = rollout.name == "vllm" and rollout.mode == "server"
+    if rollout.name == "hf" and rollout.mode == "server":
+        what = "Hugging Face generation runs in the trainer's process only"
+        problems.append(Problem("error", "rollout.mode", what, "set rollout.name: vllm, or mode: colocated"))
+    if rollout.name == "vllm" and rollout.dtype == "int8":
+        what = "vLLM samples in fp32 or bf16 here"
+        problems.append(Problem("error", "rollout.dtype", what, "write fp32, bf16 or null"))
+    if rollout.tensor_model_parallel_size > 1 and not in_servers:
+        what = "an engine over several GPUs needs processes of its own"
+        fix = "set rollout.name: vllm and rollout.mode: server, or 1"
+        problems.append(Problem("error", "rollout.tensor_model_parallel_size", what, fix))
+    if rollout.server != ServerSpec() and not in_servers:
+        what = "has no effect: no engine runs in a process of its own"
+        fix = "set rollout.name: vllm and rollout.mode: server, or leave it out"
+        problems.append(Problem("warning", "rollout.server", what, fix))
+    if rollout.server.urls and rollout.server.weights_dir is None:
+        what = "shared memory of this machine is not seen by engines on others"
+        fix = "a directory on a file system that all of them see"
+        problems.append(Problem("warning", "rollout.server.weights_dir", what, fix))
+    return problems
 
 
 def top_k_is_possible(spec: RunSpec) -> list[Problem]:
@@ -312,6 +338,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     weight_band_holds_one: (*_IS, *_RS),
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
+    engine_is_whole: ("rollout.name", "rollout.mode", "rollout.dtype", "rollout.tensor_model_parallel_size"),
     top_k_is_possible: ("rollout.top_k",),
     validation_samples_differ: ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
     attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),

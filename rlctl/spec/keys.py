@@ -19,8 +19,6 @@ _ELSEWHERE = {
     "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollouts run inside the trainer; leave it out",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "use `rollout.max_num_seqs` to bound memory",
     "actor_rollout_ref.actor.fsdp_config.": "the engine is DeepSpeed: use `engine.zero_stage`",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "use `algorithm.rollout_correction.loss_type`",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "use `rollout.val_kwargs.temperature`; 0 is greedy",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.spec.base import NullWord, Section
+from rlctl.spec.base import NullWord, Section, StrList
 
 
 class ValKwargs(Section):
@@ -20,11 +20,28 @@ class ValKwargs(Section):
     """Nucleus sampling."""
 
 
+class ServerSpec(Section):
+    """Engines in processes of their own, with `rollout.mode: server`."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Engines to start on this machine; on GPUs they take those after `trainer.n_gpus_per_node`."""
+    urls: StrList = Field(default=[])
+    """Engines that run already, on any node (`http://host:port`); with any, none is started."""
+    weights_dir: str | None = None
+    """Where new weights are handed over, seen by every engine; null: shared memory of this machine."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds an engine may take to start, or to start again."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often engines that died are started again in one run."""
+
+
 class RolloutSpec(Section):
     """Sampling of responses."""
 
-    name: Literal["hf"] = "hf"
-    """Engine: `hf` is Hugging Face generation inside the trainer's process."""
+    name: Literal["hf", "vllm"] = "hf"
+    """Engine: `hf` is Hugging Face generation in the trainer's process; `vllm`."""
+    mode: Literal["colocated", "server"] = "colocated"
+    """Of `vllm`: in the trainer's processes, one engine per rank, or in processes of its own."""
     n: int = Field(default=8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(default=1.0, gt=0)
@@ -39,6 +56,15 @@ class RolloutSpec(Section):
     """Sequences generated at once on one rank; null: all of the batch."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
     """Precision of the sampling copy; null: `engine.dtype`. `int8`: weights rounded to 8 bits per row."""
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one engine, in server mode."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of a GPU's memory a vLLM engine may take, weights and cache together."""
+    free_cache_engine: bool = True
+    """On GPUs a colocated vLLM engine gives its memory back while the trainer trains."""
+    sync_every: int = Field(default=1, ge=1)
+    """Batches between weight syncs; above 1 some responses come from older weights."""
+    server: ServerSpec = ServerSpec()
     staleness: int = Field(default=0, ge=0)
     """Train every batch on responses sampled this many batches ago, to study off-policyness."""
     val_kwargs: ValKwargs = ValKwargs()

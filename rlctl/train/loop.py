@@ -25,8 +25,9 @@ from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.run import Run
-from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step
+from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
 from rlctl.train.settings import CriticSettings, UpdateSettings
+from rlctl.train.sync import sync_weights
 from rlctl.train.timing import StepTimer
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
@@ -83,8 +84,7 @@ def train(run: Run) -> None:
                     hold=hold,
                 )
             run.policy_version += outcome.num_updates
-            with timer("sync_weights"):
-                run.rollout.sync_weights(run.actor.weights(), policy_version=run.policy_version)
+            metrics |= sync_weights(run, step, timer)
 
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
@@ -145,11 +145,6 @@ def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
 def epoch_of(run: Run, step: int) -> float:
     """Passes over the data completed before this step's batch."""
     return float((step - 1) // run.train_prompts.steps_per_epoch(run.spec.data.train_batch_size))
-
-
-def is_due(step: int, frequency: int) -> bool:
-    """Every `frequency` steps; never for 0 or -1."""
-    return frequency > 0 and step % frequency == 0
 
 
 def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> dict[str, float]:

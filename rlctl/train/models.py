@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from rlctl.engine.model import load_beside, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import RolloutEngine
 from rlctl.spec.run import RunSpec
+from rlctl.train.rollout_engine import build_rollout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -25,17 +28,23 @@ class Models:
     """What computes, on this rank."""
 
     tokenizer: Any
-    rollout: HFRollout
+    rollout: RolloutEngine
     actor: DeepSpeedEngine
     ref: ReferencePolicy | None
     critic: DeepSpeedCritic | None
 
 
-def build_models(spec: RunSpec, model_path: str, ranks: Ranks) -> Models:
+def build_models(
+    spec: RunSpec, model_path: str, ranks: Ranks, run_dir: Path, stack: contextlib.ExitStack
+) -> Models:
     """Load and wrap every model the spec asks for.
 
     Args:
+        spec: says which.
         model_path: directory or hub id of the policy, the embedded one's resolved.
+        ranks: the processes of the run.
+        run_dir: rollout servers write their logs below it.
+        stack: ends the rollout engine when it is closed.
 
     Raises:
         UsageError, EnvironmentFailure: a model cannot be had, or does not fit.
@@ -48,14 +57,10 @@ def build_models(spec: RunSpec, model_path: str, ranks: Ranks) -> Models:
         dtype=_DTYPES[spec.engine.dtype],
     )
     _check_context(model, spec)
-    rollout = HFRollout(
-        model,
-        tokenizer,
-        ranks.device,
-        max_num_seqs=spec.rollout.max_num_seqs,
-        dtype=spec.rollout.dtype,
-    )
-    # Before the engine takes the policy over: these two start from the same directory.
+    # Before the engine takes the policy over: the sampling copy and the other models start from the
+    # same directory.
+    rollout = build_rollout(spec, model_path, model, tokenizer, ranks, run_dir)
+    stack.callback(rollout.close)
     ref: ReferencePolicy | None = None
     if _has_own_reference(spec):
         ref = _reference(spec, model_path, tokenizer, ranks)
@@ -79,6 +84,8 @@ def build_models(spec: RunSpec, model_path: str, ranks: Ranks) -> Models:
     )
     if spec.needs_reference and ref is None:
         ref = BasePolicy(actor, model)
+    if spec.rollout.name != "hf":
+        rollout.sync_weights(actor.weights(), policy_version=0)
     return Models(tokenizer, rollout, actor, ref, critic)
 
 

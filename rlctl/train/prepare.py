@@ -56,7 +56,7 @@ def score_batch(
     """
     device = rollouts.responses.device
     spec = run.spec
-    unscored = _as_train_batch(rollouts)
+    unscored = as_train_batch(rollouts)
     parts = unscored.split(spec.actor.ppo_micro_batch_size_per_gpu)
     scores, valid = rewards.scores.to(device), rewards.valid.to(device)
     baseline_scores = None
@@ -125,7 +125,7 @@ def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TrainBatch:
     """Turn rewards into advantages, whose place in the batch and in the group only all ranks know."""
     found = estimate(scored, algorithm, ranks)
-    return _as_train_batch(
+    return as_train_batch(
         scored.rollouts,
         sample_mask=scored.score_valid,
         old_log_probs=scored.old_log_probs,
@@ -136,7 +136,7 @@ def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks)
     )
 
 
-def _as_train_batch(
+def as_train_batch(
     rollouts: Rollouts,
     *,
     sample_mask: Tensor | None = None,
@@ -146,6 +146,7 @@ def _as_train_batch(
     values: Tensor | None = None,
     returns: Tensor | None = None,
 ) -> TrainBatch:
+    """The tensors an update reads; what is not given is neutral."""
     return TrainBatch(
         input_ids=rollouts.input_ids,
         attention_mask=rollouts.attention_mask,

@@ -66,3 +66,8 @@ def lr_at(
     if kind == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Every `frequency` steps; never for 0 or -1."""
+    return frequency > 0 and step % frequency == 0

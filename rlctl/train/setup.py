@@ -29,6 +29,7 @@ from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
 from rlctl.train.stream import RolloutStream
 from rlctl.train.summary import past_metrics
+from rlctl.train.sync import confirm_sync
 
 
 @contextlib.contextmanager
@@ -38,9 +39,22 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
     Raises:
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
+    with contextlib.ExitStack() as stack:
+        yield _build(spec, run_dir, ranks, stop, stack, resume=resume)
+
+
+def _build(
+    spec: RunSpec,
+    run_dir: Path,
+    ranks: Ranks,
+    stop: StopRequest,
+    stack: contextlib.ExitStack,
+    *,
+    resume: bool,
+) -> Run:
     torch.manual_seed(spec.trainer.seed)
     model_path, train_files, val_files = _sources(spec, ranks)
-    models = build_models(spec, model_path, ranks)
+    models = build_models(spec, model_path, ranks, run_dir, stack)
     tokenizer = models.tokenizer
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
@@ -57,41 +71,40 @@ def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, r
     if writer and resume:
         writer.discard_after(restored.step)
     kl = kl_controller(spec.algorithm)
-    with contextlib.ExitStack() as stack:
-        reward = build_reward(
-            spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device
-        )
-        stack.callback(reward.close)
-        tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, restored.step))
-        if writer:
-            stack.callback(writer.flush)
-        for note in [*restored.notes, *_dropped(train_prompts, spec)]:
-            tracker.note(note)
-        yield Run(
-            spec=spec,
-            run_dir=run_dir,
-            ranks=ranks,
-            tokenizer=tokenizer,
-            train_prompts=train_prompts,
-            val_prompts=val_prompts,
-            rollout=models.rollout,
-            reward=reward,
-            actor=models.actor,
-            ref=models.ref,
-            critic=models.critic,
-            stream=stream,
-            tracker=tracker,
-            rollout_writer=writer,
-            saver=Saver(
-                run_dir, ranks, tokenizer, writer, models.actor.zero_stage, spec.trainer.max_ckpt_to_keep
-            ),
-            stop=stop,
-            kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
-            total_steps=total_steps,
-            start_step=restored.step,
-            policy_version=restored.policy_version,
-            history=past_metrics(run_dir) if resume else [],
-        )
+    reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
+    stack.callback(reward.close)
+    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, restored.step))
+    if writer:
+        stack.callback(writer.flush)
+    for note in [*restored.notes, *_dropped(train_prompts, spec)]:
+        tracker.note(note)
+    run = Run(
+        spec=spec,
+        run_dir=run_dir,
+        ranks=ranks,
+        tokenizer=tokenizer,
+        train_prompts=train_prompts,
+        val_prompts=val_prompts,
+        rollout=models.rollout,
+        reward=reward,
+        actor=models.actor,
+        ref=models.ref,
+        critic=models.critic,
+        stream=stream,
+        tracker=tracker,
+        rollout_writer=writer,
+        saver=Saver(
+            run_dir, ranks, tokenizer, writer, models.actor.zero_stage, spec.trainer.max_ckpt_to_keep
+        ),
+        stop=stop,
+        kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
+        total_steps=total_steps,
+        start_step=restored.step,
+        policy_version=restored.policy_version,
+        history=past_metrics(run_dir) if resume else [],
+    )
+    confirm_sync(run, run.start_step)
+    return run
 
 
 def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:

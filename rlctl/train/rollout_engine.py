@@ -1,0 +1,112 @@
+"""The rollout engine a spec asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.engine.ranks import Ranks
+from rlctl.rollout.completions import vllm_missing
+from rlctl.rollout.handover import Handover
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import RolloutEngine
+from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.vllm import VLLM_DTYPES, VLLMRollout
+from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from rlctl.rollout.weights import ExpectedWeights
+from rlctl.spec.run import RunSpec
+
+ENGINE_LOGS = "engines"
+
+
+def build_rollout(
+    spec: RunSpec, model_path: str, model: Any, tokenizer: Any, ranks: Ranks, run_dir: Path
+) -> RolloutEngine:
+    """The engine this rank samples with; except for `hf` its weights come with the first sync.
+
+    Args:
+        spec: names it.
+        model_path: directory or hub id of the policy.
+        model: the policy, not yet wrapped by the training engine.
+        tokenizer: of the policy.
+        ranks: the processes of the run.
+        run_dir: servers write their logs below it.
+
+    Raises:
+        EnvironmentFailure, UsageError: the engine cannot be had here, or refuses the model.
+    """
+    rollout = spec.rollout
+    if rollout.name == "hf":
+        return HFRollout(
+            model, tokenizer, ranks.device, max_num_seqs=rollout.max_num_seqs, dtype=rollout.dtype
+        )
+    if rollout.mode == "server":
+        return _on_servers(spec, model, tokenizer, ranks, run_dir)
+    return VLLMRollout(
+        model_path,
+        tokenizer,
+        dtype=_dtype(spec),
+        max_model_len=_longest(spec),
+        max_num_seqs=rollout.max_num_seqs,
+        seed=spec.trainer.seed,
+        trust_remote_code=spec.model.trust_remote_code,
+        expected=ExpectedWeights(model),
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        sleeps=rollout.free_cache_engine,
+        device=ranks.device,
+    )
+
+
+def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir: Path) -> VLLMServerRollout:
+    server = spec.rollout.server
+    handover = replicas = None
+    if ranks.is_main:
+        if server.urls:
+            reachable(server.urls, server.start_timeout)
+        elif importlib.util.find_spec("vllm") is None:
+            raise vllm_missing(ModuleNotFoundError(name="vllm"))
+        directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
+        handover = Handover(model, tokenizer, directory)
+        if not server.urls:
+            replicas = Replicas(
+                server.replicas, replica_settings(spec), handover.latest, run_dir / ENGINE_LOGS
+            )
+    urls = server.urls or ranks.first(" ".join(replicas.urls) if replicas else "").split()
+    return VLLMServerRollout(
+        [url.rstrip("/") for url in urls],
+        tokenizer,
+        model.generation_config,
+        device=ranks.device,
+        rank=ranks.rank,
+        agree=ranks.first,
+        handover=handover,
+        replicas=replicas,
+        start_timeout=server.start_timeout,
+    )
+
+
+def replica_settings(spec: RunSpec) -> ReplicaSettings:
+    """What a vLLM server of this run is started with."""
+    rollout = spec.rollout
+    return ReplicaSettings(
+        dtype=VLLM_DTYPES[_dtype(spec)],
+        max_model_len=_longest(spec),
+        max_num_seqs=rollout.max_num_seqs or 256,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        first_gpu=spec.trainer.n_gpus_per_node if torch.cuda.is_available() else None,
+        trust_remote_code=spec.model.trust_remote_code,
+        start_timeout=rollout.server.start_timeout,
+        max_restarts=rollout.server.max_restarts,
+    )
+
+
+def _longest(spec: RunSpec) -> int:
+    return spec.data.max_prompt_length + spec.data.max_response_length
+
+
+def _dtype(spec: RunSpec) -> Any:
+    return spec.rollout.dtype or spec.engine.dtype

@@ -1,0 +1,70 @@
+"""New weights into the rollout engine, and the proof that it samples with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlctl.errors import RunFailure
+from rlctl.rollout.protocol import Sampling, step_seed
+from rlctl.train.prepare import as_train_batch
+from rlctl.train.schedule import is_due
+from rlctl.train.timing import StepTimer
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
+
+PROBE_PROMPTS, PROBE_TOKENS = 2, 32
+#: Nats per token. Another precision or kernel makes 0.001 to 0.05; an output head that kept its old
+#: weights 0.8, another temperature 0.3.
+LARGEST_GAP = 0.3
+
+
+def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
+    """Where it is due, hand the policy's weights to the rollout engine; what `confirm_sync` measured."""
+    # With every save too: a resumed run samples with the weights it finds there.
+    if not (is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)):
+        return {}
+    with timer("sync_weights"):
+        run.rollout.sync_weights(run.actor.weights(), policy_version=run.policy_version)
+        return confirm_sync(run, step)
+
+
+def confirm_sync(run: Run, step: int) -> dict[str, float]:
+    """Sample a few tokens per rank and score them with the trainer: both must have the same weights.
+
+    An engine inside this process copies tensor by tensor and needs no such proof.
+
+    Raises:
+        RunFailure: they are further apart than any precision explains.
+    """
+    if run.spec.rollout.name == "hf":
+        return {}
+    ranks, prompts = run.ranks, run.train_prompts
+    first = ranks.rank * PROBE_PROMPTS
+    places = [(first + i) % len(prompts) for i in range(PROBE_PROMPTS)]
+    rollouts = run.rollout.generate(
+        prompts.prompts(places, list(range(first, first + PROBE_PROMPTS))),
+        Sampling(
+            max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
+            temperature=run.spec.rollout.temperature,
+        ),
+        n=1,
+        step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
+        num_groups_total=ranks.world_size * PROBE_PROMPTS,
+    )
+    with torch.no_grad():
+        log_probs = run.actor.policy(as_train_batch(rollouts)).log_probs
+    mask = rollouts.response_mask
+    gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
+    total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
+    gap = total / count
+    if not gap <= LARGEST_GAP:  # NaN too
+        raise RunFailure(
+            f"after a weight sync the rollout engine's log-probs are {gap:.3g} nats per token away from the "
+            "trainer's: it does not sample with the weights it was given",
+            where=f"rollout.name: {run.spec.rollout.name}, step {step}",
+            fix="`rlctl diagnose mismatch --engine vllm` names the cause",
+        )
+    return {"rollout/sync_gap": gap}

@@ -1,0 +1,66 @@
+"""Training on vLLM's rollouts, for real: in the trainer's processes, and in servers that die."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import runs
+from tests.processes import Job
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+VLLM = ("--preset", "rloo-seq-is", "rollout.name=vllm", "trainer.rollouts_per_step=0")
+
+
+def check_log_probs(run_dir: Path, steps: int) -> None:
+    """Every batch was sampled from the weights of its time, and only then trained on."""
+    lines = runs.metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for line in lines:
+        assert line["rollout/sync_gap"] < 1e-5
+        assert line["training/staleness_max"] == 1  # of the second mini-batch
+        # The second mini-batch is scored after the first one's update, so the gap is not nothing.
+        assert 0 < line["training/rollout_probs_diff_mean"] < 0.02
+
+
+def test_in_the_trainers_processes_under_zero_3(tmp_path: Path) -> None:
+    run_dir = runs.train(
+        tmp_path / "run",
+        *VLLM,
+        "trainer.n_gpus_per_node=2",
+        "engine.zero_stage=3",
+        "trainer.total_training_steps=3",
+    )
+    check_log_probs(run_dir, 3)
+
+
+def servers(job: Job) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(job.pid).children(recursive=True)
+        if "rlctl.rollout.vllm_serve" in child.cmdline()
+    ]
+
+
+def test_a_server_that_is_killed_starts_again_with_the_newest_weights(tmp_path: Path) -> None:
+    handed_over = tmp_path / "weights"
+    job = runs.start_train(
+        tmp_path / "run",
+        *VLLM,
+        "rollout.mode=server",
+        f"rollout.server.weights_dir={handed_over}",
+        "trainer.total_training_steps=6",
+        env=dict(os.environ),
+    )
+    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 2)
+    (server,) = servers(job)
+    server.send_signal(signal.SIGKILL)
+    assert job.wait() == 0, job.output[-4000:]
+    check_log_probs(tmp_path / "run", 6)
+    assert job.orphans() == []
+    assert list(handed_over.iterdir()) == []

@@ -147,6 +147,21 @@ def engine_is_whole(spec: RunSpec) -> list[Problem]:
     return problems
 
 
+def ahead_is_possible(spec: RunSpec) -> list[Problem]:
+    """Sampling ahead needs an engine that can work while the trainer does."""
+    rollout = spec.rollout
+    if not rollout.max_staleness:
+        return []
+    problems = []
+    if rollout.staleness:
+        what = "batches are either exactly so old (rollout.staleness) or at most (rollout.max_staleness)"
+        problems.append(Problem("error", "rollout.staleness", what, "set one of them to 0"))
+    if rollout.name == "vllm" and rollout.mode == "colocated":
+        what = "a colocated vLLM engine takes turns with the trainer, it cannot sample meanwhile"
+        problems.append(Problem("error", "rollout.max_staleness", what, "set rollout.mode: server, or 0"))
+    return problems
+
+
 def top_k_is_possible(spec: RunSpec) -> list[Problem]:
     """`top_k: 0` means "all" to some engines and "none" to others."""
     if spec.rollout.top_k != 0:
@@ -339,6 +354,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
     engine_is_whole: ("rollout.name", "rollout.mode", "rollout.dtype", "rollout.tensor_model_parallel_size"),
+    ahead_is_possible: ("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode"),
     top_k_is_possible: ("rollout.top_k",),
     validation_samples_differ: ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
     attention_kernel_fits: ("model.attn_implementation", "engine.dtype"),

@@ -192,12 +192,13 @@ def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
     """Stale data without any correction trains towards the wrong objective."""
     correction = spec.algorithm.rollout_correction
     uncorrected = correction.rollout_is is None and not correction.rollout_rs
-    if not spec.rollout.staleness or not uncorrected or correction.loss_type != "reinforce":
+    rollout = spec.rollout
+    age, key = max((rollout.staleness, "staleness"), (rollout.max_staleness, "max_staleness"))
+    if not age or not uncorrected or correction.loss_type != "reinforce":
         return []
-    what = f"responses are {spec.rollout.staleness} batches old and nothing corrects for it"
-    return [
-        Problem("warning", "rollout.staleness", what, "set rollout_is: sequence, unless this is the point")
-    ]
+    what = f"responses are up to {age} batches old and nothing corrects for it"
+    fix = "set rollout_is: sequence, unless this is the point"
+    return [Problem("warning", f"rollout.{key}", what, fix)]
 
 
 def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:
@@ -265,6 +266,6 @@ ALGORITHM_CHECKS: dict[Check, tuple[str, ...]] = {
     ),
     weights_measured_only: (*_MODE, f"{_CORRECTION}rollout_is"),
     bypass_drifts: (*_MODE, *_BATCH, *_APPLIED, "actor.ppo_epochs"),
-    staleness_is_corrected: (*_MODE, *_APPLIED, "rollout.staleness"),
+    staleness_is_corrected: (*_MODE, *_APPLIED, "rollout.staleness", "rollout.max_staleness"),
     decoupled_reinforce_repeats: (*_MODE, "actor.ppo_epochs"),
 }

@@ -65,6 +65,8 @@ class RolloutSpec(Section):
     sync_every: int = Field(default=1, ge=1)
     """Batches between weight syncs; above 1 some responses come from older weights."""
     server: ServerSpec = ServerSpec()
+    max_staleness: int = Field(default=0, ge=0)
+    """Sample up to so many batches ahead while the trainer trains, with the newest weights; 0: never."""
     staleness: int = Field(default=0, ge=0)
     """Train every batch on responses sampled this many batches ago, to study off-policyness."""
     val_kwargs: ValKwargs = ValKwargs()

@@ -17,6 +17,7 @@ from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.rollout.protocol import RolloutEngine
+from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.spec.run import RunSpec
 from rlctl.train.rollout_engine import build_rollout
 
@@ -25,10 +26,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What computes, on this rank."""
+    """What computes, on this rank.
+
+    Attributes:
+        rollout: the trainer's view of the engine.
+        sampling_ahead: the same engine for the thread that samples while the trainer trains.
+    """
 
     tokenizer: Any
     rollout: RolloutEngine
+    sampling_ahead: RolloutEngine
     actor: DeepSpeedEngine
     ref: ReferencePolicy | None
     critic: DeepSpeedCritic | None
@@ -86,7 +93,9 @@ def build_models(
         ref = BasePolicy(actor, model)
     if spec.rollout.name != "hf":
         rollout.sync_weights(actor.weights(), policy_version=0)
-    return Models(tokenizer, rollout, actor, ref, critic)
+    turns = Turns()
+    trainers, ahead = TakingTurns(rollout, turns, first=True), TakingTurns(rollout, turns, first=False)
+    return Models(tokenizer, trainers, ahead, actor, ref, critic)
 
 
 def _has_own_reference(spec: RunSpec) -> bool:

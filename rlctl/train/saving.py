@@ -32,6 +32,7 @@ class Saver:
             RunFailure: it could not be written; earlier checkpoints are intact.
         """
         root = self.run_dir / CHECKPOINTS
+        run.stream.drain()
         if self.rollout_writer:  # what a resume will not repeat must be on disk
             self.rollout_writer.flush()
         if self.ranks.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,11 +60,7 @@ def _build(
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     total_steps = _total_steps(spec, train_prompts)
-    stream = RolloutStream(
-        partial(sample_batch, spec, ranks, train_prompts, models.rollout),
-        staleness=spec.rollout.staleness,
-        last_step=total_steps,
-    )
+    stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     restored = _restore(spec, models, stream, run_dir, ranks) if resume else Restored(0, 0, None, [])
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
@@ -105,6 +102,29 @@ def _build(
     )
     confirm_sync(run, run.start_step)
     return run
+
+
+def _stream(
+    spec: RunSpec,
+    ranks: Ranks,
+    prompts: PromptDataset,
+    models: Models,
+    total_steps: int,
+    stack: contextlib.ExitStack,
+) -> RolloutStream:
+    """Batches sampled in this thread, or with `rollout.max_staleness` in another while this one trains."""
+    if not spec.rollout.max_staleness:
+        sample = partial(sample_batch, spec, ranks, prompts, models.rollout)
+        return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
+
+    def enter() -> None:
+        if ranks.device.type == "cuda":  # threads begin on the first GPU, whichever is this rank's
+            torch.cuda.set_device(ranks.device)
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
+    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+    sample = partial(sample_batch, spec, ranks, prompts, models.sampling_ahead)
+    return RolloutStream(sample, ahead=spec.rollout.max_staleness, last_step=total_steps, executor=executor)
 
 
 def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
@@ -174,7 +194,8 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
         )
     checkpoint = found or known_intact(root, step)
     state, actor = checkpoint.state, models.actor
-    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or spec.rollout.staleness > 0
+    ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
+    is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
     if state.world_size != ranks.world_size and is_cut_up:
         raise UsageError(
             f"the checkpoint is cut up for {state.world_size} ranks, this run has {ranks.world_size}",

@@ -1,10 +1,12 @@
-"""Rollouts in the order they are trained on, sampled `rollout.staleness` batches ahead of it."""
+"""Rollouts in the order they are trained on, sampled some batches ahead of it: at once, or meanwhile."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -18,46 +20,66 @@ _STATE = "rollouts_rank_{rank:05d}.pt"
 class RolloutStream:
     """A queue of batches sampled but not yet trained on.
 
-    With `staleness` 0 it is empty between steps. With k it holds k batches: the one a step takes was
-    sampled k steps before, by the weights of that time, and only the first k are fresher.
+    With `ahead` 0 it is empty between steps. With k it holds k batches. Without an executor the batch
+    a step takes was sampled exactly k steps before, by the weights of that time, and only the first k
+    are fresher. With one, batches are sampled while the trainer trains, each with the newest weights
+    there are when its turn comes: none is older than k steps, which ones are fresher depends on the
+    clock.
 
     Args:
         sample: samples the batch of a step with the rollout engine's present weights.
-        staleness: batches to be ahead.
+        ahead: batches to be ahead, at most.
         last_step: the run's last step, beyond which nothing is sampled.
         next_step: the first step to sample.
+        executor: samples in a thread of its own, batch after batch; None: in the caller's.
     """
 
     def __init__(
-        self, sample: Callable[[int], Rollouts], *, staleness: int, last_step: int, next_step: int = 1
+        self,
+        sample: Callable[[int], Rollouts],
+        *,
+        ahead: int,
+        last_step: int,
+        next_step: int = 1,
+        executor: Executor | None = None,
     ) -> None:
         self._sample = sample
-        self._staleness = staleness
+        self._ahead = ahead
         self._last_step = last_step
         self._next_step = next_step
-        self._waiting: deque[Rollouts] = deque()
+        self._executor = executor
+        self._waiting: deque[Future[Rollouts]] = deque()
 
     def take(self, step: int) -> Rollouts:
         """The batch of `step`, which must be the one after the last taken.
 
         Raises:
             ValueError: it is another one's turn.
+            RunFailure: sampling it failed.
         """
         if step != self._next_step - len(self._waiting):
             raise ValueError(f"step {step} asks for a batch out of turn, before {self._next_step}")
-        while self._next_step <= min(step + self._staleness, self._last_step):
-            self._waiting.append(self._sample(self._next_step))
+        while self._next_step <= min(step + self._ahead, self._last_step):
+            self._waiting.append(self._start(self._next_step))
             self._next_step += 1
-        return self._waiting.popleft()
+        return self._waiting.popleft().result()
+
+    def drain(self) -> None:
+        """Finish the batch being sampled; those after it are begun anew when they are due."""
+        kept = [batch for batch in self._waiting if not batch.cancel()]
+        self._next_step -= len(self._waiting) - len(kept)
+        self._waiting = deque(kept)
+        for batch in kept:
+            batch.exception()  # waits; whoever takes the batch hears of it
 
     def save(self, directory: Path, rank: int) -> None:
-        """Write what is waiting, so that a resumed run trains on the same batches."""
-        if not self._staleness:
+        """Write what waits, after a `drain`, so that a resumed run trains on the same batches."""
+        if not self._ahead:
             return
-        waiting = [
-            {f.name: getattr(rollouts, f.name) for f in fields(rollouts)} for rollouts in self._waiting
-        ]
-        state = {"next_step": self._next_step, "waiting": waiting}
+        ready = takewhile(lambda batch: batch.done() and not batch.exception(), self._waiting)
+        waiting = [{f.name: getattr(batch.result(), f.name) for f in fields(Rollouts)} for batch in ready]
+        next_step = self._next_step - len(self._waiting) + len(waiting)
+        state = {"next_step": next_step, "waiting": waiting}
         torch.save(state, directory / _STATE.format(rank=rank))
 
     def resume(self, step: int, directory: Path, rank: int, device: torch.device) -> None:
@@ -66,16 +88,25 @@ class RolloutStream:
         Raises:
             RunFailure: they are missing or cannot be read.
         """
-        if not self._staleness:
+        if not self._ahead:
             self._next_step = step + 1
             return
         path = directory / _STATE.format(rank=rank)
         try:
             state = torch.load(path, map_location=device, weights_only=True)
-            waiting = deque(Rollouts(**tensors) for tensors in state["waiting"])
+            waiting = deque(_done(Rollouts(**tensors)) for tensors in state["waiting"])
             self._next_step, self._waiting = state["next_step"], waiting
         except Exception as error:  # whatever torch and pickle make of damaged bytes
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise RunFailure(
                 f"the batches waiting to be trained on cannot be read: {reason}", where=str(path)
             ) from error
+
+    def _start(self, step: int) -> Future[Rollouts]:
+        return self._executor.submit(self._sample, step) if self._executor else _done(self._sample(step))
+
+
+def _done(rollouts: Rollouts) -> Future[Rollouts]:
+    future: Future[Rollouts] = Future()
+    future.set_result(rollouts)
+    return future

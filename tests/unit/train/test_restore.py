@@ -31,7 +31,7 @@ def restore(root: Path, *, saved_stage: int, stage: int, staleness: int = 0):
     publish(checkpoints, begin(checkpoints, 3), TrainerState(3, 6, 2, saved_stage), keep=None)
     rollout = SimpleNamespace(sync_weights=lambda _weights, policy_version: None)
     models = SimpleNamespace(actor=Actor(zero_stage=stage), rollout=rollout, critic=None)
-    stream = RolloutStream(None, staleness=staleness, last_step=9)
+    stream = RolloutStream(None, ahead=staleness, last_step=9)
     spec = load_spec([], [], [f"rollout.staleness={staleness}"]).spec
     return _restore(spec, models, stream, root, ALONE)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,7 +34,7 @@ class Sampler:
 
 
 def stream_of(sampler: Sampler, staleness: int, last_step: int = LAST) -> RolloutStream:
-    return RolloutStream(sampler, staleness=staleness, last_step=last_step)
+    return RolloutStream(sampler, ahead=staleness, last_step=last_step)
 
 
 def version_of(rollouts: Rollouts) -> int:
@@ -74,6 +78,86 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
         sampler.version = other.version = step - 1
         assert same(resumed.take(step), whole.take(step))
     assert other.asked == sampler.asked[already:]
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ahead: int) -> None:
+    """Whatever the clock does: trainer and sampler take their time in turn."""
+    sampler = Sampler()
+
+    def sample(step: int) -> Rollouts:
+        time.sleep(0.02 * (step % 2))
+        return sampler(step)
+
+    stream = RolloutStream(sample, ahead=ahead, last_step=LAST, executor=executor)
+    ages = []
+    for step in range(1, LAST + 1):
+        sampler.version = step - 1
+        ages.append(step - 1 - version_of(stream.take(step)))
+        time.sleep(0.02 * (step % 3))
+    assert all(0 <= age <= ahead for age in ages)
+    assert any(age > 0 for age in ages)  # it did sample ahead
+    assert sampler.asked == list(range(1, LAST + 1))
+
+
+def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> None:
+    began = threading.Event()
+
+    def sample(step: int) -> Rollouts:
+        if step == 2:
+            began.set()
+        return rollouts_of(seed=step, policy_version=0)
+
+    RolloutStream(sample, ahead=1, last_step=LAST, executor=executor).take(1)
+    assert began.wait(5)  # nobody asked for batch 2 yet
+
+
+def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    sampler, may_go = Sampler(), threading.Event()
+
+    def sample(step: int) -> Rollouts:
+        if step == 3:
+            may_go.wait(5)
+        return sampler(step)
+
+    stream = RolloutStream(sample, ahead=4, last_step=LAST, executor=executor)
+    stream.take(1)
+    while sampler.asked != [1, 2]:
+        time.sleep(0.01)
+    threading.Timer(0.05, may_go.set).start()
+    stream.drain()  # the third is at work and finished, the fourth and fifth never begin
+    assert sampler.asked == [1, 2, 3]
+    stream.save(tmp_path, rank=0)
+    taken = [version_of(stream.take(step)) for step in range(2, LAST + 1)]
+    assert len(taken) == LAST - 1
+    assert sampler.asked == list(range(1, LAST + 1))
+
+    other = Sampler()
+    resumed = RolloutStream(other, ahead=4, last_step=LAST, executor=executor)
+    resumed.resume(1, tmp_path, 0, CPU)
+    for step in range(2, LAST + 1):
+        assert same(resumed.take(step), rollouts_of(seed=step, policy_version=0))
+    assert other.asked == list(range(4, LAST + 1))
+
+
+def test_a_batch_that_could_not_be_sampled_is_heard_of_when_it_is_due(executor: ThreadPoolExecutor) -> None:
+    def sample(step: int) -> Rollouts:
+        if step == 2:
+            raise RunFailure("the engine is gone")
+        return rollouts_of(seed=step)
+
+    stream = RolloutStream(sample, ahead=2, last_step=LAST, executor=executor)
+    stream.take(1)
+    with pytest.raises(RunFailure, match="the engine is gone"):
+        stream.take(2)
 
 
 def test_fresh_batches_leave_nothing_behind(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""One rollout engine, two threads: the one that samples ahead, and the trainer's, which goes first."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from rlctl.batch import Prompts, Rollouts
+from rlctl.rollout.protocol import RolloutEngine, Sampling
+
+
+class Turns:
+    """Who may use an engine. A thread that waits as the trainer is let in before any other."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_taken = False
+        self._num_trainers = 0  # waiting
+
+    @contextlib.contextmanager
+    def taken(self, *, first: bool) -> Iterator[None]:
+        """Hold the engine; `first`: before those who are not."""
+        with self._changed:
+            self._num_trainers += first
+            self._changed.wait_for(lambda: not self._is_taken and (first or not self._num_trainers))
+            self._num_trainers -= first
+            self._is_taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_taken = False
+                self._changed.notify_all()
+
+
+class TakingTurns:
+    """A `RolloutEngine` shared by threads.
+
+    Args:
+        engine: used by one of them at a time.
+        turns: the same for every thread's view of the engine.
+        first: whether this is the trainer's, which waits for one batch at most.
+    """
+
+    def __init__(self, engine: RolloutEngine, turns: Turns, *, first: bool) -> None:
+        self._engine, self._turns, self._first = engine, turns, first
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
+    ) -> Rollouts:
+        """See `ResponseSampler.generate`."""
+        with self._turns.taken(first=self._first):
+            return self._engine.generate(
+                prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
+            )
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
+        with self._turns.taken(first=self._first):
+            self._engine.sync_weights(named_tensors, policy_version)
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        with self._turns.taken(first=self._first):
+            self._engine.close()

@@ -1,0 +1,52 @@
+"""Two threads, one engine: never both at once, and the trainer is let in next."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rlctl.rollout.turns import Turns
+
+
+def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
+    turns, order, inside = Turns(), list[str](), list[int]()
+    stop, sampling = threading.Event(), threading.Event()
+
+    def sample_on_and_on() -> None:
+        while not stop.is_set():
+            with turns.taken(first=False):
+                inside.append(1)
+                assert len(inside) == 1
+                order.append("batch")
+                sampling.set()
+                time.sleep(0.005)
+                inside.pop()
+
+    thread = threading.Thread(target=sample_on_and_on)
+    thread.start()
+    for _ in range(20):
+        sampling.clear()
+        sampling.wait(5)
+        before = len(order)
+        with turns.taken(first=True):
+            inside.append(1)
+            assert len(inside) == 1
+            # At most the batch being sampled, and one begun before this thread came to wait.
+            assert len(order) - before <= 1
+            order.append("trainer")
+            inside.pop()
+    stop.set()
+    thread.join()
+    assert order.count("trainer") == 20
+
+
+def test_whoever_fails_lets_the_next_one_in() -> None:
+    turns = Turns()
+    for first in (True, False):
+        try:
+            with turns.taken(first=first):
+                raise ValueError
+        except ValueError:
+            pass
+    with turns.taken(first=True):
+        pass

@@ -120,6 +120,22 @@ def calmer(run: RunLog) -> tuple[Remedy, ...]:
     return (*clip, slower(run))
 
 
+#: What lets samples be old, and its value for fresh ones.
+_FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
+
+
+def fresher(run: RunLog, *, fully: bool) -> tuple[Remedy, ...]:
+    """Samples of the newest weights, or half as old; nothing where nothing lets them be old, or tells."""
+    if run.spec is None:
+        return ()
+    ages = {name: getattr(run.spec.rollout, name) for name in _FRESH}
+    return tuple(
+        change(f"rollout.{name}={_FRESH[name] if fully else max(_FRESH[name], age // 2)}")
+        for name, age in ages.items()
+        if age > _FRESH[name]
+    )
+
+
 def reject_outliers(run: RunLog) -> tuple[Remedy, ...]:
     """Leave responses with extreme tokens out, unless something is rejected already."""
     if run.facts.rollout_rs not in {None, "off"}:

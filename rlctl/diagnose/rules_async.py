@@ -56,9 +56,7 @@ def _dropping(run: RunLog) -> Evidence | None:
 
 
 def _fresher(run: RunLog) -> tuple[Remedy, ...]:
-    if run.spec is not None and run.spec.rollout.staleness > 1:
-        return (remedy.change(f"rollout.staleness={run.spec.rollout.staleness // 2}"),)
-    return (
+    return remedy.fresher(run, fully=False) or (
         remedy.by_hand(
             "lower how far generation may run ahead, or give training more of the machine",
             verl="async_training.staleness_threshold",

@@ -196,8 +196,6 @@ def stale_weights(run: RunLog) -> Finding | Skipped | None:
         what = f"importance weights are {crossed.worst:.2g} on average {crossed.where}"
     else:
         return None
-    stale = run.spec is not None and run.spec.rollout.staleness > 0
-    fresh = (remedy.change("rollout.staleness=0"),) if stale else ()
     hand_over = remedy.by_hand(
         "hand the weights over after every update, and let the engine report the log-probs it sampled from",
         verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
@@ -209,7 +207,7 @@ def stale_weights(run: RunLog) -> Finding | Skipped | None:
         (crossed.evidence,),
         "the engine samples with old weights, or reports log-probs before temperature and top-p",
         th.LOG_PROB_GAP.source,
-        (*fresh, hand_over, remedy.find_the_cause()),
+        (*remedy.fresher(run, fully=True), hand_over, remedy.find_the_cause()),
         "medium",
         "old weights and the wrong kind of log-probs look alike in this figure",
     )

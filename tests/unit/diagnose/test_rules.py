@@ -138,6 +138,7 @@ TRIGGERS = {
     "stale-weights": [
         ("critical", always(**{GAP: 1.7}), []),
         ("critical", corr(rollout_is_mean=0.03), ["rollout.staleness=2", f"{RC}rollout_is=token"]),
+        ("critical", corr(rollout_is_mean=0.03), ["rollout.sync_every=3", f"{RC}rollout_is=token"]),
     ],
     "weight-mean": [
         ("critical", corr(rollout_is_raw_mean=2.5), []),
@@ -238,6 +239,7 @@ TRIGGERS = {
     "gibberish": [("critical", gibberish, [f"{RC}rollout_is=null"])],
     "staleness": [
         ("warning", always(training__staleness_max=20.0), ["rollout.staleness=10"]),  # 2 updates per batch
+        ("warning", always(training__staleness_max=20.0), ["rollout.max_staleness=10"]),
         ("warning", always(training__stale_dropped=lambda s: 4 * s + s % 7), []),
         ("warning", always(training__stale_dropped=lambda s: s**2), []),  # counted since the start
     ],

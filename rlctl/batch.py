@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    #: Which rows of a tensor: a slice gives views, (N,) int64 copies.
+    Rows = slice | Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -96,11 +99,15 @@ class TrainBatch:
         """(B, T) bool: response tokens of samples that were graded."""
         return self.response_mask & self.sample_mask[:, None]
 
+    def pick(self, rows: Rows) -> TrainBatch:
+        """Some rows, in the order given; of a slice as views, nothing copied."""
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in tensors.items()}
+        return TrainBatch(**cut)
+
     def rows(self, start: int, stop: int) -> TrainBatch:
         """Rows [start, stop) as views, nothing copied."""
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        cut: dict[str, Any] = {name: None if x is None else x[start:stop] for name, x in tensors.items()}
-        return TrainBatch(**cut)
+        return self.pick(slice(start, stop))
 
     def split(self, size: int) -> list[TrainBatch]:
         """Consecutive pieces of `size` rows (the last may be smaller)."""

@@ -89,12 +89,17 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
     """From prompts to optimizer steps, one line per cut."""
     _print_title("Batch", console)
     batch = batch_arithmetic(spec)
-    ranks, micro = _count(batch.ranks, "rank"), _count(batch.micro_batches_per_rank, "micro-batch", "es")
+    ranks = _count(batch.ranks, "rank")
+    if batch.micro_batches_per_rank is None:
+        micro = f"micro-batches of at most {batch.micro_batch_tokens:,} tokens"
+    else:
+        micro = _count(batch.micro_batches_per_rank, "micro-batch", "es")
+        micro += f" of at most {batch.micro_batch_size}"
     steps = _count(batch.steps_per_batch, "optimizer step")
     lines = [
         f"{batch.prompts} prompts × {batch.responses_per_prompt} responses = {batch.samples} samples",
         f"{_count(batch.mini_batches, 'mini-batch', 'es')} of {batch.samples_per_mini_batch} samples",
-        f"each over {ranks}: {batch.samples_per_rank} samples in {micro} of at most {batch.micro_batch_size}",
+        f"each over {ranks}: {batch.samples_per_rank} samples in {micro}",
         f"{batch.mini_batches} × {_count(batch.epochs, 'epoch')} over the batch = {steps}",
     ]
     if batch.num_rows is not None:

@@ -22,6 +22,9 @@ class ActorSpec(Section):
     """Prompts per optimizer step, over all ranks; null: the whole batch."""
     ppo_micro_batch_size_per_gpu: int = Field(default=8, ge=1)
     """Sequences per forward pass on one rank. Changes memory and speed, never the result."""
+    ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Tokens per forward pass on one rank, instead of a number of sequences: those of like length go
+    together, so that little padding is computed. null: off."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)

@@ -279,6 +279,22 @@ def adapters_have_layers(spec: RunSpec) -> list[Problem]:
     return []
 
 
+def budget_holds_a_row(spec: RunSpec) -> list[Problem]:
+    """A forward pass must have room for the longest prompt with the longest response."""
+    longest = spec.data.max_prompt_length + spec.data.max_response_length
+    budgets = {"actor": spec.actor.ppo_max_token_len_per_gpu, "critic": spec.critic.ppo_max_token_len_per_gpu}
+    return [
+        Problem(
+            "error",
+            f"{who}.ppo_max_token_len_per_gpu",
+            f"{budget} tokens, but one prompt and its response may have {longest}",
+            f"use {longest} or more, or lower data.max_prompt_length or data.max_response_length",
+        )
+        for who, budget in budgets.items()
+        if budget is not None and budget < longest
+    ]
+
+
 def rewards_are_complete(spec: RunSpec) -> list[Problem]:
     """A reward model needs a path; an empty list of terms rewards nothing."""
     reward = spec.reward
@@ -371,6 +387,12 @@ CHECKS: dict[Check, tuple[str, ...]] = {
         "algorithm.adv_estimator",
     ),
     adapters_have_layers: ("model.lora_rank", "model.target_modules"),
+    budget_holds_a_row: (
+        "actor.ppo_max_token_len_per_gpu",
+        "critic.ppo_max_token_len_per_gpu",
+        "data.max_prompt_length",
+        "data.max_response_length",
+    ),
     rewards_are_complete: ("reward.name", "reward.terms", "reward.model.path"),
     overlong_fits: ("reward.overlong.buffer_length", "data.max_response_length"),
     **ALGORITHM_CHECKS,

@@ -27,6 +27,8 @@ class CriticSpec(Section):
     """Prompts per optimizer step, over all ranks; null: the actor's."""
     ppo_micro_batch_size_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Sequences per forward pass on one rank; null: the actor's."""
+    ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Tokens per forward pass on one rank, instead of a number of sequences; null: the actor's."""
     cliprange_value: float = Field(default=0.5, gt=0)
     """A new value may differ from the old one by this much before the loss stops rewarding it."""
     loss_agg_mode: AggMode = "token-mean"

@@ -52,6 +52,8 @@ class BatchArithmetic:
     """From prompts to optimizer steps; all counts are of one batch unless they say otherwise.
 
     Attributes:
+        micro_batches_per_rank: None if their number depends on the responses' lengths.
+        micro_batch_tokens: tokens per micro-batch; None: they are cut by sequences.
         num_rows: training prompts; None if they are only counted at the start.
         num_batches: batches in the whole run; None if that depends on `num_rows`.
     """
@@ -64,7 +66,8 @@ class BatchArithmetic:
     ranks: int
     samples_per_rank: int
     micro_batch_size: int
-    micro_batches_per_rank: int
+    micro_batches_per_rank: int | None
+    micro_batch_tokens: int | None
     epochs: int
     steps_per_batch: int
     num_rows: int | None
@@ -120,6 +123,7 @@ def batch_arithmetic(spec: RunSpec) -> BatchArithmetic:
     prompts, responses, mini = spec.data.train_batch_size, spec.rollout.n, spec.ppo_mini_batch_size
     mini_batches = max(1, prompts // mini)
     per_rank = mini * responses // spec.world_size
+    tokens = spec.actor.ppo_max_token_len_per_gpu
     micro = min(spec.actor.ppo_micro_batch_size_per_gpu, per_rank)
     num_rows = count_rows(spec.data.train_files)
     num_batches = spec.trainer.total_training_steps
@@ -134,7 +138,8 @@ def batch_arithmetic(spec: RunSpec) -> BatchArithmetic:
         ranks=spec.world_size,
         samples_per_rank=per_rank,
         micro_batch_size=micro,
-        micro_batches_per_rank=-(-per_rank // micro),
+        micro_batches_per_rank=None if tokens else -(-per_rank // micro),
+        micro_batch_tokens=tokens,
         epochs=spec.actor.ppo_epochs,
         steps_per_batch=mini_batches * spec.actor.ppo_epochs,
         num_rows=num_rows,

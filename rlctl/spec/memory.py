@@ -111,12 +111,12 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     """What comes and goes with every batch."""
     data, width = spec.data, _width(spec)
     length = data.max_prompt_length + data.max_response_length
-    micro = spec.actor.ppo_micro_batch_size_per_gpu
+    tokens, responses, words = _largest_pass(spec)
     share = -(-data.train_batch_size * spec.rollout.n // spec.world_size)
     at_once = min(spec.rollout.max_num_seqs or share, share)
     cache = _product(2, size.layers, size.kv_heads, size.head_dim, length, at_once, width)
-    activations = _product(micro, length, size.layers, size.hidden, ACTIVATION_VALUES, width)
-    logits = _product(2, micro, data.max_response_length, size.vocab, width)
+    activations = _product(tokens, size.layers, size.hidden, ACTIVATION_VALUES, width)
+    logits = _product(2, responses, size.vocab, width)
     return [
         MemoryPart(
             "key-value cache",
@@ -127,16 +127,26 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
         MemoryPart(
             "activations",
             activations,
-            f"{micro} sequences × {length} tokens × layers × hidden × {ACTIVATION_VALUES} × {width} bytes",
+            f"{words} × layers × hidden × {ACTIVATION_VALUES} × {width} bytes",
             "update",
         ),
         MemoryPart(
             "logits and their gradient",
             logits,
-            f"2 × {micro} sequences × {data.max_response_length} tokens × vocabulary × {width} bytes",
+            f"2 × {responses} response tokens × vocabulary × {width} bytes",
             "update",
         ),
     ]
+
+
+def _largest_pass(spec: RunSpec) -> tuple[int, int, str]:
+    """Tokens and response tokens of the largest micro-batch, and the former in words."""
+    response = spec.data.max_response_length
+    length = spec.data.max_prompt_length + response
+    if budget := spec.actor.ppo_max_token_len_per_gpu:
+        return budget, budget, f"{budget} tokens"  # at worst prompts are short
+    micro = spec.actor.ppo_micro_batch_size_per_gpu
+    return micro * length, micro * response, f"{micro} sequences × {length} tokens"
 
 
 def _width(spec: RunSpec) -> int:

@@ -55,6 +55,11 @@ class RunSpec(Section):
         return self.critic.ppo_micro_batch_size_per_gpu or self.actor.ppo_micro_batch_size_per_gpu
 
     @property
+    def critic_max_token_len(self) -> int | None:
+        """Tokens per forward pass of the critic on one rank, with null resolved; None: by sequences."""
+        return self.critic.ppo_max_token_len_per_gpu or self.actor.ppo_max_token_len_per_gpu
+
+    @property
     def trains_critic(self) -> bool:
         """Whether a critic is built and trained."""
         return self.algorithm.adv_estimator == "gae"

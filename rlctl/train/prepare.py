@@ -15,9 +15,11 @@ from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.train.estimators import estimate
+from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
+    from rlctl.batch import Rows
     from rlctl.train.run import Run
 
 
@@ -57,24 +59,27 @@ def score_batch(
     device = rollouts.responses.device
     spec = run.spec
     unscored = as_train_batch(rollouts)
-    parts = unscored.split(spec.actor.ppo_micro_batch_size_per_gpu)
+    parts = micro_batches(
+        unscored, spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu, run.ranks
+    )
     scores, valid = rewards.scores.to(device), rewards.valid.to(device)
     baseline_scores = None
     if baseline is not None:
         baseline_scores = baseline.scores.to(device).repeat_interleave(spec.rollout.n)
         valid = valid & baseline.valid.to(device).repeat_interleave(spec.rollout.n)
 
-    old_log_probs, score_norms = _policy(run, rollouts, parts, timer)
+    old_log_probs, score_norms = _policy(run, rollouts, unscored, parts, timer)
     ref_log_probs = None
     if run.ref is not None:
         with timer("ref"):
-            ref_log_probs = _gather(run.ref.log_probs, parts)
+            ref_log_probs = _gather(run.ref.log_probs, unscored, parts)
         if not ref_log_probs[rollouts.response_mask].isfinite().all():
             raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
     values = None
     if run.critic is not None:
+        sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
         with timer("values"):
-            values = _gather(run.critic.values, unscored.split(spec.critic_micro_batch_size))
+            values = _gather(run.critic.values, unscored, micro_batches(unscored, *sizes, run.ranks))
         if not values[rollouts.response_mask].isfinite().all():
             raise RunFailure(
                 "the critic's values are NaN or infinite",
@@ -94,7 +99,7 @@ def score_batch(
 
 
 def _policy(
-    run: Run, rollouts: Rollouts, parts: list[TrainBatch], timer: StepTimer
+    run: Run, rollouts: Rollouts, unscored: TrainBatch, parts: list[Rows], timer: StepTimer
 ) -> tuple[Tensor, Tensor | None]:
     """π_old (B, T), and where the estimator weighs tokens by it ‖∇ log π‖² (B, T)."""
     algorithm = run.spec.algorithm
@@ -103,17 +108,17 @@ def _policy(
     if bypass and not needs_norms:
         return rollouts.rollout_log_probs, None
     with timer("old_log_prob"), torch.no_grad():
-        outputs = [run.actor.policy(part, sum_pi_squared=needs_norms) for part in parts]
-    own = torch.cat([output.log_probs for output in outputs])
+        outputs = [run.actor.policy(unscored.pick(rows), sum_pi_squared=needs_norms) for rows in parts]
+    own = in_batch_order([output.log_probs for output in outputs], parts)
     squares = [output.sum_pi_squared for output in outputs if output.sum_pi_squared is not None]
-    norms = score_norms(own, torch.cat(squares)) if squares else None
+    norms = score_norms(own, in_batch_order(squares, parts)) if squares else None
     return rollouts.rollout_log_probs if bypass else own, norms
 
 
-def _gather(model: Callable[[TrainBatch], Tensor], parts: list[TrainBatch]) -> Tensor:
+def _gather(model: Callable[[TrainBatch], Tensor], batch: TrainBatch, parts: list[Rows]) -> Tensor:
     """(B, T): one micro-batch after the other, without gradient."""
     with torch.no_grad():
-        return torch.cat([model(part) for part in parts])
+        return in_batch_order([model(batch.pick(rows)) for rows in parts], parts)
 
 
 def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:

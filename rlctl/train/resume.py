@@ -13,7 +13,9 @@ from rlctl.spec.run import RunSpec
 _SAFE = frozenset(
     {
         "actor.ppo_micro_batch_size_per_gpu",
+        "actor.ppo_max_token_len_per_gpu",
         "critic.ppo_micro_batch_size_per_gpu",
+        "critic.ppo_max_token_len_per_gpu",
         "reward.model.batch_size",
         "reward.max_error_fraction",
         "rollout.max_num_seqs",

@@ -18,6 +18,7 @@ class UpdateSettings:
     Attributes:
         mini_rows: sequences per mini-batch on this rank.
         micro_rows: sequences per forward pass on this rank.
+        micro_tokens: tokens per forward pass instead, see `micro_batches`; None: by sequences.
         kl_loss_type: None: no KL in the loss.
     """
 
@@ -33,6 +34,7 @@ class UpdateSettings:
     entropy_coeff: float = 0.0
     kl_loss_type: KLLossType | None = None
     kl_loss_coef: float = 0.0
+    micro_tokens: int | None = None
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -51,6 +53,7 @@ class UpdateSettings:
             entropy_coeff=actor.entropy_coeff,
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
             kl_loss_coef=actor.kl_loss_coef,
+            micro_tokens=actor.ppo_max_token_len_per_gpu,
         )
 
     def tightened(self) -> UpdateSettings:
@@ -81,6 +84,7 @@ class CriticSettings:
     ppo_epochs: int
     mini_rows: int
     micro_rows: int
+    micro_tokens: int | None = None
 
     @classmethod
     def of(cls, spec: RunSpec) -> CriticSettings:
@@ -93,4 +97,5 @@ class CriticSettings:
             ppo_epochs=spec.critic_epochs,
             mini_rows=spec.critic_mini_batch_size * spec.rollout.n // spec.world_size,
             micro_rows=spec.critic_micro_batch_size,
+            micro_tokens=spec.critic_max_token_len,
         )

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,9 +32,13 @@ from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.objective import Settled, actor_loss
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update_guard import UpdateGuard, Verdict
+
+if TYPE_CHECKING:
+    from rlctl.batch import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +132,29 @@ def _mini_batch(
     hold: bool,
 ) -> _MiniResult:
     """One optimizer step, or with `hold` all of it but the step."""
-    micros = mini.split(settings.micro_rows)
+    places = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
+    micros = [mini.pick(rows) for rows in places]
     policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
     first = _first_pass(micros, policy, settings, is_known=known is not None)
     if known is None and first is not None:
-        log_probs = torch.cat([output.log_probs.detach() for output in first])
+        log_probs = in_batch_order([output.log_probs for output in first], places)
         known = _correct(mini, log_probs, settings)
     tally = None if known is None else ranks.to_host(known.tally)
     settled = _settle(mini, ranks, tally, settings)
 
     parts: list[Tally] = []
     stats: list[Tally] = []
-    for index, micro in enumerate(micros):
+    for index, (rows, micro) in enumerate(zip(places, micros, strict=True)):
         output = first[0] if first is not None and len(micros) == 1 else policy(micro)
-        start = index * settings.micro_rows
         if known is None:
             correction = _correct(micro, output.log_probs.detach(), settings)
             parts.append(correction.tally)
         else:
-            correction = _rows_of(known, start, start + len(micro))
+            correction = _rows_of(known, rows)
         loss, stat = actor_loss(micro, output, correction, settled, settings)
         actor.backward(loss, last=index == len(micros) - 1)
         stats.append(stat)
-        seen.write(start, output, correction, settled.factor)
+        seen.write(rows, output, correction, settled.factor)
 
     tally = tally or ranks.to_host(_sum(parts))
     losses = ranks.to_host(_sum(stats))
@@ -207,13 +212,13 @@ def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> C
     )
 
 
-def _rows_of(correction: Correction, start: int, stop: int) -> Correction:
+def _rows_of(correction: Correction, rows: Rows) -> Correction:
     """The rows of one micro-batch; the tally stays that of the whole."""
     weights = correction.weights
     return Correction(
-        weights=None if weights is None else weights[start:stop],
-        keep_mask=correction.keep_mask[start:stop],
-        nonfinite=correction.nonfinite[start:stop],
+        weights=None if weights is None else weights[rows],
+        keep_mask=correction.keep_mask[rows],
+        nonfinite=correction.nonfinite[rows],
         tally=correction.tally,
     )
 
@@ -255,8 +260,7 @@ class _Seen:
         rows = slice(start, start + count)
         return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows])
 
-    def write(self, start: int, output: PolicyOutput, correction: Correction, factor: float) -> None:
-        rows = slice(start, start + len(output.log_probs))
+    def write(self, rows: Rows, output: PolicyOutput, correction: Correction, factor: float) -> None:
         self.log_probs[rows] = output.log_probs.detach()
         weights = correction.keep_mask.float() if correction.weights is None else correction.weights
         self.weights[rows] = weights / factor

@@ -16,6 +16,7 @@ from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.train.micro_batches import micro_batches
 from rlctl.train.settings import CriticSettings
 
 
@@ -66,9 +67,10 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
     """Accumulate the gradient of one mini-batch; its sums over all ranks."""
     mask = mini.counted
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
-    micros = mini.split(settings.micro_rows)
+    parts = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
     tally: Tally | None = None
-    for index, micro in enumerate(micros):
+    for index, rows in enumerate(parts):
+        micro = mini.pick(rows)
         old_values, returns = _targets(micro)
         values = critic.values(micro)
         losses = value_loss(values, old_values, returns, micro.counted, clip=settings.cliprange_value)
@@ -79,9 +81,9 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
             settings.agg_mode,
             horizon=settings.horizon,
         )
-        critic.backward(loss, last=index == len(micros) - 1)
-        part = _tally(micro, values, loss, losses.clipped)
-        tally = part if tally is None else tally + part
+        critic.backward(loss, last=index == len(parts) - 1)
+        sums = _tally(micro, values, loss, losses.clipped)
+        tally = sums if tally is None else tally + sums
     assert tally is not None
     return ranks.to_host(tally)
 

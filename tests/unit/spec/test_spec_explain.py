@@ -68,6 +68,8 @@ def test_batch_arithmetic():
     )
     assert (tiny.samples_per_rank, tiny.micro_batches_per_rank) == (512, 3)
     assert tiny.total_steps == 480
+    budget = batch_arithmetic(spec_of("actor.ppo_max_token_len_per_gpu=200"))
+    assert (budget.micro_batches_per_rank, budget.micro_batch_tokens) == (None, 200)
 
 
 def test_total_steps_from_parquet_rows(tmp_path):

@@ -12,7 +12,7 @@ from rlctl.engine.values import ValueModule
 from rlctl.train.settings import CriticSettings
 from rlctl.train.update_critic import update_critic
 from tests.models import replaced, tiny_batch, tiny_model
-from tests.unit.train.updates import HORIZON, ROWS, select
+from tests.unit.train.updates import HORIZON, ROWS, Micro, select, sizes_of
 
 LENGTHS = [6, 1, 3, 0, 5, 2, 6, 4, 1, 3, 6, 2, 4, 5, 1, 3]
 UNGRADED = 9
@@ -28,9 +28,11 @@ CASES = {
 }
 
 
-def settings_of(name: str, *, micro_rows: int = ROWS, world_size: int = 1) -> CriticSettings:
+def settings_of(
+    name: str, *, micro_rows: int = ROWS, micro_tokens: int | None = None, world_size: int = 1
+) -> CriticSettings:
     agg_mode, epochs, mini = CASES[name]
-    return CriticSettings(CLIP, agg_mode, HORIZON, epochs, mini // world_size, micro_rows)
+    return CriticSettings(CLIP, agg_mode, HORIZON, epochs, mini // world_size, micro_rows, micro_tokens)
 
 
 def batch_of(seed: int = 5) -> TrainBatch:
@@ -78,8 +80,8 @@ class PlainCritic:
         return StepResult(norm, applied=not skip)
 
 
-def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
-    """Weights and metrics after one update of the real critic of each (case, micro-batch size)."""
+def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
+    """Weights and metrics after one update of the real critic of each (case, rows or budget per pass)."""
     found = {}
     for name, micro in plan:
         mini = CASES[name][2]
@@ -94,7 +96,7 @@ def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
             betas=(0.9, 0.999),
             grad_clip=1.0,
         )
-        settings = settings_of(name, micro_rows=micro, world_size=ranks.world_size)
+        settings = settings_of(name, **sizes_of(micro), world_size=ranks.world_size)
         metrics = update_critic(select(batch_of(), mine), critic, ranks, settings, lr_of, 0)
         found[name, micro] = (metrics, {n: t.detach().clone() for n, t in critic.weights()})
     return found

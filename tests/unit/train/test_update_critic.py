@@ -15,10 +15,10 @@ from tests.processes import on_ranks
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train import critics
 from tests.unit.train.critics import CASES, CLIP, PlainCritic, batch_of, lr_of, settings_of
-from tests.unit.train.updates import HORIZON, ROWS, alone
+from tests.unit.train.updates import HORIZON, ROWS, Micro, alone
 
-PLANS = {1: [(name, micro) for name in CASES for micro in (16, 4, 2, 1)]}
-PLANS[2] = [(name, micro) for name in CASES for micro in (8, 1)]
+PLANS = {1: [(name, micro) for name in CASES for micro in (16, 4, 2, 1, "30 tokens")]}
+PLANS[2] = [(name, micro) for name in CASES for micro in (8, 1, "30 tokens")]
 
 
 def slow_loss(module, batch, agg_mode: str):
@@ -100,7 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("world_size", "name", "micro"), [(n, *case) for n in PLANS for case in PLANS[n]])
-def test_same_result_however_cut(found, world_size: int, name: str, micro: int) -> None:
+def test_same_result_however_cut(found, world_size: int, name: str, micro: Micro) -> None:
     metrics, weights = found[1][0][name, 16]
     assert float(weights["head.weight"].abs().max()) > 1e-3
     for result in found[world_size]:

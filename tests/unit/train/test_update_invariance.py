@@ -1,4 +1,4 @@
-"""One update on the real engine: the same weights and metrics whatever the micro-batch size and ranks."""
+"""One update on the real engine: the same weights and metrics however it is cut into passes and ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from tests.models import tiny_model
 from tests.processes import on_ranks
 from tests.unit.train import updates
 
-PLANS = {1: [(name, micro) for name in updates.CASES for micro in (16, 8, 4, 2, 1)]}
-PLANS[2] = [(name, micro) for name in updates.CASES for micro in (8, 2)]
+#: From one row a pass to most of them: a row has 2 to 11 tokens.
+BUDGETS = ("11 tokens", "30 tokens", "120 tokens")
+PLANS = {1: [(name, micro) for name in updates.CASES for micro in (16, 8, 4, 2, 1, *BUDGETS)]}
+PLANS[2] = [(name, micro) for name in updates.CASES for micro in (8, 2, BUDGETS[1])]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def test_the_case_does_something(found, name: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "name", "micro"), [(n, *case) for n in PLANS for case in PLANS[n]])
-def test_same_result_however_cut(found, world_size: int, name: str, micro: int) -> None:
+def test_same_result_however_cut(found, world_size: int, name: str, micro: updates.Micro) -> None:
     whole = found[1][0][name, 16]
     for got in [result[name, micro] for result in found[world_size]]:
         assert got["metrics"].keys() == whole["metrics"].keys()

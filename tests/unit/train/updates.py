@@ -19,6 +19,8 @@ from rlctl.train.update import update
 from tests.models import replaced, tiny_batch, tiny_model
 
 ROWS, HORIZON = 16, 6
+#: What goes through the model at once: so many rows, or rows of so many tokens ("20 tokens").
+Micro = int | str
 RS = {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.6_1.6,1.5"}
 BYPASS, DECOUPLED = {"bypass_mode": True}, {"bypass_mode": False}
 REINFORCE, CLIP = {"loss_type": "reinforce"}, {"loss_type": "ppo_clip"}
@@ -191,8 +193,15 @@ def alone() -> Ranks:
     return Ranks(0, 1, torch.device("cpu"))
 
 
-def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
-    """Weights, metrics and what was seen after one `update` of each (case, micro-batch size)."""
+def sizes_of(micro: Micro) -> dict[str, int | None]:
+    """Arguments of `settings_of`."""
+    if isinstance(micro, str):
+        return {"micro_rows": 1, "micro_tokens": int(micro.removesuffix(" tokens"))}
+    return {"micro_rows": micro, "micro_tokens": None}
+
+
+def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
+    """Weights, metrics and what was seen after one `update` of each (case, rows or budget per pass)."""
     found = {}
     for name, micro in plan:
         case = CASES[name]
@@ -213,7 +222,7 @@ def invariance(ranks: Ranks, plan: list[tuple[str, int]]):
         )
         batch = select(batch_of(tiny_model()), mine)
         settings = settings_of(
-            case.correction, epochs=case.epochs, mini_rows=share, micro_rows=micro, **case.options
+            case.correction, epochs=case.epochs, mini_rows=share, **sizes_of(micro), **case.options
         )
         outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
         found[name, micro] = {

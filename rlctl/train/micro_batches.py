@@ -1,0 +1,78 @@
+"""How the rows of a batch are cut into forward passes: by number, or by the tokens of each.
+
+A forward pass runs over the columns that some row of it uses (`engine/inputs.py`). Rows of unlike
+length therefore pay for each other's padding; of like length, they do not. A budget in tokens also
+bounds the memory of a pass by what it computes, not by what the longest response might have been.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlctl.engine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from rlctl.batch import Rows, TrainBatch
+
+
+def micro_batches(batch: TrainBatch, rows: int, max_tokens: int | None, ranks: Ranks) -> list[Rows]:
+    """Which rows of `batch` go through the model together; every row is in exactly one part.
+
+    By tokens, rows are sorted by their length, longest first, and packed one after the other as long
+    as number of rows × columns in use stays within the budget. Ranks with fewer parts than others cut
+    theirs further: under ZeRO a forward or backward pass is a collective.
+
+    Args:
+        batch: this rank's rows; every rank has as many.
+        rows: per part, where `max_tokens` is None (the last part may be smaller).
+        max_tokens: columns × rows per part; a longer row makes a part of its own.
+        ranks: the processes of the run; all call this.
+    """
+    total = len(batch)
+    if max_tokens is None:
+        return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
+    prompts, responses = _lengths(batch)
+    parts = _packed(prompts, responses, max_tokens)
+    count = int(ranks.max(len(parts)))
+    while len(parts) < count:
+        widest = max(parts, key=len)
+        parts.remove(widest)
+        parts += [widest[: len(widest) // 2], widest[len(widest) // 2 :]]
+    # In the batch's own order: adjacent rows may share a prompt, which is then run once.
+    return [torch.tensor(sorted(part), device=batch.responses.device) for part in parts]
+
+
+def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
+    """What was found part by part, (rows of the part, …) each, as (B, …) without gradient."""
+    number = sum(len(piece) for piece in pieces)
+    whole = pieces[0].new_empty((number, *pieces[0].shape[1:]))
+    for rows, piece in zip(parts, pieces, strict=True):
+        whole[rows] = piece.detach()
+    return whole
+
+
+def _lengths(batch: TrainBatch) -> tuple[list[int], list[int]]:
+    """Per row, the prompt's and the response's columns that a pass over it alone would use."""
+    width = batch.responses.shape[1]
+    prompts = batch.attention_mask[:, : batch.input_ids.shape[1] - width].sum(1).clamp(min=1)
+    places = torch.arange(1, width + 1, device=batch.response_mask.device)
+    responses = (batch.response_mask * places).amax(1).clamp(min=1)
+    found: list[list[int]] = torch.stack([prompts, responses]).tolist()
+    return found[0], found[1]
+
+
+def _packed(prompts: list[int], responses: list[int], max_tokens: int) -> list[list[int]]:
+    order = sorted(range(len(prompts)), key=lambda row: -(prompts[row] + responses[row]))
+    parts: list[list[int]] = []
+    prompt = response = 0
+    for row in order:
+        prompt, response = max(prompt, prompts[row]), max(response, responses[row])
+        if parts and (len(parts[-1]) + 1) * (prompt + response) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            prompt, response = prompts[row], responses[row]
+    return parts

@@ -1,0 +1,73 @@
+"""Cutting a batch by tokens: every row once, within the budget, as many passes on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.engine.inputs import used_columns
+from rlctl.train.micro_batches import in_batch_order, micro_batches
+from tests.models import tiny_batch, tiny_model
+from tests.unit.train.updates import alone
+
+if TYPE_CHECKING:
+    from rlctl.batch import Rows, TrainBatch
+
+MODEL = tiny_model()
+
+
+class Others:
+    """`Ranks` of which one makes `most` passes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def max(self, value: float) -> float:
+        return max(value, self.most)
+
+
+def batch_of(lengths: list[int]) -> TrainBatch:
+    """Prompts of 1 to 5 tokens, responses of up to 12."""
+    return tiny_batch(MODEL, len(lengths), horizon=12, lengths=lengths)
+
+
+def computed(batch: TrainBatch, parts: list[Rows]) -> list[int]:
+    """Tokens that each forward pass computes, padding included."""
+    return [used_columns(batch.pick(rows))["input_ids"].numel() for rows in parts]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(17, 120))
+def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int) -> None:
+    batch = batch_of(lengths)
+    parts = micro_batches(batch, 3, budget, alone())
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
+    assert max(computed(batch, parts)) <= budget
+    found = in_batch_order([batch.pick(rows).input_ids for rows in parts], parts)
+    assert torch.equal(found, batch.input_ids)
+    for most in range(len(parts), len(lengths) + 1):  # no rank can need more than one per row
+        cut = micro_batches(batch, 3, budget, Others(most))
+        assert len(cut) == most
+        assert sorted(torch.cat(cut).tolist()) == list(range(len(lengths)))
+        assert max(computed(batch, cut)) <= budget
+
+
+def test_a_row_above_the_budget_goes_alone() -> None:
+    batch = batch_of([12, 1, 12, 1])
+    assert sorted(len(rows) for rows in micro_batches(batch, 4, 1, alone())) == [1, 1, 1, 1]
+
+
+def test_unlike_lengths_do_not_pay_for_each_other() -> None:
+    batch = batch_of([12, 1, 1, 1] * 4)
+    fixed, packed = (micro_batches(batch, 4, tokens, alone()) for tokens in (None, 17 * 4))
+    assert len(packed) <= len(fixed) == 4
+    assert sum(computed(batch, packed)) < 0.6 * sum(computed(batch, fixed))
+
+
+def test_prompts_shared_by_neighbours_stay_neighbours() -> None:
+    batch = batch_of([3, 9, 1, 5])
+    [rows] = micro_batches(batch, 1, 1000, alone())
+    assert rows.tolist() == [0, 1, 2, 3]

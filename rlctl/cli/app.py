@@ -6,6 +6,7 @@ Command modules keep heavy imports inside their bodies, so that `--help` is ther
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import typer
 
 from rlctl.cli import prepare_data, presets, reward
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
+from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.export import export
 from rlctl.cli.schema import schema
@@ -43,6 +45,7 @@ app = typer.Typer(
 app.command()(train)
 app.command(cls=EvaluateCommand)(evaluate)
 app.command(cls=DiagnoseCommand)(diagnose)
+app.command()(doctor)
 app.command()(export)
 app.command()(schema)
 app.add_typer(presets.app, name="presets")
@@ -84,6 +87,9 @@ def _open_closed_streams() -> None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open to the end
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII gets an escape, not an error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:

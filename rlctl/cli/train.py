@@ -17,8 +17,8 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE",
-            help="Single values, stronger than presets and files: actor.lr=1e-6",
+            metavar="KEY=VALUE|FILE.yaml",
+            help="Single values, stronger than presets and files: actor.lr=1e-6. A spec file, as by --spec.",
             show_default=False,
         ),
     ] = None,
@@ -58,16 +58,20 @@ def train(
 
       rlctl train -p rloo-seq-is model.path=Qwen/Qwen2.5-0.5B data.train_files=data/gsm8k/train.parquet
 
+      rlctl train fixed.yaml
+
       rlctl train --resume runs/rlctl/rloo-seq-is-20260101-120000
 
     Every key: `rlctl schema`. Recipes: `rlctl presets list`.
     """
     from rlctl.spec.load import load_spec
 
-    files = list(spec or [])
+    given = list(overrides or [])
+    values = [item for item in given if "=" in item or not item.endswith((".yaml", ".yml"))]
+    files = [*(spec or []), *(Path(item) for item in given if item not in values)]
     if resume is not None:
         files.insert(0, _spec_of_run(resume, preset))
-    loaded = load_spec(list(preset or []), files, list(overrides or []))
+    loaded = load_spec(list(preset or []), files, values)
     if dry_run:
         from rlctl.cli.dry_run import print_dry_run
 

@@ -46,6 +46,7 @@ class Handover:
         self._config = copy.deepcopy(model.config)
         if not torch.cuda.is_available():  # see rlctl.rollout.vllm on tied heads
             self._config.tie_word_embeddings = False
+        is_shared = parent is not None
         parent = parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,8 @@ class Handover:
             self._root = Path(
                 tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent)
             )
-            self._root.chmod(0o755)  # engines of other users on other nodes read it
+            if is_shared:
+                self._root.chmod(0o755)  # engines on other nodes may run as another user
         except OSError as error:
             raise UsageError(
                 f"cannot write weights there: {error.strerror}", where="rollout.server.weights_dir"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -60,7 +61,9 @@ class VLLMRollout(CompletionRollout):
         """
         _settle_environment()
         try:
-            from vllm import LLM
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of vLLM about torch
+                from vllm import LLM
         except Exception as error:  # its import touches drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()

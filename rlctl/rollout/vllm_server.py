@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -65,21 +65,19 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: on every rank; a server refused the weights, or cannot be reached.
         """
         self._policy_version = None
-        problem = ""
-        if self._handover is None:
-            for _ in named_tensors:  # gathering is a collective, even for ranks that keep nothing
-                pass
-        else:
+        weights, failure = iter(named_tensors), None
+        if self._handover:
             try:
-                path = self._handover.write(named_tensors, policy_version)
-                if self._replicas and not self._replicas.is_started:
-                    self._replicas.start()
-                else:
-                    asyncio.run(self._load_everywhere(str(path)))
+                self._hand_over(self._handover, weights, policy_version)
             except RlctlError as error:
-                problem = str(error)
-        if problem := self._agree(problem):
-            raise RunFailure(problem)
+                failure = error
+        for _ in weights:  # gathering is a collective, even for ranks that keep nothing
+            pass
+        others = self._agree(str(failure or ""))
+        if failure:
+            raise failure
+        if others:
+            raise RunFailure(others)
         self._policy_version = policy_version
 
     def close(self) -> None:
@@ -114,6 +112,15 @@ class VLLMServerRollout(CompletionRollout):
             for answer in answers
             for choice in sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
         ]
+
+    def _hand_over(
+        self, handover: Handover, weights: Iterator[tuple[str, Tensor]], policy_version: int
+    ) -> None:
+        path = handover.write(weights, policy_version)
+        if self._replicas and not self._replicas.is_started:
+            self._replicas.start()  # each loads the newest weights when it starts
+        else:
+            asyncio.run(self._load_everywhere(str(path)))
 
     async def _load_everywhere(self, path: str) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}

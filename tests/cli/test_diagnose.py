@@ -119,7 +119,7 @@ def test_the_fixed_spec_can_be_trained_with(sick, tmp_path, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)
     assert "applied  data.max_response_length=12" in captured.err
-    assert run(["train", "--spec", str(fixed), "--dry-run"]) == 0
+    assert run(["train", str(fixed), "--dry-run"]) == 0
     assert run(["diagnose", str(sick), "--fix", str(fixed)]) == 2
     assert "replaces nothing" in capsys.readouterr().err
 

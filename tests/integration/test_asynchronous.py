@@ -38,8 +38,8 @@ def test_stopped_and_resumed_it_trains_on_every_batch_once(tmp_path: Path) -> No
     lines = runs.metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     oldest = [line["training/staleness_max"] for line in lines]
-    assert max(oldest) <= AHEAD * UPDATES_PER_STEP + UPDATES_PER_STEP - 1
-    assert max(oldest) > UPDATES_PER_STEP - 1  # some batch was sampled ahead
+    assert max(oldest) <= AHEAD * UPDATES_PER_STEP
+    assert max(oldest) > 0  # some batch was sampled ahead
     # The same prompts at the same steps as a run that samples when it trains.
     plain = runs.train(tmp_path / "plain", *ASYNCHRONOUS[:2], f"trainer.total_training_steps={STEPS}")
     assert prompts_by_step(tmp_path / "run") == prompts_by_step(plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlctl.spec.model_size import ModelSize, model_size
@@ -37,10 +37,7 @@ class MemoryPart:
 def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     """What a rank holds, part by part."""
     adapters = _adapter_parameters(spec, size)
-    parts = [
-        *_trained(spec, size.num_parameters, adapters, ""),
-        _part(spec, "rollout's weights", size.num_parameters, _rollout_width(spec), sharded_from=_NEVER),
-    ]
+    parts = [*_trained(spec, size.num_parameters, adapters, ""), *_sampling_copy(spec, size)]
     if spec.trains_critic:
         critic = _size_of(spec, spec.critic.path, size)
         parts += _trained(spec, critic.num_parameters, None, "critic's ")
@@ -71,6 +68,21 @@ def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose:
         _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of),
         _part(spec, f"{whose}optimizer (AdamW)", trained, optimizer, sharded_from=1, of=of, detail=words),
     ]
+
+
+def _samples_elsewhere(spec: RunSpec) -> bool:
+    """Servers have GPUs of their own."""
+    return spec.rollout.name == "vllm" and spec.rollout.mode == "server"
+
+
+def _sampling_copy(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
+    """The rollout engine's weights; vLLM's sleep while the trainer trains."""
+    if _samples_elsewhere(spec):
+        return []
+    width = _rollout_width(spec)
+    part = _part(spec, "rollout's weights", size.num_parameters, width, sharded_from=_NEVER)
+    sleeps = spec.rollout.name == "vllm" and spec.rollout.free_cache_engine
+    return [replace(part, phase="generation") if sleeps else part]
 
 
 def _part(
@@ -117,13 +129,21 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     cache = _product(2, size.layers, size.kv_heads, size.head_dim, length, at_once, width)
     activations = _product(tokens, size.layers, size.hidden, ACTIVATION_VALUES, width)
     logits = _product(2, responses, size.vocab, width)
+    held = "2 × layers × kv heads × head size"
+    generation = (
+        []
+        if _samples_elsewhere(spec)
+        else [
+            MemoryPart(
+                "key-value cache",
+                cache,
+                f"{held} × {length} tokens × {at_once} sequences × {width} bytes",
+                "generation",
+            )
+        ]
+    )
     return [
-        MemoryPart(
-            "key-value cache",
-            cache,
-            f"2 × layers × kv heads × head size × {length} tokens × {at_once} sequences × {width} bytes",
-            "generation",
-        ),
+        *generation,
         MemoryPart(
             "activations",
             activations,

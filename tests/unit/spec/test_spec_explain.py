@@ -96,6 +96,18 @@ def test_memory_by_hand():
     assert (parts["weights"], parts["optimizer (AdamW)"]) == (7e9 * 2, 7e9 * 12 / 8)
 
 
+def test_memory_of_a_rollout_engine_is_counted_where_and_while_it_is_held():
+    size = model_size(spec_of().model)
+    phases = {}
+    for where in ("hf", "colocated", "server"):
+        overrides = [] if where == "hf" else ["rollout.name=vllm", f"rollout.mode={where}"]
+        phases[where] = {part.name: part.phase for part in memory_parts(spec_of(*overrides), size)}
+    assert phases["hf"]["rollout's weights"] == "always"
+    assert phases["colocated"]["rollout's weights"] == "generation"  # asleep while the trainer trains
+    assert phases["colocated"]["key-value cache"] == "generation"
+    assert not {"rollout's weights", "key-value cache"} & phases["server"].keys()
+
+
 def test_memory_of_the_embedded_model_is_complete():
     spec = spec_of()
     parts = memory_parts(spec, model_size(spec.model))

@@ -1,4 +1,4 @@
-"""Files that survive a crash: readers see the old one or the whole new one, never half of it."""
+"""Files that survive a crash: readers see the old one or the whole new one, never half of it. The cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from platformdirs import user_cache_path
+
+
+def cache_root() -> Path:
+    """Where rlctl keeps what it can make again: `$RLCTL_CACHE`, else the user's cache directory."""
+    override = os.environ.get("RLCTL_CACHE")
+    return Path(override).expanduser() if override else user_cache_path("rlctl")
 
 
 def sync(path: Path) -> None:

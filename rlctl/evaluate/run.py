@@ -30,12 +30,12 @@ from rlctl.evaluate.rewards import chosen_reward
 from rlctl.evaluate.scores import summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.evaluate.target import Target, find_target
+from rlctl.files import cache_root
 from rlctl.reward.build import build_reward
 from rlctl.reward.protocol import Reward
 from rlctl.rollout.protocol import Sampling
 from rlctl.spec.data import DataSpec
 from rlctl.spec.reward import RewardSpec
-from rlctl.tiny.embedded import cache_root
 
 DEFAULT_KS = (1, 4, 8)
 #: Logits of some hundreds divided by less leave float32.

@@ -72,14 +72,18 @@ def _local_directory(spec: ModelSpec) -> Path | None:
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return path
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    repository = cache / f"models--{spec.path.replace('/', '--')}"
+    repository = hub_cache() / f"models--{spec.path.replace('/', '--')}"
     revision = spec.revision or "main"
     with contextlib.suppress(OSError):  # a commit hash has no ref: it names its snapshot itself
         revision = (repository / "refs" / revision).read_text().strip()
     snapshot = repository / "snapshots" / revision
     return snapshot if snapshot.is_dir() else None
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face hub keeps what it has downloaded."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
 def _count_safetensors(directory: Path) -> int | None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_path
 
 from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.files import cache_root
 from rlctl.spec.embedded import RECIPE, Recipe
 from rlctl.tiny.task import split, write_parquet
 
@@ -42,12 +42,6 @@ class EmbeddedTask:
     model_dir: Path
     train_file: Path
     val_file: Path
-
-
-def cache_root() -> Path:
-    """`$RLCTL_CACHE`, else the user's cache directory."""
-    override = os.environ.get("RLCTL_CACHE")
-    return Path(override).expanduser() if override else user_cache_path("rlctl")
 
 
 def ensure_embedded(

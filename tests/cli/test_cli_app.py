@@ -194,6 +194,7 @@ def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
         (["train", "no.such=1"], ("pyarrow",)),
         (["schema"], ("pyarrow",)),
         (["presets", "list"], ("pyarrow",)),
+        (["doctor", "--quick"], ("pyarrow", "wandb")),
     ],
 )
 def test_light_commands_import_nothing_heavy(arguments, forbidden):

@@ -1,0 +1,74 @@
+"""`rlctl doctor`: what works on this machine, and what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from rlctl.doctor.report import Check, Report
+
+_MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bold red")}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Read versions only; try no engine.")] = False,
+) -> None:
+    """Look at this machine: packages, GPU, disks, network; and try every engine on a tiny model.
+
+    Each trial runs in a process of its own, so that one that crashes or hangs is a line of the report.
+    Exit code 4 if something that training needs does not work.
+
+      rlctl doctor
+
+      rlctl doctor --json > doctor.json
+    """
+    from rich.console import Console
+
+    from rlctl.doctor.examine import examine
+
+    with Console(stderr=True).status("") as status:
+        report = examine(quick=quick, announce=status.update)
+    if as_json:
+        typer.echo(json.dumps(report.as_data(), indent=2, ensure_ascii=False))
+    else:
+        _print(report)
+    raise typer.Exit(4 if report.broken else 0)
+
+
+def _print(report: Report) -> None:
+    """A table per group, and how many things are broken."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    width = max(len(check.name) for check in report.checks)
+    for group in dict.fromkeys(check.group for check in report.checks):
+        console.print(Text(group, style="bold cyan"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, min_width=width)
+        table.add_column(overflow="fold")
+        for check in report.checks:
+            if check.group == group:
+                mark, style = _MARKS[check.status]
+                table.add_row(Text(mark, style=style), Text(check.name), _words(check))
+        console.print(table)
+    if count := len(report.broken):
+        console.print(Text(f"\n{count} of these keep a run from working", style="bold red"))
+    else:
+        console.print(Text("\nAll that training needs works", style="bold green"))
+
+
+def _words(check: Check) -> Text:
+    """What was found, and below it what to do."""
+    from rich.text import Text
+
+    advice = (f"\nfix  {check.fix}", "cyan") if check.fix else ""
+    return Text.assemble(check.found, advice)

@@ -1,0 +1,192 @@
+"""What is tried, each in a process of its own (`attempt`): torch's device, both rollout engines, a step.
+
+Every trial uses the code a run uses, on the embedded model's shape with random weights, in seconds.
+Imports are inside, so that a trial fails for its own reasons only.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.doctor.machine import gpus
+from rlctl.errors import EnvironmentFailure, RunFailure
+
+if TYPE_CHECKING:
+    from rlctl.rollout.protocol import ResponseSampler
+
+_PROMPTS = ("12+34=", "5+67=")
+_RESPONSE_LENGTH = 8
+#: Share of a GPU's memory for the vLLM engine of a trial.
+_GPU_SHARE = 0.2
+
+
+def torch_computes() -> str:
+    """A product of matrices on every device.
+
+    Raises:
+        EnvironmentFailure: a GPU gives other numbers than the CPU, or torch cannot use the one there is.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        _refuse_idle_gpu(torch.version.cuda)
+        return f"torch {torch.__version__} on the CPU"
+    here = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    names = []
+    for index in range(torch.cuda.device_count()):
+        there = here.to(torch.device("cuda", index))
+        if not torch.allclose((there @ there).cpu(), here @ here, rtol=1e-2, atol=1e-1):
+            raise EnvironmentFailure(f"GPU {index} computes wrong products", fix="look at its errors: dmesg")
+        properties = torch.cuda.get_device_properties(index)
+        names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    return f"torch {torch.__version__} on {'; '.join(names)}"
+
+
+def _refuse_idle_gpu(cuda: str | None) -> None:
+    """A run would go to the CPU without a word; `CUDA_VISIBLE_DEVICES=` says that it should."""
+    found = gpus()
+    if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return
+    if cuda is None:
+        raise EnvironmentFailure(
+            f"torch is built without CUDA, and cannot use {found[0]}", fix="install torch's CUDA build"
+        )
+    raise EnvironmentFailure(
+        f"torch is built for CUDA {cuda}, and finds no GPU where the driver has {found[0]}",
+        fix="update the driver, or install a torch built for the CUDA that `nvidia-smi` names",
+    )
+
+
+def hf_samples() -> str:
+    """A few tokens by Hugging Face generation.
+
+    Raises:
+        RunFailure: its log-probs are none.
+    """
+    import torch
+
+    from rlctl.rollout.hf import HFRollout
+
+    model, tokenizer = _tiny()
+    return _sampled(HFRollout(model, tokenizer, "cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+def vllm_samples() -> str:
+    """vLLM starts, samples a few tokens and ends.
+
+    Raises:
+        RlctlError: what vLLM's engine says of itself.
+    """
+    from rlctl.rollout.vllm import VLLMRollout
+    from rlctl.spec.embedded import RECIPE
+    from rlctl.tiny.model import save_model
+
+    model, tokenizer = _tiny()
+    with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as directory:
+        save_model(model, Path(directory))
+        tokenizer.save_pretrained(directory)
+        engine = VLLMRollout(
+            directory,
+            tokenizer,
+            dtype="bf16",
+            max_model_len=RECIPE.max_position_embeddings,
+            gpu_memory_utilization=_GPU_SHARE,
+        )
+        found = _sampled(engine, tokenizer)
+        engine.close()
+    return found
+
+
+def deepspeed_steps() -> str:
+    """One optimizer step in bf16, after which the weights are others.
+
+    Raises:
+        RunFailure: the step was withheld, or changed nothing.
+    """
+    import torch
+
+    from rlctl.engine.deepspeed import DeepSpeedEngine
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+
+    model, _ = _tiny()
+    ranks = join_ranks()
+    engine = DeepSpeedEngine(
+        model,
+        ranks,
+        temperature=1.0,
+        zero_stage=2,
+        dtype=torch.bfloat16,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        grad_clip=1.0,
+    )
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    engine.backward(-engine.policy(_batch(model, ranks.device)).log_probs.mean(), last=True)
+    result = engine.step(lr=1e-2)
+    is_changed = any(not torch.equal(weight, before[name]) for name, weight in engine.weights())
+    leave_ranks()
+    if not (result.applied and is_changed):
+        raise RunFailure("a step left every weight as it was", fix="reinstall deepspeed and torch together")
+    return f"a step of AdamW under ZeRO 2 in bf16 on {ranks.device}"
+
+
+def _tiny() -> tuple[Any, Any]:
+    """A random model of the embedded one's shape, and its tokenizer."""
+    import torch
+
+    from rlctl.spec.embedded import RECIPE
+    from rlctl.tiny.model import build_model, build_tokenizer
+
+    torch.manual_seed(0)
+    return build_model(RECIPE), build_tokenizer(RECIPE)
+
+
+def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
+    """Two responses to each of two prompts, looked at."""
+    import torch
+
+    from rlctl.batch import Prompts
+    from rlctl.rollout.protocol import Sampling
+
+    encoded = tokenizer(list(_PROMPTS), padding=True, return_tensors="pt")
+    prompts = Prompts(
+        prompt_ids=encoded["input_ids"],
+        prompt_mask=encoded["attention_mask"].bool(),
+        group_ids=torch.arange(len(_PROMPTS)),
+        data_sources=("",) * len(_PROMPTS),
+        ground_truths=("",) * len(_PROMPTS),
+        texts=_PROMPTS,
+    )
+    sampling = Sampling(max_response_length=_RESPONSE_LENGTH)
+    rollouts = engine.generate(prompts, sampling, n=2, step_seed=1, num_groups_total=len(_PROMPTS))
+    log_probs = rollouts.rollout_log_probs[rollouts.response_mask]
+    if not (log_probs.isfinite() & (log_probs <= 0)).all():
+        raise RunFailure(
+            "sampled tokens have log-probs that are none", fix="compare engines: see docs/mismatch"
+        )
+    return f"{len(log_probs)} tokens sampled on {rollouts.responses.device}"
+
+
+def _batch(model: Any, device: Any) -> Any:
+    """Random tokens as a batch of four responses."""
+    import torch
+
+    from rlctl.batch import TrainBatch
+
+    rows, prompt, length = 4, len(_PROMPTS[0]), _RESPONSE_LENGTH
+    ids = torch.randint(model.config.vocab_size, (rows, prompt + length), device=device)
+    mask, zeros = torch.ones_like(ids, dtype=torch.bool), torch.zeros(rows, length, device=device)
+    return TrainBatch(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=torch.arange(prompt + length, device=device).expand_as(ids),
+        responses=ids[:, prompt:],
+        response_mask=mask[:, prompt:],
+        sample_mask=mask[:, 0],
+        rollout_log_probs=zeros,
+        old_log_probs=zeros,
+        advantages=zeros,
+    )

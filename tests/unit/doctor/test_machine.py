@@ -1,0 +1,74 @@
+"""Each look at the machine: what it says when all is well, and when something real is amiss."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rlctl.doctor import machine
+from rlctl.doctor.machine import machine_checks
+
+
+def check(name: str):
+    return next(found for found in machine_checks() if found.name == name)
+
+
+def test_the_loopback_network_is_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check("network").status == "ok"
+
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    found = check("network")
+    assert found.status == "broken"
+    assert "Permission denied" in found.found
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("RLCTL_CACHE", str(file / "below"))
+    found = check("disk for rlctl's cache")
+    assert (found.status, found.found) == ("broken", f"{file} cannot be written")
+    assert "RLCTL_CACHE" in str(found.fix)
+    monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "not" / "yet"))
+    assert check("disk for rlctl's cache").status == "ok"
+
+
+def test_little_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DISK_USUAL", 1 << 60)
+    monkeypatch.setattr(machine, "SHARED_MEMORY_USUAL", 1 << 60)
+    assert check("disk for runs").status == "note"
+    assert "--shm-size" in str(check("shared memory").fix)
+    monkeypatch.setattr(machine, "DISK_NEEDED", 1 << 60)
+    assert check("disk for runs").status == "broken"
+
+
+def test_a_missing_compiler_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = check("C++ compiler")
+    assert found.status == "note"
+    assert found.found.startswith("no-such-compiler")
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "status", "words"),
+    [
+        ("offline", None, "ok", "offline"),
+        ("disabled", None, "note", "disabled"),
+        ("online", None, "note", "not logged in"),
+        ("online", "k", "ok", "online, logged in"),
+    ],
+)
+def test_wandb_modes(mode, key, status, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    found = check("W&B")
+    assert found.status == status
+    assert words in found.found

@@ -29,12 +29,11 @@ def first_step(run: RunLog) -> Finding | Skipped | None:
         return Skipped("several updates per batch: the first step's figures hold progress")
     if not any(key in run.table.columns for key in limits):
         return Skipped("in bypass mode drift and clipping hold the gap of the engines")
-    step = int(run.table.steps[0])
     found = []
     for key, limit in limits.items():
-        series = run.table.series(key)
-        if len(series) and series.steps[0] == step and abs(series.values[0]) > limit:
-            figure = f"{series.values[0]:.3g}, over {limit:g}"
+        series = run.table.series(key)  # begins after step 0 where that held a validation only
+        if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
+            step, figure = int(series.steps[0]), f"{series.values[0]:.3g}, over {limit:g}"
             found.append(Evidence(key, figure, step, step))
     if not found:
         return None

@@ -414,6 +414,14 @@ def test_the_first_step_alone_is_judged_where_it_says_enough():
     assert found(diagnose(corr(kl=0.8), ONE_UPDATE, count=2)) == {"template": "critical"}
 
 
+def test_a_validation_before_the_first_step_does_not_hide_it():
+    def spoil(rows):
+        rows[0]["actor/ppo_kl"] = 0.02
+        rows.insert(0, {"step": 0, "val/x/reward_mean": 0.3})
+
+    assert found(diagnose(spoil, ONE_UPDATE, DECOUPLED))["first-step"] == "warning"
+
+
 def test_steps_and_the_end_of_a_phase_are_told():
     diagnosis = diagnose(corr(kl=lambda s: 0.3 if 20 <= s <= 39 else 0.0))
     [finding] = diagnosis.findings

@@ -195,7 +195,8 @@ def reward_hacking(run: RunLog) -> Finding | Skipped | None:
     before, after = ends(validation.values, th.VAL_ENDS)
     start, end = ends(score, _end_of(score))
     gain, held_out = (end - start) / size, (after - before) / size
-    had_learned = (before - span[0]) / size >= th.LEARNED and held_out > -th.FLAT_REWARD
+    # Near the top there is nothing to gain, and some wandering; not that much of a fall.
+    had_learned = (before - span[0]) / size >= th.LEARNED and held_out > -th.HACKING_GAP[0][1]
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or had_learned:
         return None
     reached: list[Severity] = [severity for severity, gap in th.HACKING_GAP if gain - held_out > gap]

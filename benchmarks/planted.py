@@ -38,6 +38,7 @@ _COMMON = (
     "trainer.test_freq=5",
     "trainer.rollouts_per_step=-1",
 )
+_AS_SHIPPED = ("trainer.total_training_steps=100", "trainer.test_freq=5", "trainer.rollouts_per_step=-1")
 ONE_UPDATE = ("actor.ppo_mini_batch_size=null",)
 
 
@@ -67,6 +68,7 @@ class Planted:
 _TRUE = "    return float(response == ground_truth)\n"
 _NEVER = "def score(response, ground_truth):\n    return 0.0\n"
 _ALWAYS = "def score(response, ground_truth):\n    return 1.0\n"
+_NOISE = "import random\ndef score(response, ground_truth):\n    return float(random.random() < 0.5)\n"
 _RAISES = "def score(response, ground_truth):\n    assert len(response) == 3, 'cannot be read'\n" + _TRUE
 #: Validation is graded rightly: it tells a policy that pleases the grader from one that learned.
 _GAMEABLE = (
@@ -127,7 +129,8 @@ FAULTS = (
             ("data.max_response_length=4",), grader=_LONGER),
     Planted("rate too high", frozenset({"gradient-norm", "zero-reward", "entropy", "gibberish", "no-gradient",
             "dead-groups", "truncated", "reference-drift"}) | _GAP, "rate 2e-2", ("actor.lr=2e-2",)),
-    Planted("entropy collapse", frozenset({"entropy"}), "the loss pays for low entropy",
+    Planted("entropy collapse", frozenset({"entropy"}),
+            "rewards are noise, and the loss pays for low entropy", grader=_NOISE,
             patch="low_entropy_pays"),
     Planted("useless critic", frozenset({"critic"}), "the critic's rate is 0",
             ("algorithm.adv_estimator=gae", "critic.lr=0", "trainer.total_training_steps=80",
@@ -189,9 +192,9 @@ def _train(one: Planted, seed: int, run_dir: Path) -> None:
     if one.grader:
         (run_dir / "grader.py").write_text(one.grader)
         graded = (f"reward.name={run_dir / 'grader.py'}:score",)
-    own = () if one.presets else DECOUPLED
+    own = _AS_SHIPPED if one.presets else (*_COMMON, *DECOUPLED)
     presets = list(one.presets or ("grpo-uncorrected",))
-    overrides = [*_COMMON, *own, *one.overrides, *graded, f"trainer.seed={seed}"]
+    overrides = [*own, *one.overrides, *graded, f"trainer.seed={seed}"]
     spec = load_spec(presets, [], overrides).spec
     if one.patch:
         PATCHES[one.patch]()

@@ -1,17 +1,26 @@
-"""A tiny random Qwen2 directory with a byte-level tokenizer, as a user would bring one."""
+"""A tiny random model directory with a byte-level tokenizer, as a user would bring one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
 
 
 def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 0) -> Path:
+    """A Qwen2; see `save_tiny`."""
+    shape = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    return save_tiny(directory, Qwen2Config, context=context, extra_tokens=extra_tokens, **shape)
+
+
+def save_tiny(
+    directory: Path, config_class: type, *, context: int = 256, extra_tokens: int = 0, **shape: Any
+) -> Path:
     """`extra_tokens`: how many more the tokenizer knows than the model has embeddings for."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0} | {char: i + 1 for i, char in enumerate(alphabet)}
@@ -26,18 +35,17 @@ def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 
         chat_template=TEMPLATE,
     )
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = config_class(
         vocab_size=len(vocabulary) - extra_tokens,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=context,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=0,
+        **shape,
     )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The shipped recipes: list, read, compare and copy them.", no_args_is_help=True)
 
+#: A preset of a model has no prompts of its own.
+_LEFT_TO_THE_USER = frozenset({"data.train_files"})
+
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.")]
 
 
 @app.command("list")
 def list_presets() -> None:
-    """All presets, one line each.
+    """All presets, one line each: algorithms, models, hardware, and complete examples.
 
     rlctl presets list
+
+    rlctl train -p llama3-8b -p 8gpu -p rloo-seq-is data.train_files=data/train.parquet --dry-run
     """
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +69,7 @@ def diff(
     from rlctl.spec.keys import known_leaves
     from rlctl.spec.load import load_spec
 
-    specs = [load_spec([name], [], []).spec for name in (first, second)]
+    specs = [load_spec([name], [], [], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("key", first, second):
         table.add_column(heading, overflow="fold")

@@ -78,13 +78,16 @@ class _Entry:
     origin: Origin
 
 
-def load_spec(presets: list[str], files: list[Path], overrides: list[str]) -> LoadedSpec:
+def load_spec(
+    presets: list[str], files: list[Path], overrides: list[str], *, left_open: frozenset[str] = frozenset()
+) -> LoadedSpec:
     """Read, layer, validate and check a spec.
 
     Args:
         presets: names of shipped presets or paths of preset files, weakest first.
         files: spec files, stronger than presets, weakest first.
         overrides: `dotted.key=value`, strongest.
+        left_open: keys that a part of a spec may leave to others: checks that read one say nothing.
 
     Raises:
         SpecError: with every problem found.
@@ -104,7 +107,7 @@ def load_spec(presets: list[str], files: list[Path], overrides: list[str]) -> Lo
     spec, invalid = _validate(known)
     problems += invalid
     # A contradiction that involves a value nobody could read is not worth reporting.
-    found = check_spec(spec, skip=frozenset(problem.key for problem in invalid))
+    found = check_spec(spec, skip=left_open.union(problem.key for problem in invalid))
     origins = {key: entries[key].origin if key in entries else DEFAULT for key in known_leaves()}
     problems += [_located(problem, origins) for problem in found]
     if any(problem.severity == "error" for problem in problems):

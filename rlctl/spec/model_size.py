@@ -7,12 +7,13 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.spec.embedded import RECIPE, VOCABULARY
 from rlctl.spec.model import EMBEDDED, ModelSpec
+from rlctl.spec.published import PUBLISHED
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 _MAX_HEADER = 100 << 20
@@ -38,7 +39,8 @@ class ModelSize:
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
-    """The size of `spec.path`: built in, a local directory, the hub's cache, or its name's word for it."""
+    """The size of `spec.path`: built in, a local directory, the hub's cache, as published, or its name's
+    word for it."""
     if spec.path == EMBEDDED:
         return _embedded_size()
     directory = _local_directory(spec)
@@ -47,6 +49,8 @@ def model_size(spec: ModelSpec) -> ModelSize:
         counted = _count_safetensors(directory)
         size = _from_config(config, "safetensors headers" if counted else "config.json")
         return _with_count(size, counted) if counted else size
+    if published := PUBLISHED.get(spec.path):
+        return ModelSize("as published; the model itself is not on this machine", **asdict(published))
     match = _SIZE_IN_NAME.search(spec.path)
     if match:
         scale = 1e9 if match[2] in "Bb" else 1e6

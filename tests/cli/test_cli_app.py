@@ -27,7 +27,9 @@ def _wide_plain_terminal(monkeypatch):
 
 @pytest.mark.parametrize("name", list(all_presets()))
 def test_every_preset_dry_runs(name, capsys):
-    assert run(["train", "--preset", name, "--dry-run"]) == 0
+    of_a_model = all_presets()[name].kind == "models" and name != "embedded"
+    prompts = ["data.train_files=prompts.parquet"] if of_a_model else []
+    assert run(["train", "--preset", name, "--dry-run", *prompts]) == 0
     out = capsys.readouterr().out
     assert f"preset {name}:" in out
     assert "Memory per GPU" in out
@@ -176,6 +178,8 @@ def test_presets_are_listed_shown_compared_and_copied(capsys, tmp_path):
     assert f"{RC}rollout_is " in compared
     assert "adv_estimator" not in compared
     assert run(["presets", "diff", "rloo-seq-is", "rloo-seq-is"]) == 0
+    assert run(["presets", "diff", "llama3-8b", "mistral-7b"]) == 0
+    assert "mistralai/Mistral-7B-Instruct-v0.3" in capsys.readouterr().out
     assert run(["presets", "copy", "rloo-seq-is", str(tmp_path)]) == 0
     copied = tmp_path / "rloo-seq-is.yaml"
     assert run(["presets", "copy", "rloo-seq-is", str(copied)]) == 2

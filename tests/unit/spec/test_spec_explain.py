@@ -82,7 +82,7 @@ def test_total_steps_from_parquet_rows(tmp_path):
 
 
 def test_memory_by_hand():
-    spec = spec_of("trainer.n_gpus_per_node=8", preset="qwen2.5-7b-rloo-seq-is")
+    spec = spec_of("trainer.n_gpus_per_node=8", "model.path=a/b-7B", preset="qwen2.5-7b-rloo-seq-is")
     size = model_size(spec.model)
     assert size.num_parameters == 7_000_000_000
     parts = {part.name: part.num_bytes for part in memory_parts(spec, size)}
@@ -91,7 +91,7 @@ def test_memory_by_hand():
     assert parts["optimizer (AdamW)"] == 7e9 * 12 / 8
     assert parts["rollout's weights"] == 7e9 * 2
     assert parts["key-value cache"] is None
-    unsharded = spec_of("engine.zero_stage=1", preset="qwen2.5-7b-rloo-seq-is")
+    unsharded = spec_of("engine.zero_stage=1", "model.path=a/b-7B", preset="qwen2.5-7b-rloo-seq-is")
     parts = {part.name: part.num_bytes for part in memory_parts(unsharded, size)}
     assert (parts["weights"], parts["optimizer (AdamW)"]) == (7e9 * 2, 7e9 * 12 / 8)
 
@@ -160,7 +160,8 @@ def test_model_size_from_the_hubs_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("Qwen/Qwen2.5-7B", 7e9),
+        ("Qwen/Qwen2.5-Coder-7B", 7e9),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("a/Llama-3.2-1B-Instruct", 1e9),
         ("x/y-350m", 350e6),
         ("gpt2", None),

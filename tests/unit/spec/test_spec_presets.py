@@ -1,0 +1,81 @@
+"""Presets of models, hardware and algorithms go together, in any order, and fit the cards they name."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from rlctl.spec.load import load_spec
+from rlctl.spec.memory import memory_parts
+from rlctl.spec.model import EMBEDDED
+from rlctl.spec.model_size import model_size
+from rlctl.spec.presets import DESCRIPTION, all_presets
+from rlctl.spec.run import RunSpec
+from rlctl.spec.yaml_source import read_yaml_file
+
+PROMPTS = ["data.train_files=prompts.parquet"]
+#: Memory of a card in bytes, as it is sold.
+CARDS = {"1gpu-lora": 48e9, "1gpu-80gb": 80e9, "8gpu": 80e9, "2x8gpu": 80e9, "1xh200": 141e9}
+#: A critic is trained in full, which takes several cards.
+WITHOUT_CRITIC = {"1gpu-lora", "1gpu-80gb", "1xh200"}
+#: What the estimate leaves out: kernels, communication, fragments.
+SHARE_THAT_FITS = 0.92
+
+
+def of_kind(kind: str) -> list[str]:
+    return [name for name, preset in all_presets().items() if preset.kind == kind and name != EMBEDDED]
+
+
+def keys(name: str) -> set[str]:
+    return set(read_yaml_file(all_presets()[name].path, ()).leaves) - {DESCRIPTION}
+
+
+def test_every_kind_is_there() -> None:
+    families = ["deepseek-7b", "gemma-7b", "llama3-8b", "mistral-7b", "qwen2-7b", "qwen2.5-7b"]
+    assert sorted(of_kind("models")) == families
+    assert set(of_kind("hardware")) == set(CARDS)
+    assert len(of_kind("algorithms")) >= 7
+
+
+def test_order_does_not_matter_because_no_two_kinds_set_the_same_key() -> None:
+    for one, other in combinations(("models", "hardware", "algorithms"), 2):
+        for first, second in product(of_kind(one), of_kind(other)):
+            assert not keys(first) & keys(second), (first, second)
+
+
+@pytest.mark.parametrize("hardware", list(CARDS))
+def test_every_combination_is_accepted_and_fits_its_cards(hardware: str, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for model, algorithm in product(of_kind("models"), of_kind("algorithms")):
+        loaded = load_spec([model, hardware, algorithm], [], PROMPTS)
+        # Some algorithms warn of themselves; together nothing is added.
+        assert {warning.key for warning in loaded.warnings} <= keys(algorithm), (model, algorithm)
+        spec = loaded.spec
+        if not (spec.trains_critic and hardware in WITHOUT_CRITIC):
+            training, sampling = peaks(spec, CARDS[hardware])
+            assert training < SHARE_THAT_FITS * CARDS[hardware], (model, algorithm, training)
+            assert sampling < SHARE_THAT_FITS * CARDS[hardware], (model, algorithm, sampling)
+
+
+def peaks(spec: RunSpec, card: float) -> tuple[float, float]:
+    """Bytes held while training and while sampling, when vLLM takes the share of the card it is given."""
+    parts = memory_parts(spec, model_size(spec.model))
+    held = dict.fromkeys(("always", "generation", "update"), 0.0)
+    for part in parts:
+        assert part.num_bytes is not None, part.name
+        held[part.phase] += part.num_bytes
+    by_name = {part.name: part.num_bytes for part in parts}
+    share = spec.rollout.gpu_memory_utilization * card
+    weights, cache = by_name["rollout's weights"], by_name["key-value cache"]
+    of_a_rank = spec.data.train_batch_size * spec.rollout.n // spec.world_size
+    at_once = min(spec.rollout.max_num_seqs or of_a_rank, of_a_rank)
+    # Beside the weights there is room for the keys and values of a few of the longest sequences.
+    assert weights + 4 * cache / at_once < 0.9 * share, (spec.model.path, weights, cache / at_once, share)
+    return held["always"] + held["update"], held["always"] + share
+
+
+def test_a_preset_of_hardware_says_which_engine_and_how_large_its_share_is() -> None:
+    for name in CARDS:
+        assert {"rollout.name", "rollout.gpu_memory_utilization", "trainer.n_gpus_per_node"} <= keys(name)
+        assert {"trainer.nnodes", "engine.zero_stage", "actor.ppo_max_token_len_per_gpu"} <= keys(name)

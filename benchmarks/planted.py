@@ -99,7 +99,7 @@ FAULTS = (
             ONE_UPDATE, patch="hotter"),
     Planted("raw log-probs", _GAP, "temperature 0.7; the engine reports log-probs before it",
             (*ONE_UPDATE, "rollout.temperature=0.7"), patch="raw_log_probs"),
-    Planted("hidden temperature", _GAP, "samples at 1.5 and reports log-probs as if at 1",
+    Planted("hidden temperature", frozenset({"sampled-otherwise"}), "samples at 1.5 and reports log-probs as if at 1",
             ONE_UPDATE, patch="hidden_temperature"),
     Planted("shifted log-probs", _GAP, "the engine's log-probs are those of the token before",
             ONE_UPDATE, patch="shifted"),

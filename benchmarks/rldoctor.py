@@ -30,7 +30,9 @@ _ROOT = Path(__file__).parents[1]
 _GAP = ("kl_drift", "clip_saturation")
 #: Rule → detectors of rldoctor that may mean the same.
 COUNTERPARTS = {
-    **dict.fromkeys(("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "chi2"), _GAP),
+    **dict.fromkeys(
+        ("policy-gap", "probability-gap", "stale-weights", "hidden-tail", "chi2", "sampled-otherwise"), _GAP
+    ),
     "staleness": _GAP,
     "clipped-on-policy": ("clip_saturation",),
     "zero-reward": ("advantage_collapse", "plateau"),

@@ -100,15 +100,21 @@ def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, A
 
 def time_correction() -> list[float]:
     """Wrap what the update calls for the correction; returns the list its seconds go to."""
+    import torch
+
     from rlctl.engine.ranks import Ranks
     from rlctl.train import update
 
     spent: list[float] = []
+    # A card works on after a call has returned.
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
 
     def timed(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            wait()
             start = time.perf_counter()
             result = function(*args, **kwargs)
+            wait()
             spent.append(time.perf_counter() - start)
             return result
 

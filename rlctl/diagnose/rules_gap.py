@@ -17,6 +17,8 @@ _LR = "actor/lr"
 #: Measures of the same gap, the most telling first.
 GAPS = (th.K3.key, th.LOG_PROB_GAP.key, th.PROBS_GAP.key)
 _MASKED, _LENGTH = th.MASKED.key, "response_length/mean"
+_ENTROPY, _FAILED = th.SAMPLED.key, "reward/error_fraction"
+_TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
 
 
 @rule(
@@ -89,6 +91,45 @@ def _log_prob_mismatch(run: RunLog) -> Crossing | None:
     if len(run.table.series(th.K3.key)) or crossing(series, th.LOG_PROB_GAP) is not None:
         return None
     return crossing(series, th.LOG_PROB_MISMATCH)
+
+
+@rule(
+    "sampled-otherwise",
+    "samples are as likely as the policy's entropy says",
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY),
+    uses=(_FAILED,),
+)
+def sampled_otherwise(run: RunLog) -> Finding | None:
+    """Both sides agree on the samples' log-probs, but draws from the policy would be likelier, or less so.
+
+    The mean of −log π over draws from π is its entropy. The ratio ρ cannot see a temperature that the
+    engine applies and does not report: both log-probs are right, and the samples are another policy's.
+    """
+    steps, (ours, theirs, entropy) = run.table.aligned(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY)
+    nats = ours - entropy
+    # Where the log-probs differ as well other rules know more; a failed sample is in one mean only.
+    counts = (np.abs(nats) > th.SAMPLED_NATS) & (np.abs(ours - theirs) < th.SAMPLED_GAP * np.abs(nats))
+    if (run.table.series(_FAILED).values > 0).any():
+        return None
+    positive = np.maximum(np.stack([ours, entropy]), th.SAMPLED_NATS)
+    off = np.where(counts, np.abs(np.log(positive[0] / positive[1])), 0.0)
+    crossed = crossing(Series(steps, off), th.SAMPLED)
+    if crossed is None:
+        return None
+    apart = float(np.median(nats[counts]))
+    hotter, figure = apart > 0, f"−log π of the samples is {apart:+.2g} nats from it"
+    return Finding(
+        crossed.severity,
+        f"sampled tokens are {'less' if hotter else 'more'} likely than draws from the policy would be",
+        (Evidence(_ENTROPY, figure, crossed.first_step, crossed.last_step),),
+        f"the engine samples {'hotter' if hotter else 'colder'} than it reports: another temperature, top-p "
+        "or top-k, those of the model's generation config for one",
+        th.SAMPLED.source,
+        (remedy.by_hand("give the engine the trainer's temperature, and no generation config"),
+         remedy.find_the_cause()),
+        "medium",
+        "both log-probs agree, so the sampling differs; responses of unequal length move the figure a little",
+    )  # fmt: skip
 
 
 @rule(
@@ -247,6 +288,7 @@ def mixed(run: RunLog, key: str) -> Skipped:
 RULES = (
     probability_gap,
     policy_gap,
+    sampled_otherwise,
     token_error,
     frozen_gap,
     stale_weights,

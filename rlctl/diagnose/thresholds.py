@@ -96,6 +96,10 @@ CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),), VERL)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),), TRL)
 #: The same where only the implementations differ.
 LOG_PROB_MISMATCH = Levels(LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), OWN, relative=True)
+#: |log| of what the samples' −log π is over the policy's entropy: 1 where they are its own.
+SAMPLED = Levels("actor/entropy", (("warning", 0.34), ("critical", 0.69)), OWN)
+#: Nats per token by which they must differ at all, and share of it that the two log-probs may.
+SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
 TOKEN_ERROR = Levels(
     "mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), NEMO, relative=True
 )

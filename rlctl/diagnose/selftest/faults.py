@@ -111,6 +111,11 @@ def _sign(size: float) -> Value:
     return lambda since, length, noise, healthy: size * noise.choice((-1, 1))
 
 
+def _log_ppl(nats: float) -> Mapping[str, Value]:
+    """Samples of this mean −log π, on which both sides agree."""
+    return {f"{CORR}{side}_log_ppl": near(nats, 0.02) for side in ("training", "rollout")}
+
+
 RC = "algorithm.rollout_correction."
 ONE_UPDATE = "actor.ppo_mini_batch_size=null"
 DECOUPLED, PPO = f"{RC}bypass_mode=false", f"{RC}loss_type=ppo_clip"
@@ -158,6 +163,7 @@ _GAP = (
     *_both("policy-gap", ("warning", {_K3: near(0.005), _LOG_GAP: near(0.06)}),
            ("critical", {_KL: near(0.25), _K3: near(0.3), _LOG_GAP: near(0.4)}), _ALL,
            overrides=(ONE_UPDATE,), before={_LOG_GAP: near(0.01)}),
+    *_both("sampled-otherwise", ("warning", _log_ppl(0.9)), ("critical", _log_ppl(1.6))),
     *_both("token-error", ("warning", {_ERROR: near(1.12, 0.01)}), ("critical", {_ERROR: near(2.5)}),
            ("nemo-rl",), before={_ERROR: near(1.01, 0.002)}),
     *_both("frozen-gap", ("critical", {_K3: ramp(1e-4, 4e-4), _LOG_GAP: ramp(5e-3, 1e-2)}),

@@ -49,6 +49,10 @@ class Kind:
         change(rows, self.values, random.Random(seed))
 
 
+#: Of samples that are the policy's own both are near its entropy.
+_LOG_PPL = (f"{CORR}training_log_ppl", f"{CORR}rollout_log_ppl")
+
+
 def _saturating(top: float) -> Value:
     """Rises for 60 % of the run, then stays."""
 
@@ -69,7 +73,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("long reasoning", (DECOUPLED, TOKEN),
          {"response_length/mean": ramp(500, 3000), "actor/grad_norm": near(0.15, 0.1), **_GAP}),
     Kind("learned to the top", (),
-         {"critic/score/mean": _saturating(0.98), "actor/entropy": ramp(0.6, 0.004),
+         {"critic/score/mean": _saturating(0.98),
+          **dict.fromkeys(("actor/entropy", *_LOG_PPL), ramp(0.6, 0.004)),
           "reward/zero_spread_groups": ramp(0.1, 0.97)}),
     Kind("learns nothing yet", (),
          {"critic/score/mean": near(0.4, 0.05), "val/addition/reward_mean": validated(0.4),

@@ -125,6 +125,11 @@ TRIGGERS = {
         ("warning", always(**{ERROR: later(1.01, 1.08)}), []),  # eight times as far from 1
         ("info", always(**{ERROR: 1.08}), []),
     ],
+    "sampled-otherwise": [
+        ("critical", corr(training_log_ppl=1.3, rollout_log_ppl=1.31), []),  # of an entropy of 0.5
+        ("warning", corr(training_log_ppl=0.72, rollout_log_ppl=0.72), []),
+        ("critical", corr(training_log_ppl=0.2, rollout_log_ppl=0.2), []),  # colder
+    ],
     "first-step": [
         ("warning", always(actor__ppo_kl=lambda s: 0.02 if s == 1 else 0.0), [ONE_UPDATE, DECOUPLED]),
         ("warning", always(actor__pg_clipfrac=lambda s: 0.05 * (s == 1)), [ONE_UPDATE, DECOUPLED]),
@@ -298,6 +303,14 @@ def test_every_rule_is_tried_and_documented():
         # one bad step is not a trend
         ("policy-gap", corr(kl=lambda s: 0.5 if s == 30 else 0.0), []),
         ("effective-samples", corr(rollout_is_eff_sample_size=lambda s: 0.1 if s % 5 == 0 else 0.9), []),
+        # both log-probs differ as well: another finding's matter
+        ("sampled-otherwise", corr(training_log_ppl=1.3, rollout_log_ppl=0.5), []),
+        # ×2, but of next to nothing
+        ("sampled-otherwise", both(corr(training_log_ppl=0.04, rollout_log_ppl=0.04),
+                                   always(actor__entropy=0.02)), []),
+        # failed samples are in one of the means only
+        ("sampled-otherwise", both(corr(training_log_ppl=1.3, rollout_log_ppl=1.3),
+                                   always(reward__error_fraction=0.2)), []),
         ("token-error", always(**{ERROR: ramp(1.001, 1.004)}), []),  # rises, but to nothing
         ("token-error", always(**{ERROR: ramp(1.04, 1.02)}), []),
         ("first-step", always(actor__ppo_kl=lambda s: 0.02 * (s > 1)), [ONE_UPDATE, DECOUPLED]),

@@ -103,9 +103,11 @@ def installed(path: list[str] | None = None) -> dict[str, Package]:
 
 def package_checks(packages: Mapping[str, Package]) -> list[Check]:
     """The needed packages' versions, those of others that matter, and every clash."""
-    clashes = [*_pairs(packages), *_overlaid(packages)]
+    clashes = [*_overlaid(packages), *_pairs(packages)]
+    clashing = {check.name for check in clashes}
     known = [name for name in (*NEEDED, *OPTIONAL) if name in NEEDED or name in packages]
-    return [*(_version(name, packages.get(name)) for name in known), *clashes]
+    sound = [_version(name, packages.get(name)) for name in known if name not in clashing]
+    return [*sound, *clashes]
 
 
 def _version(name: str, package: Package | None) -> Check:
@@ -116,18 +118,24 @@ def _version(name: str, package: Package | None) -> Check:
 
 def _pairs(packages: Mapping[str, Package]) -> Iterator[Check]:
     for pair in PAIRS:
-        package = packages.get(pair.package)
-        for requirement in _requirements(package):
-            other = packages.get(canonicalize_name(requirement.name))
-            is_meant = pair.on in {None, canonicalize_name(requirement.name)}
-            # One that is missing is no clash: what needs it is tried, and says so.
-            if package and other and is_meant and not requirement.specifier.contains(other.version, True):
-                found = f"{package.version} is made for {requirement.name}{requirement.specifier}, "
-                yield _clash(pair, f"{found}{other.version} is installed")
-        other = packages.get(pair.on or "")
-        if pair.same_build and package and other and _build(package) != _build(other):
-            found = f"{package.version} beside {pair.on} {other.version}: another build"
-            yield _clash(pair, found)
+        if package := packages.get(pair.package):
+            for disagreement in _disagreements(pair, package, packages):
+                found = f"{package.version} {disagreement} ({pair.reason})"
+                yield Check(_GROUP, pair.package, "broken", found, pair.fix)
+
+
+def _disagreements(pair: Pair, package: Package, packages: Mapping[str, Package]) -> list[str]:
+    found = []
+    for requirement in _requirements(package):
+        name = canonicalize_name(requirement.name)
+        required = packages.get(name)  # one that is missing is no clash: what needs it is tried, and says so
+        is_meant = pair.on in {None, name}
+        if required and is_meant and not requirement.specifier.contains(required.version, True):
+            found.append(f"is made for {name}{requirement.specifier}, {required.version} is installed")
+    other = packages.get(pair.on or "")
+    if not found and pair.same_build and other and _build(package) != _build(other):
+        found.append(f"and {pair.on} {other.version} are different builds")
+    return found
 
 
 def _overlaid(packages: Mapping[str, Package]) -> Iterator[Check]:
@@ -137,13 +145,9 @@ def _overlaid(packages: Mapping[str, Package]) -> Iterator[Check]:
             yield Check(_GROUP, f"{one}, {other}", "broken", reason, fix)
 
 
-def _clash(pair: Pair, found: str) -> Check:
-    return Check(_GROUP, pair.package, "broken", f"{found} ({pair.reason})", pair.fix)
-
-
-def _requirements(package: Package | None) -> Iterator[Requirement]:
+def _requirements(package: Package) -> Iterator[Requirement]:
     """What a package requires here, extras left out."""
-    for text in package.requires if package else []:
+    for text in package.requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:

@@ -75,12 +75,13 @@ def hf_samples() -> str:
 
 
 def vllm_samples() -> str:
-    """vLLM starts, samples a few tokens and ends.
+    """vLLM starts, takes weights over as it does in training, samples a few tokens and ends.
 
     Raises:
         RlctlError: what vLLM's engine says of itself.
     """
     from rlctl.rollout.vllm import VLLMRollout
+    from rlctl.rollout.weights import ExpectedWeights
     from rlctl.spec.embedded import RECIPE
     from rlctl.tiny.model import save_model
 
@@ -93,8 +94,10 @@ def vllm_samples() -> str:
             tokenizer,
             dtype="bf16",
             max_model_len=RECIPE.max_position_embeddings,
+            expected=ExpectedWeights(model),
             gpu_memory_utilization=_GPU_SHARE,
         )
+        engine.sync_weights(model.state_dict().items(), policy_version=0)
         found = _sampled(engine, tokenizer)
         engine.close()
     return found

@@ -55,7 +55,7 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
         (
             [("torch", "2.13.0+cpu"), ("torchaudio", "2.11.0")],
             "torchaudio",
-            "2.11.0 beside torch 2.13.0+cpu: another build",
+            "2.11.0 and torch 2.13.0+cpu are different builds",
         ),
         (
             [("transformers", "5.23.0"), ("vllm", "0.32.0", "transformers<5.20,>=5.16.1")],
@@ -73,6 +73,22 @@ def test_known_clashes_are_found(tmp_path: Path, packages, who: str, words: str)
     found = broken(tmp_path)
     assert list(found) == [who]
     assert words in found[who]
+
+
+def test_a_clash_is_told_once_and_by_its_versions(tmp_path: Path) -> None:
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "torchvision", "0.20.0", "torch==2.5.0")
+    (check,) = [check for check in package_checks(installed([str(tmp_path)])) if check.name == "torchvision"]
+    assert check.status == "broken"
+    assert check.found.startswith("0.20.0 is made for torch==2.5.0, 2.13.0+cpu is installed (its compiled")
+
+
+def test_every_clash_of_one_package_is_told(tmp_path: Path) -> None:
+    install(tmp_path, "rlctl", "0.1.0", "peft>=0.17", "torch<2.14,>=2.6")
+    install(tmp_path, "peft", "0.9.0")
+    install(tmp_path, "torch", "2.14.0")
+    checks = package_checks(installed([str(tmp_path)]))
+    assert len([check for check in checks if check.name == "rlctl" and check.status == "broken"]) == 2
 
 
 def test_the_first_of_two_installations_counts(tmp_path: Path) -> None:

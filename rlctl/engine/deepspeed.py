@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure
 
 _STATE = "engine"
+
+Offload = Literal["none", "optimizer", "all"]
 
 
 class Settings(TypedDict):
@@ -40,6 +43,8 @@ class Settings(TypedDict):
         dtype: arithmetic of forward and backward; optimizer states are float32.
         weight_decay, betas: AdamW.
         grad_clip: largest global gradient norm, 0 for none.
+        gradient_checkpointing: run layers again in the backward pass instead of keeping activations.
+        offload: what lies in the host's memory, see `_config`.
     """
 
     zero_stage: int
@@ -47,6 +52,8 @@ class Settings(TypedDict):
     weight_decay: float
     betas: tuple[float, float]
     grad_clip: float
+    gradient_checkpointing: NotRequired[bool]
+    offload: NotRequired[Offload]
 
 
 class _Engine:
@@ -76,7 +83,11 @@ class _Engine:
         stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
         self.zero_stage = stage
         plain = stage == 0
-        config = _config(stage, dtype) | {"gradient_clipping": 0.0 if plain else grad_clip}
+        if settings.get("gradient_checkpointing"):
+            recompute_layers(model)
+        config = _config(stage, dtype, settings.get("offload", "none")) | {
+            "gradient_clipping": 0.0 if plain else grad_clip
+        }
         with keeping_buffers(model), _quiet():
             module = wrap(model.to(device=ranks.device, dtype=dtype))
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -164,8 +175,7 @@ class DeepSpeedEngine(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        # Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them.
-        shares = settings["zero_stage"] < 3
+        shares = _may_share_prompts(settings)
         super().__init__(
             model, lambda placed: PolicyModule(placed, temperature, share_prompts=shares), ranks, **settings
         )
@@ -207,7 +217,7 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        shares = settings["zero_stage"] < 3
+        shares = _may_share_prompts(settings)
         super().__init__(model, lambda placed: ValueModule(placed, share_prompts=shares), ranks, **settings)
 
     def values(self, batch: TrainBatch) -> Tensor:
@@ -228,6 +238,12 @@ def sharded(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     return call
 
 
+def _may_share_prompts(settings: Settings) -> bool:
+    """Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them. And
+    a layer that runs again would add to the shared prompt's keys and values a second time."""
+    return settings["zero_stage"] < 3 and not settings.get("gradient_checkpointing")
+
+
 @contextlib.contextmanager
 def keeping_buffers(model: Any) -> Iterator[None]:
     """Buffers come out in their own precision, whatever happens to the model inside.
@@ -241,12 +257,20 @@ def keeping_buffers(model: Any) -> Iterator[None]:
         buffer.data = buffers[name].to(buffer.device)
 
 
-def _config(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[str, Any]:
+    """DeepSpeed's configuration; `offload`: float32 weights, moments and the step itself go to the host
+    ("optimizer", from stage 1 on), and between their uses the parameters too ("all", stage 3)."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": None,
     }

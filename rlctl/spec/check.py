@@ -279,6 +279,15 @@ def adapters_have_layers(spec: RunSpec) -> list[Problem]:
     return []
 
 
+def offload_has_a_stage(spec: RunSpec) -> list[Problem]:
+    """DeepSpeed moves to the host what a ZeRO stage has cut up."""
+    needs = {"none": 0, "optimizer": 1, "all": 3}[spec.engine.offload]
+    if spec.engine.zero_stage >= needs:
+        return []
+    what = f"{spec.engine.offload} needs engine.zero_stage {needs} or above, this is {spec.engine.zero_stage}"
+    return [Problem("error", "engine.offload", what, f"set engine.zero_stage: {max(needs, 2)}")]
+
+
 def budget_holds_a_row(spec: RunSpec) -> list[Problem]:
     """A forward pass must have room for the longest prompt with the longest response."""
     longest = spec.data.max_prompt_length + spec.data.max_response_length
@@ -387,6 +396,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
         "algorithm.adv_estimator",
     ),
     adapters_have_layers: ("model.lora_rank", "model.target_modules"),
+    offload_has_a_stage: ("engine.offload", "engine.zero_stage"),
     budget_holds_a_row: (
         "actor.ppo_max_token_len_per_gpu",
         "critic.ppo_max_token_len_per_gpu",

@@ -14,3 +14,6 @@ class EngineSpec(Section):
     """What is sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Arithmetic of the forward and backward pass."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the host's memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
+    parameters too; stage 3). Saves memory on the GPU and costs time."""

@@ -23,6 +23,9 @@ class ModelSpec(Section):
     """Run Python code shipped with the model. Off unless you trust its author."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel of trainer and Hugging Face rollouts."""
+    enable_gradient_checkpointing: bool = False
+    """Run the layers of policy and critic again in the backward pass instead of keeping their activations:
+    far less memory for one more forward pass. Changes nothing else."""
     lora_rank: int = Field(default=0, ge=0)
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)

@@ -88,6 +88,8 @@ def build_models(
         weight_decay=spec.actor.weight_decay,
         betas=spec.actor.betas,
         grad_clip=spec.actor.grad_clip,
+        gradient_checkpointing=spec.model.enable_gradient_checkpointing,
+        offload=spec.engine.offload,
     )
     if spec.needs_reference and ref is None:
         ref = BasePolicy(actor, model)
@@ -126,6 +128,8 @@ def _critic(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> Dee
         weight_decay=spec.critic.weight_decay,
         betas=spec.critic.betas,
         grad_clip=spec.critic.grad_clip,
+        gradient_checkpointing=spec.model.enable_gradient_checkpointing,
+        offload=spec.engine.offload,
     )
 
 

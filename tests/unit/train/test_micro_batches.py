@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.engine.inputs import used_columns
+from rlctl.engine.protocol import PolicyOutput
+from rlctl.reward.protocol import RewardResult
+from rlctl.spec.load import load_spec
 from rlctl.train.micro_batches import in_batch_order, micro_batches
+from rlctl.train.prepare import score_batch
+from rlctl.train.timing import StepTimer
 from tests.models import tiny_batch, tiny_model
+from tests.unit.train.scored import rollouts_of
 from tests.unit.train.updates import alone
 
 if TYPE_CHECKING:
@@ -71,3 +79,40 @@ def test_prompts_shared_by_neighbours_stay_neighbours() -> None:
     batch = batch_of([3, 9, 1, 5])
     [rows] = micro_batches(batch, 1, 1000, alone())
     assert rows.tolist() == [0, 1, 2, 3]
+
+
+def scored(*overrides: str):
+    """`score_batch` by three models, and the length of every row they were asked about."""
+    asked: list[int] = []
+
+    def said(scale: float):
+        def answer(batch: TrainBatch) -> torch.Tensor:
+            asked.extend(row.sum().item() for row in batch.attention_mask)
+            return scale * batch.responses * batch.response_mask  # a different answer for every token
+
+        return answer
+
+    policy, reference, critic = said(-0.1), said(-0.2), said(0.3)
+    algorithm = ["algorithm.adv_estimator=gae", "algorithm.rollout_correction.bypass_mode=false"]
+    run = SimpleNamespace(
+        spec=load_spec([], [], [*algorithm, *overrides]).spec,
+        actor=SimpleNamespace(policy=lambda batch, **_: PolicyOutput(policy(batch), policy(batch))),
+        ref=SimpleNamespace(log_probs=reference),
+        critic=SimpleNamespace(values=critic),
+        ranks=alone(),
+    )
+    rollouts = rollouts_of()
+    scores = torch.zeros(len(rollouts.responses))
+    timer = StepTimer(torch.device("cpu"))
+    return score_batch(run, rollouts, RewardResult(scores, scores == 0), None, timer), asked
+
+
+@pytest.mark.parametrize("budget", ["30", "90"])
+def test_every_models_answers_come_back_to_their_rows(budget: str) -> None:
+    plain, rows = scored()
+    packed, shuffled = scored(f"actor.ppo_max_token_len_per_gpu={budget}")
+    assert rows != shuffled
+    assert sorted(rows) == sorted(shuffled)
+    for name in ("old_log_probs", "ref_log_probs", "values"):
+        assert torch.equal(getattr(packed, name), getattr(plain, name)), name
+        assert getattr(plain, name).abs().sum() > 0

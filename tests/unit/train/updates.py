@@ -200,36 +200,38 @@ def sizes_of(micro: Micro) -> dict[str, int | None]:
     return {"micro_rows": micro, "micro_tokens": None}
 
 
-def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
-    """Weights, metrics and what was seen after one `update` of each (case, rows or budget per pass)."""
-    found = {}
-    for name, micro in plan:
-        case = CASES[name]
-        mini = case.mini_rows
-        share = mini // ranks.world_size
-        mine = [
-            start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)
-        ]  # as `rank_positions` deals out prompts
-        actor = DeepSpeedEngine(
-            tiny_model(),
-            ranks,
-            zero_stage=0,
-            dtype=torch.float32,
-            temperature=1.0,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            grad_clip=1.0,
-        )
-        batch = select(batch_of(tiny_model()), mine)
-        settings = settings_of(
-            case.correction, epochs=case.epochs, mini_rows=share, **sizes_of(micro), **case.options
-        )
-        outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
-        found[name, micro] = {
-            "metrics": outcome.metrics,
-            "num_updates": outcome.num_updates,
-            "rows": mine,
-            "seen": (outcome.training_log_probs, outcome.weights, outcome.keep_mask),
-            "weights": {n: t.detach().clone() for n, t in actor.weights()},
-        }
-    return found
+def invariance(ranks: Ranks, plan: list[tuple]):
+    """What `one_update` finds of each of its arguments."""
+    return {case: one_update(ranks, *case) for case in plan}
+
+
+def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: torch.dtype = torch.float32):
+    """Weights, metrics and what was seen after one `update`."""
+    case = CASES[name]
+    mini = case.mini_rows
+    share = mini // ranks.world_size
+    mine = [
+        start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)
+    ]  # as `rank_positions` deals out prompts
+    actor = DeepSpeedEngine(
+        tiny_model(),
+        ranks,
+        zero_stage=stage,
+        dtype=dtype,
+        temperature=1.0,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        grad_clip=1.0,
+    )
+    batch = select(batch_of(tiny_model()), mine)
+    settings = settings_of(
+        case.correction, epochs=case.epochs, mini_rows=share, **sizes_of(micro), **case.options
+    )
+    outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
+    return {
+        "metrics": outcome.metrics,
+        "num_updates": outcome.num_updates,
+        "rows": mine,
+        "seen": (outcome.training_log_probs, outcome.weights, outcome.keep_mask),
+        "weights": {n: t.detach().float().clone() for n, t in actor.weights()},
+    }

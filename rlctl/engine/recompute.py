@@ -1,0 +1,52 @@
+"""Activation (gradient) checkpointing: a layer keeps its input and is run again in the backward pass.
+
+Memory for one input per layer and one layer's activations, at the price of one more forward pass
+(Chen et al. 2016, arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rlctl.errors import UsageError
+
+
+def recompute_layers(model: Any) -> None:
+    """Have each decoder layer of `model` run again in the backward pass instead of keeping activations.
+
+    Transformers' own switch works in training mode only, which would bring dropout with it: the policy
+    that is trained would be another than the one that samples. Passes without gradient are as before.
+    A layer that runs twice must not add to a key-value cache: run the model with `use_cache=False`.
+
+    Args:
+        model: Hugging Face causal language model, changed in place.
+
+    Raises:
+        UsageError: the model does not mark its layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} does not say which of its layers may be recomputed",
+            where="model.enable_gradient_checkpointing",
+            fix="set it to false, and actor.ppo_micro_batch_size_per_gpu lower",
+        )
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

@@ -1,0 +1,52 @@
+"""What the tests of checkpointed activations and of offloading run in processes of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.lora import add_lora
+from rlctl.engine.ranks import Ranks
+from tests.models import tiny_model
+from tests.unit.engine.engine_jobs import DTYPES, take_step, weights_of
+
+#: ZeRO stage, dtype, rank of adapters (0: none), recompute layers, offload.
+Case = tuple[int, str, int, bool, str]
+
+
+def option_engine(ranks: Ranks, case: Case) -> DeepSpeedEngine:
+    stage, dtype, lora_rank, checkpointing, offload = case
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5  # must not come in through training mode
+    if lora_rank:
+        torch.manual_seed(7)
+        add_lora(model, rank=lora_rank, alpha=8.0, target_modules=["all-linear"])
+    return DeepSpeedEngine(
+        model,
+        ranks,
+        zero_stage=stage,
+        dtype=DTYPES[dtype],
+        temperature=1.0,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        grad_clip=1.0,
+        gradient_checkpointing=checkpointing,
+        offload=offload,
+    )
+
+
+def steps(ranks: Ranks, cases: list[Case]):
+    """Weights and gradient norms after three steps, the second of which is skipped."""
+    found = {}
+    for case in cases:
+        actor = option_engine(ranks, case)
+        start = weights_of(actor)
+        results = [take_step(actor, seed, 4, skip=seed == 2) for seed in (1, 2, 3)]
+        found[case] = {
+            "start": start,
+            "weights": weights_of(actor),
+            "norms": [result.grad_norm for result in results],
+            "applied": [result.applied for result in results],
+        }
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import socket
@@ -105,17 +106,38 @@ class Handover:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        shards: list[list[str]] = []
         shard: dict[str, Tensor] = {}
-        size = count = 0
+        size = 0
         for names, tensor in self._expected.checked(named_tensors):
             for name in names:  # tied weights under each name: safetensors shares no memory
                 shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
                 size += shard[name].nbytes
             if size >= SHARD_BYTES:
-                save_file(shard, directory / f"model-{count:05d}.safetensors", metadata={"format": "pt"})
-                shard, size, count = {}, 0, count + 1
+                _save(shard, directory, shards)
+                shard, size = {}, 0
         if shard:
-            save_file(shard, directory / f"model-{count:05d}.safetensors", metadata={"format": "pt"})
+            _save(shard, directory, shards)
+        _name_shards(directory, shards)
+
+
+def _save(shard: dict[str, Tensor], directory: Path, shards: list[list[str]]) -> None:
+    save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+    shards.append(list(shard))
+
+
+def _name_shards(directory: Path, shards: list[list[str]]) -> None:
+    """As transformers names them: one file, or several and an index."""
+    if len(shards) == 1:
+        (directory / "0.safetensors").rename(directory / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{number}.safetensors").rename(directory / file)
+        where |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _remove_abandoned(parent: Path) -> None:

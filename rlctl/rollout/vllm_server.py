@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -57,6 +57,7 @@ class VLLMServerRollout(CompletionRollout):
         self._urls, self._rank, self._agree = urls, rank, agree
         self._handover, self._replicas = handover, replicas
         self._start_timeout = start_timeout
+        self._newest = ""  # where the last weights lie
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
@@ -65,10 +66,10 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: on every rank; a server refused the weights, or cannot be reached.
         """
         self._policy_version = None
-        weights, failure = iter(named_tensors), None
+        weights, newest, failure = iter(named_tensors), "", None
         if self._handover:
             try:
-                self._hand_over(self._handover, weights, policy_version)
+                newest = self._hand_over(self._handover, weights, policy_version)
             except RlctlError as error:
                 failure = error
         for _ in weights:  # gathering is a collective, even for ranks that keep nothing
@@ -78,6 +79,7 @@ class VLLMServerRollout(CompletionRollout):
             raise failure
         if others:
             raise RunFailure(others)
+        self._newest = self._agree(newest)
         self._policy_version = policy_version
 
     def close(self) -> None:
@@ -97,9 +99,7 @@ class VLLMServerRollout(CompletionRollout):
             async def ask(url: str, request: Request) -> httpx.Response:
                 body = {"model": MODEL_NAME, "prompt": request.prompt_ids, "return_token_ids": True}
                 async with turn:
-                    return await self._post(
-                        client, url, "/v1/completions", body | self._parameters(sampling, request)
-                    )
+                    return await self._ask(client, url, body | self._parameters(sampling, request))
 
             answers = await asyncio.gather(
                 *(
@@ -115,23 +115,41 @@ class VLLMServerRollout(CompletionRollout):
 
     def _hand_over(
         self, handover: Handover, weights: Iterator[tuple[str, Tensor]], policy_version: int
-    ) -> None:
-        path = handover.write(weights, policy_version)
+    ) -> str:
+        """Bring a version to every server; returns where it lies."""
+        path = str(handover.write(weights, policy_version))
         if self._replicas and not self._replicas.is_started:
             self._replicas.start()  # each loads the newest weights when it starts
         else:
-            asyncio.run(self._load_everywhere(str(path)))
+            asyncio.run(self._load_everywhere(path))
+        return path
 
     async def _load_everywhere(self, path: str) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         async with self._client(timeout=_SYNC_S) as client:
-            await asyncio.gather(*(self._post(client, url, "/collective_rpc", reload) for url in self._urls))
-            await asyncio.gather(*(self._post(client, url, "/reset_prefix_cache", {}) for url in self._urls))
+            await asyncio.gather(*(self._load(client, url, path) for url in self._urls))
+
+    async def _load(self, client: httpx.AsyncClient, url: str, path: str) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._post(client, url, "/collective_rpc", reload)
+        await self._post(client, url, "/reset_prefix_cache", {})
+
+    async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
+        """Sample; a server that was away may have come back with the weights it once started with."""
+
+        async def renew() -> None:
+            await self._load(client, url, self._newest)
+
+        return await self._post(client, url, "/v1/completions", body, renew)
 
     async def _post(
-        self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        renew: Callable[[], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """Ask a server; one that went away is waited for and asked again: same seed, same weights."""
+        """Ask a server; one that went away is waited for, renewed and asked again."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 response = await client.post(url + path, json=body)
@@ -145,6 +163,8 @@ class VLLMServerRollout(CompletionRollout):
                     raise RunFailure(f"vLLM refuses {path} (HTTP {response.status_code}): {words}", where=url)
             if tries_left:
                 await self._until_it_answers(client, url, words)
+                if renew:
+                    await renew()
         raise RunFailure(f"a vLLM server fails at {path} again and again: {words}", where=url)
 
     async def _until_it_answers(self, client: httpx.AsyncClient, url: str, words: str) -> None:
@@ -187,7 +207,7 @@ def reachable(urls: list[str], seconds: float) -> None:
                 raise EnvironmentFailure(
                     f"no vLLM server answers: {words}",
                     where=f"rollout.server.urls: {url}",
-                    fix="start it there; `rlctl train … --print-command` shows how",
+                    fix="start it there, with the options docs/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
 

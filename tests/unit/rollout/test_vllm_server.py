@@ -1,0 +1,206 @@
+"""The client of vLLM servers against a real HTTP server that answers, refuses, goes away and comes back."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.rollout import handover, vllm_server
+from rlctl.rollout.handover import Handover
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
+
+SAMPLING = Sampling(max_response_length=5)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every prompt with some of its own last token, then ends; notes what it was asked, and in which order."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        self.server.asked.append((self.path, body))
+        if self.path != "/v1/completions":
+            self.answer(200, {"results": []})
+        elif self.server.trouble:
+            code = self.server.trouble.pop()
+            if code == 0:
+                self.close_connection = True
+                return
+            self.answer(code, {"error": {"message": "the engine says why"}})
+        else:
+            token = body["prompt"][-1]
+            choices = [
+                {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
+                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)}}
+                for index in reversed(range(body["n"]))
+            ]  # fmt: skip
+            self.answer(200, {"choices": choices})
+
+    def answer(self, code: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    both = [Server(), Server()]
+    yield both
+    for server in both:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+
+
+def engine_on(servers: list[Server], tmp_path: Path) -> tuple[VLLMServerRollout, Any]:
+    model = random_model(1)
+    engine = VLLMServerRollout(
+        [server.url for server in servers],
+        TOKENIZER,
+        SimpleNamespace(eos_token_id=None),
+        device="cpu",
+        rank=0,
+        agree=lambda text: text,
+        handover=Handover(model, TOKENIZER, tmp_path / "weights"),
+        replicas=None,
+        start_timeout=5.0,
+    )
+    return engine, model
+
+
+def generate(engine: VLLMServerRollout, n: int = 3) -> Any:
+    return engine.generate(take(make_prompts(), [0, 1]), SAMPLING, n=n, step_seed=7, num_groups_total=2)
+
+
+def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:
+    engine, model = engine_on(servers, tmp_path)
+    with pytest.raises(RunFailure, match="mixture"):
+        generate(engine)  # no weights yet
+    engine.sync_weights(model.state_dict().items(), policy_version=4)
+    rollouts = generate(engine)
+    assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
+    last = rollouts.response_mask.sum(1, keepdim=True) - 1
+    assert rollouts.rollout_log_probs.gather(1, last).flatten().tolist() == [-0.5, -1.5, -2.5] * 2
+    assert set(rollouts.policy_version.tolist()) == {4}
+    for server in servers:
+        assert server.paths() == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    seeds = {server.asked[-1][1]["seed"] for server in servers}
+    assert len(seeds) == 2
+    generate(engine)
+    assert {server.asked[-1][1]["seed"] for server in servers} == seeds
+    engine.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [0, 500])
+def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again(
+    servers: list[Server], tmp_path: Path, code: int
+) -> None:
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(model.state_dict().items(), policy_version=1)
+    engine.sync_weights(model.state_dict().items(), policy_version=2)
+    [server] = servers[:1]
+    server.asked.clear()
+    server.trouble = [code]
+    assert len(generate(engine, n=1).response_texts) == 2
+    paths = server.paths()
+    away = paths.index("/collective_rpc")
+    assert paths[away + 1] == "/reset_prefix_cache"
+    assert paths.count("/v1/completions") == 3
+    assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
+
+
+def test_what_a_server_refuses_is_said_and_not_tried_again(servers: list[Server], tmp_path: Path) -> None:
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(model.state_dict().items(), policy_version=1)
+    servers[0].trouble = [400, 400]
+    with pytest.raises(RunFailure, match="the engine says why") as caught:
+        generate(engine)
+    assert caught.value.where == servers[0].url
+    assert servers[0].paths().count("/v1/completions") <= 2  # once per prompt
+
+
+def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_path: Path) -> None:
+    engine, model = engine_on(servers, tmp_path)
+    some = list(model.state_dict().items())
+    with pytest.raises(RunFailure, match="is missing"):
+        engine.sync_weights(some[1:], policy_version=1)
+    assert servers[0].asked == []
+    with pytest.raises(RunFailure, match="mixture"):
+        generate(engine)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 2000])
+def test_only_two_versions_are_kept_and_each_is_a_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(handover, "SHARD_BYTES", shard_bytes)
+    model = random_model(1)
+    versions = Handover(model, TOKENIZER, tmp_path)
+    for version in range(4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.125)
+        path = versions.write(model.state_dict().items(), version)
+    assert versions.latest() == path
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["v2", "v3"]
+    again = AutoModelForCausalLM.from_pretrained(path)
+    for (name, ours), theirs in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_weights_of_killed_runs_are_cleared_away(tmp_path: Path) -> None:
+    dead = tmp_path / f"rlctl-weights-{socket.gethostname()}-999999999-abc"
+    elsewhere = tmp_path / "rlctl-weights-another.host-999999999-abc"
+    for directory in (dead, elsewhere):
+        directory.mkdir()
+    Handover(random_model(1), TOKENIZER, tmp_path)
+    assert not dead.exists()
+    assert elsewhere.exists()
+
+
+def test_a_server_nobody_started_is_named() -> None:
+    with pytest.raises(EnvironmentFailure, match="no vLLM server answers") as caught:
+        reachable(["http://127.0.0.1:9"], seconds=0.05)
+    assert "http://127.0.0.1:9" in str(caught.value.where)

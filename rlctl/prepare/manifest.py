@@ -90,7 +90,7 @@ def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def describe_versions() -> dict[str, str]:
     """What the bytes of the output depend on."""
-    return {name: _version(name) for name in ("rlctl", "pyarrow")}
+    return {name: _version(name) for name in ("rlctl", "pyarrow", "math-verify")}
 
 
 def sha256_of(path: Path) -> str:

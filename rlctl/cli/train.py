@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,13 @@ def train(
             "--dry-run", help="Print the resolved spec, bands of ρ, batch arithmetic, memory; then stop."
         ),
     ] = False,
+    print_command: Annotated[
+        bool,
+        typer.Option(
+            "--print-command",
+            help="Print how torchrun, DeepSpeed's launcher and Slurm start this run on its nodes; then stop.",
+        ),
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -77,6 +85,12 @@ def train(
 
         print_dry_run(loaded)
         return
+    if print_command:
+        from rlctl.cli.print_command import print_commands
+
+        options = {"--preset": preset, "--spec": spec, "--resume": [resume] if resume else []}
+        print_commands(loaded.spec, [*_as_given(options), *given])
+        return
     raise typer.Exit(_start(loaded, resume))
 
 
@@ -93,6 +107,11 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
         run_dir, exit_code = start_run(loaded, resume=resume, announce=announce)
     print_summary(run_dir)
     return exit_code
+
+
+def _as_given(options: Mapping[str, Iterable[object] | None]) -> list[str]:
+    """Options back as words of a command line."""
+    return [word for name, values in options.items() for value in values or () for word in (name, str(value))]
 
 
 def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:

@@ -128,5 +128,5 @@ def _check_ranks(spec: RunSpec) -> None:
         raise UsageError(
             f"trainer.nnodes is {spec.trainer.nnodes}, and nothing has started the other nodes",
             where="trainer.nnodes",
-            fix="on every node: torchrun --nnodes … --nproc-per-node … -m rlctl.cli.app train …",
+            fix="add --print-command to see the commands that do",
         )

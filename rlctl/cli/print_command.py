@@ -1,0 +1,80 @@
+"""`rlctl train --print-command`: how to start the ranks of a spec, for three launchers.
+
+Every process that a launcher starts is `rlctl train` with the same arguments; it reads from the
+environment which rank it is. What is printed is shell: comments, and commands to copy.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+import typer
+
+from rlctl.errors import UsageError
+from rlctl.spec.run import RunSpec
+
+_MODULE = "rlctl.cli.app"
+_PORT = 29500
+_ADDRESS = '--master-addr "${MASTER_ADDR:?the address of node 0}" --master-port "${MASTER_PORT:-29500}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One way to start a run.
+
+    Attributes:
+        launcher: `torchrun`, `deepspeed` or `srun`.
+        where: in words, where the commands belong.
+        commands: shell, one per line and in order; torchrun's: one per node.
+    """
+
+    launcher: str
+    where: str
+    commands: tuple[str, ...]
+
+
+def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
+    """The commands that start `spec.trainer.nnodes` × `n_gpus_per_node` ranks.
+
+    Args:
+        spec: says how many, and where the run goes.
+        arguments: of `rlctl train`, as the user gave them.
+
+    Raises:
+        UsageError: the run directory would be named after the time, which ranks cannot agree on.
+    """
+    if "--resume" not in arguments and not spec.trainer.run_dir:
+        raise UsageError(
+            "ranks on several machines cannot agree on a run directory named after the time",
+            where="trainer.run_dir",
+            fix="set trainer.run_dir=…, a directory that every node sees",
+        )
+    nodes, gpus = spec.trainer.nnodes, spec.trainer.n_gpus_per_node
+    train = f"{_MODULE} {shlex.join(['train', *arguments])}"
+    shape = f"--nnodes {nodes} --nproc-per-node {gpus}"
+    torchrun = [f"torchrun {shape} --node-rank {node} {_ADDRESS} -m {train}" for node in range(nodes)]
+    deepspeed = f"deepspeed --hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} --master_port {_PORT}"
+    slurm = (
+        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {gpus} torchrun {shape} "
+        f'--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
+    )
+    return [
+        Launch("torchrun", "one command on each node, MASTER_ADDR being node 0 on all", tuple(torchrun)),
+        Launch(
+            "deepspeed",
+            f"on one node, which reaches the others by ssh; hostfile: a line `<host> slots={gpus}` per node",
+            (f"{deepspeed} --no_local_rank --module {train}",),
+        ),
+        Launch(
+            "srun",
+            "in a batch script, or after salloc",
+            ('HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', slurm),
+        ),
+    ]
+
+
+def print_commands(spec: RunSpec, arguments: list[str]) -> None:
+    """Print all of them to stdout."""
+    for launch in launches(spec, arguments):
+        typer.echo("\n".join([f"# {launch.launcher}: {launch.where}", *launch.commands, ""]))

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check setup setup-dev browser bench clean
+.PHONY: help train test check setup setup-dev browser bench gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -67,6 +67,14 @@ bench: setup-dev  ## Measure ours against the other side (see docs/benchmarks.md
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/step.py
+
+gpu: setup-dev  ## On a machine with a CUDA card: its tests, and where the time of a step goes
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  $(PIP) install -q -e ".[vllm]" || echo "vLLM cannot be had: what needs it is left out"; \
+	  $(BIN)/python -m pytest -q -m gpu -rs && $(BIN)/python benchmarks/card.py; \
+	else \
+	  echo "no CUDA card on this machine: nothing to run"; \
+	fi
 
 clean:  ## Remove the environment and caches, never runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,44 @@ def test_bf16_zero2(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["training/rollout_probs_diff_mean"] < 0.05
     assert lines[0]["perf/max_memory_allocated_gb"] > 0
+
+
+def test_lora_zero3_with_recomputed_layers(tmp_path: Path) -> None:
+    arguments = ("-p", "rloo-seq-is", "trainer.total_training_steps=2", "engine.dtype=bf16")
+    run = runs.train(
+        tmp_path / "run",
+        *arguments,
+        "engine.zero_stage=3",
+        "model.lora_rank=8",
+        "model.enable_gradient_checkpointing=true",
+    )
+    assert [line["step"] for line in runs.metrics(run)] == [1, 2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("sleeps", ["true", "false"])
+def test_vllm_colocated_takes_every_weight_sync(tmp_path: Path, sleeps: str) -> None:
+    """Asleep or not between calls, the engine samples with the weights of its time."""
+    arguments = ("-p", "rloo-seq-is", "trainer.total_training_steps=4", "engine.dtype=bf16")
+    run = runs.train(
+        tmp_path / "run",
+        *arguments,
+        "rollout.name=vllm",
+        "rollout.gpu_memory_utilization=0.3",
+        f"rollout.free_cache_engine={sleeps}",
+    )
+    lines = runs.metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["rollout/sync_gap"] < 0.05 for line in lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the server needs a card beside the trainer's")
+def test_vllm_server_samples_ahead(tmp_path: Path) -> None:
+    arguments = ("-p", "rloo-seq-is", "trainer.total_training_steps=6", "engine.dtype=bf16")
+    run = runs.train(
+        tmp_path / "run", *arguments, "rollout.name=vllm", "rollout.mode=server", "rollout.max_staleness=1"
+    )
+    lines = runs.metrics(run)
+    assert all(line["rollout/sync_gap"] < 0.05 for line in lines)
+    assert max(line["training/staleness_max"] for line in lines) > 0

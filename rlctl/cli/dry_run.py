@@ -130,7 +130,7 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
     peak = f"  {'peak':<28}{total:>12}   "
-    words = "all that stays, and the larger of [generation] and [update]"
+    words = "all that stays, and the largest of [generation], [update] and [step]"
     console.print(Text.assemble((peak, "bold"), (words, "dim")))
 
 

@@ -28,7 +28,12 @@ class GuardedAdamW(torch.optim.AdamW):
         if self.clip_norm is not None:
             params = [p for group in self.param_groups for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NEVER).item()
-        self.withheld = self.skip or not all(bool(grad.isfinite().all()) for grad in grads)
+        self.withheld = self.skip or not all(map(_is_finite, grads))
         if not self.withheld:
             super().step()
         return None
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    """By its largest magnitude: `isfinite` would hold 7 bytes more per element, of all that a rank trains."""
+    return not gradient.numel() or bool(torch.linalg.vector_norm(gradient, torch.inf).isfinite())

@@ -29,6 +29,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure
+from rlctl.spec.memory import REDUCE_BUCKET
 
 _STATE = "engine"
 
@@ -92,8 +93,8 @@ class _Engine:
             module = wrap(model.to(device=ranks.device, dtype=dtype))
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._optimizer = GuardedAdamW(
-                trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"]
-            )
+                trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
+            )  # fused: the step makes no copies of the moments, 8 bytes per parameter
             if plain:  # DeepSpeed's plain path clips but does not report the norm.
                 self._optimizer.clip_norm = grad_clip
             self._deepspeed = _import_deepspeed()
@@ -260,7 +261,7 @@ def keeping_buffers(model: Any) -> Iterator[None]:
 def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[str, Any]:
     """DeepSpeed's configuration; `offload`: float32 weights, moments and the step itself go to the host
     ("optimizer", from stage 1 on), and between their uses the parameters too ("all", stage 3)."""
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "all":

@@ -19,15 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from rlctl.engine.inputs import body_inputs, body_of, used_columns, widened
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.prefix import can_share_prefix
+from rlctl.spec.memory import MAX_LOGITS
 
 if TYPE_CHECKING:
     from rlctl.batch import TrainBatch
     from rlctl.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
-
-#: Float32 logits held at once, in elements (128 MiB).
-MAX_LOGITS = 1 << 25
 
 
 class PolicyModule(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlctl.engine.inputs import body_inputs, body_of
-from rlctl.engine.log_probs import MAX_LOGITS, PolicyModule
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import Gap, measure
 from rlctl.mismatch.layout import Layout, lay_out
@@ -19,6 +19,7 @@ from rlctl.mismatch.reading import OWN, Cut, Reading, Settings
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.prefix import shared_prefix
 from rlctl.rollout.hf import into_precision
+from rlctl.spec.memory import MAX_LOGITS
 
 #: Puts other weights into a copy of the trainer's model.
 Weights = Callable[[Any], None]

@@ -12,7 +12,22 @@ from rlctl.spec.run import RunSpec
 #: count of 34 bytes in 16-bit arithmetic.
 ACTIVATION_VALUES = 17
 
-Phase = Literal["always", "generation", "update"]
+#: Logits that the output head makes at once, in numbers (128 MiB in float32).
+MAX_LOGITS = 1 << 25
+
+#: Per logit: itself, its softmax and its gradient, float32, and what comes and goes between them; measured.
+LOGIT_BYTES = 20
+
+#: Gradients that ranks add up at once under ZeRO, in numbers. DeepSpeed allocates its buffers whole.
+REDUCE_BUCKET = 50_000_000
+
+#: The same without ZeRO (DeepSpeed's own choice).
+PLAIN_BUCKET = 500_000_000
+
+#: Weights that ZeRO-3 holds in full at once, in numbers (DeepSpeed's `stage3_max_live_parameters`).
+LIVE_PARAMETERS = 1_000_000_000
+
+Phase = Literal["always", "generation", "update", "step"]
 
 _NEVER = 4  # a ZeRO stage there is not
 
@@ -25,7 +40,8 @@ class MemoryPart:
         name: what takes the memory.
         num_bytes: per GPU; None where the model's dimensions are unknown.
         formula: in words.
-        phase: `always` is held throughout; of `generation` and `update` only the larger one counts.
+        phase: `always` is held throughout; of `generation`, `update` (passes through the model) and
+            `step` (the optimizer's) only the largest counts.
     """
 
     name: str
@@ -51,23 +67,55 @@ def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
 
 def memory_total(parts: list[MemoryPart]) -> float:
     """The peak per GPU in bytes, of the parts that are known."""
-    sums = {"always": 0.0, "generation": 0.0, "update": 0.0}
+    sums: dict[Phase, float] = {"always": 0.0, "generation": 0.0, "update": 0.0, "step": 0.0}
     for part in parts:
         sums[part.phase] += part.num_bytes or 0.0
-    return sums["always"] + max(sums["generation"], sums["update"])
+    return sums.pop("always") + max(sums.values())
 
 
 def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose: str) -> list[MemoryPart]:
-    """Weights, gradients and optimizer of an engine; `adapters` are its trained parameters, None: all."""
-    width = _width(spec)
-    optimizer = 8 if spec.engine.dtype == "fp32" else 12
-    words = "fp32 moments 4 + 4" if optimizer == 8 else "fp32 copy 4, moments 4 + 4"
+    """What an engine holds; `adapters` are its trained parameters, None: all of them are."""
+    width, stage, offload = _width(spec), _stage(spec), spec.engine.offload
     trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
-    return [
-        _part(spec, f"{whose}weights", parameters, width, sharded_from=3),
-        _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of),
-        _part(spec, f"{whose}optimizer (AdamW)", trained, optimizer, sharded_from=1, of=of, detail=words),
+    on_host = offload != "none"
+    moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
+    flat, kinds = (width + 4, f"flat {width}, in fp32 4") if width == 2 and stage < 3 else (4, "flat")
+    optimizer = _part(
+        spec, f"{whose}optimizer (AdamW)", trained, moments, sharded_from=1, of=of, detail=words
+    )
+    at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
+    step = _part(spec, f"{whose}gradients of the step", at_once, flat, sharded_from=1, of=of, detail=kinds)
+    parts = [
+        _on_host(_part(spec, f"{whose}weights", parameters, width, sharded_from=3), offload == "all"),
+        _on_host(
+            _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of), on_host and stage > 1
+        ),
+        _on_host(optimizer, on_host),
+        _on_host(replace(step, phase="step"), on_host),
     ]
+    return parts + (_gathered(parameters, width, whose) if stage == 3 else [])
+
+
+def _gathered(parameters: int | None, width: int, whose: str) -> list[MemoryPart]:
+    """ZeRO-3 collects the weights that it needs at once, and the gradients that it sends off at once."""
+    return [
+        MemoryPart(
+            f"{whose}{name}",
+            None if parameters is None else min(parameters, most) * width,
+            f"at most {most:,} numbers × {width} bytes",
+        )
+        for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET))
+    ]
+
+
+def _on_host(part: MemoryPart, moved: bool) -> MemoryPart:
+    """The part as it is, or as nothing that a GPU holds."""
+    return replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
+
+
+def _stage(spec: RunSpec) -> int:
+    """The ZeRO stage in effect: in bf16 the engine keeps float32 copies as stage 1 does."""
+    return max(spec.engine.zero_stage, 1) if spec.engine.dtype == "bf16" else spec.engine.zero_stage
 
 
 def _samples_elsewhere(spec: RunSpec) -> bool:
@@ -96,7 +144,7 @@ def _part(
     detail: str = "",
 ) -> MemoryPart:
     """`width` bytes per parameter, cut up among the ranks from a ZeRO stage on."""
-    stage, world = spec.engine.zero_stage, spec.world_size
+    stage, world = _stage(spec), spec.world_size
     shards = world if stage >= sharded_from else 1
     sharding = f" ÷ {world} ranks (ZeRO {stage})" if shards > 1 else ""
     whole = ", whole on every rank" if sharded_from == _NEVER else ""
@@ -127,8 +175,9 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     share = -(-data.train_batch_size * spec.rollout.n // spec.world_size)
     at_once = min(spec.rollout.max_num_seqs or share, share)
     cache = _product(2, size.layers, size.kv_heads, size.head_dim, length, at_once, width)
-    activations = _product(tokens, size.layers, size.hidden, ACTIVATION_VALUES, width)
-    logits = _product(2, responses, size.vocab, width)
+    kept, kept_words = _activations(spec, size)
+    activations = _product(tokens, size.hidden, kept, width)
+    logits = None if size.vocab is None else min(responses * size.vocab, MAX_LOGITS) * LOGIT_BYTES
     held = "2 × layers × kv heads × head size"
     generation = (
         []
@@ -147,16 +196,25 @@ def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
         MemoryPart(
             "activations",
             activations,
-            f"{words} × layers × hidden × {ACTIVATION_VALUES} × {width} bytes",
+            f"{words} × hidden × {kept_words} × {width} bytes",
             "update",
         ),
         MemoryPart(
             "logits and their gradient",
             logits,
-            f"2 × {responses} response tokens × vocabulary × {width} bytes",
+            f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes",
             "update",
         ),
     ]
+
+
+def _activations(spec: RunSpec, size: ModelSize) -> tuple[int | None, str]:
+    """Values kept per token and hidden unit, and how many those are in words."""
+    if spec.model.enable_gradient_checkpointing:
+        kept = None if size.layers is None else size.layers + ACTIVATION_VALUES
+        return kept, f"(layers + one layer's {ACTIVATION_VALUES})"
+    kept = None if size.layers is None else size.layers * ACTIVATION_VALUES
+    return kept, f"layers × {ACTIVATION_VALUES}"
 
 
 def _largest_pass(spec: RunSpec) -> tuple[int, int, str]:

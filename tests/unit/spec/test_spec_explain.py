@@ -13,7 +13,7 @@ from rlctl.spec.explain import bands, batch_arithmetic, notes
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model import ModelSpec
-from rlctl.spec.model_size import model_size
+from rlctl.spec.model_size import ModelSize, model_size
 
 RC = "algorithm.rollout_correction."
 
@@ -94,6 +94,41 @@ def test_memory_by_hand():
     unsharded = spec_of("engine.zero_stage=1", "model.path=a/b-7B", preset="qwen2.5-7b-rloo-seq-is")
     parts = {part.name: part.num_bytes for part in memory_parts(unsharded, size)}
     assert (parts["weights"], parts["optimizer (AdamW)"]) == (7e9 * 2, 7e9 * 12 / 8)
+    assert parts["gradients of the step"] == 7e9 * (2 + 4) / 8
+    moved = spec_of("engine.offload=all", "trainer.n_gpus_per_node=8", preset="qwen2.5-7b-rloo-seq-is")
+    parts = {part.name: part.num_bytes for part in memory_parts(moved, size)}
+    assert parts["weights"] == parts["gradients"] == parts["optimizer (AdamW)"] == 0.0
+    assert parts["gathered weights"] == 1e9 * 2
+
+
+def test_memory_of_a_layer_that_is_run_again():
+    overrides = ["actor.ppo_max_token_len_per_gpu=1000", "data.train_batch_size=1024"]
+    size = model_size(spec_of().model)
+    kept, recomputed = (
+        {part.name: part.num_bytes for part in memory_parts(spec_of(*overrides, *more), size)}["activations"]
+        for more in ([], ["model.enable_gradient_checkpointing=true"])
+    )
+    layers, hidden = size.layers, size.hidden
+    assert kept == 1000 * hidden * 17 * layers * 4
+    assert recomputed == 1000 * hidden * (17 + layers) * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        (["engine.dtype=fp32"], 4 + 4 + 8 + 4),
+        (["engine.dtype=fp32", "engine.zero_stage=2"], 4 + 4 + 12 + 4),
+        (["engine.dtype=bf16"], 2 + 2 + 12 + 6),
+        (["engine.dtype=bf16", "engine.zero_stage=2"], 2 + 2 + 12 + 6),
+        (["engine.dtype=fp32", "engine.zero_stage=3"], 4 + 4 + 12 + 4 + 4 + 4),
+        (["engine.dtype=bf16", "engine.zero_stage=3"], 2 + 2 + 12 + 4 + 2 + 2),
+    ],
+)
+def test_memory_of_an_update_is_what_benchmarks_measure(overrides, bytes_each):
+    """`benchmarks/memory.py` and docs/scale.md: one rank, without the batch."""
+    parts = memory_parts(spec_of(*overrides), ModelSize("counted", 1000))
+    known = [part.num_bytes for part in parts if part.num_bytes is not None and "rollout" not in part.name]
+    assert sum(known) == 1000 * bytes_each
 
 
 def test_memory_of_a_rollout_engine_is_counted_where_and_while_it_is_held():

@@ -56,6 +56,7 @@ def _train_all(directory: str) -> int:
             "data.train_batch_size=4",
             "data.max_prompt_length=80",
             "data.max_response_length=6",
+            "model.enable_gradient_checkpointing=true",  # as the other machines' presets have it
             "rollout.name=hf",
             "rollout.n=2",
             "actor.ppo_max_token_len_per_gpu=200",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
+from rlctl.train.update_critic import update_critic
 from tests.models import tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, take_step, weights_of
+from tests.unit.train import critics
 
 #: ZeRO stage, dtype, rank of adapters (0: none), recompute layers, offload.
 Case = tuple[int, str, int, bool, str]
@@ -49,4 +51,24 @@ def steps(ranks: Ranks, cases: list[Case]):
             "norms": [result.grad_norm for result in results],
             "applied": [result.applied for result in results],
         }
+    return found
+
+
+def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
+    """Metrics and weights of one batch's updates of a critic under ZeRO-3, by its options."""
+    found = []
+    for option in options:
+        critic = DeepSpeedCritic(
+            tiny_model("qwen2"),
+            ranks,
+            zero_stage=3,
+            dtype=torch.float32,
+            weight_decay=0.0,
+            betas=(0.9, 0.999),
+            grad_clip=1.0,
+            **option,
+        )
+        settings = critics.settings_of("epochs")
+        metrics = update_critic(critics.batch_of(), critic, ranks, settings, critics.lr_of, 0)
+        found.append((metrics, {name: tensor.detach().clone() for name, tensor in critic.weights()}))
     return found

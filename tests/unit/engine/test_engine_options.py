@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -45,6 +47,15 @@ def test_same_steps(by_world_size, world_size: int, case: Case) -> None:
         moved = (tensor - wanted["start"][name]).abs().mean()
         gap = (got["weights"][name] - tensor).abs()
         assert gap.max() < 2e-5 if is_exact else gap.mean() <= 0.2 * moved + 1e-4, name
+
+
+def test_a_critic_learns_the_same(tmp_path: Path) -> None:
+    options = [{}, {"gradient_checkpointing": True, "offload": "all"}]
+    (plain, weights), (metrics, same) = on_ranks(1, option_jobs.critic_updates, options, where=tmp_path)[0]
+    assert metrics == pytest.approx(plain, rel=1e-4)
+    assert float(weights["head.weight"].abs().max()) > 1e-3
+    for name, tensor in weights.items():
+        torch.testing.assert_close(same[name], tensor, rtol=0, atol=3e-5)
 
 
 def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ SAMPLING = Sampling(max_response_length=5)
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every prompt with some of its own last token, then ends; notes what it was asked, and in which order."""
+    """Answers every prompt with some of its own last token, then ends; notes what it was asked."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

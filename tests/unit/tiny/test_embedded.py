@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.spec.embedded import RECIPE
 from rlctl.files import cache_root
+from rlctl.spec.embedded import RECIPE
 from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded
 
 #: The real thing but for the warm start, which stops after one step.

@@ -80,7 +80,7 @@ def vllm_samples() -> str:
     Raises:
         RlctlError: what vLLM's engine says of itself.
     """
-    from rlctl.rollout.vllm import VLLMRollout
+    from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
     from rlctl.spec.embedded import RECIPE
     from rlctl.tiny.model import save_model
@@ -89,12 +89,12 @@ def vllm_samples() -> str:
     with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as directory:
         save_model(model, Path(directory))
         tokenizer.save_pretrained(directory)
-        engine = VLLMRollout(
+        engine = TrainedVLLMRollout(
             directory,
             tokenizer,
+            ExpectedWeights(model),
             dtype="bf16",
             max_model_len=RECIPE.max_position_embeddings,
-            expected=ExpectedWeights(model),
             gpu_memory_utilization=_GPU_SHARE,
         )
         engine.sync_weights(model.state_dict().items(), policy_version=0)

@@ -92,7 +92,8 @@ _shared: Any
 def _start_worker(function: Callable[[Any, Any], Any], shared: Any) -> None:
     global _function, _shared
     _function, _shared = function, shared
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    # Ctrl-C is for the parent, which ends the pool: workers that died of it would look like a failure.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

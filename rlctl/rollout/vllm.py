@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ CPU_CACHE_GIB = "2"
 
 
 class VLLMRollout(CompletionRollout):
-    """A `ResponseSampler` on vLLM's offline engine; a `RolloutEngine` where weights come by sync."""
+    """A `ResponseSampler` on vLLM's offline engine, which loads its weights from files."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class VLLMRollout(CompletionRollout):
         max_num_seqs: int | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
-        expected: ExpectedWeights | None = None,
+        reads_weights: bool = True,
         gpu_memory_utilization: float = 0.9,
         sleeps: bool = False,
         device: torch.device | str = "cpu",
@@ -49,8 +49,7 @@ class VLLMRollout(CompletionRollout):
             max_num_seqs: sequences generated at once; None: 256.
             seed: of the engine; each response has a seed of its own.
             trust_remote_code: run Python code shipped with the model.
-            expected: a complete set of the policy's weights. With it none are read from `model_path`:
-                `sync_weights` brings them before anything can be sampled.
+            reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
             gpu_memory_utilization: share of the GPU's memory for weights and cache.
             sleeps: give the GPU's memory back between calls.
             device: where the tensors lie that `generate` returns.
@@ -67,7 +66,6 @@ class VLLMRollout(CompletionRollout):
         except Exception as error:  # its import touches drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
-        self._expected = expected
         try:
             self._llm: Any = LLM(
                 model=model_path,
@@ -83,32 +81,14 @@ class VLLMRollout(CompletionRollout):
                 enforce_eager=not torch.cuda.is_available(),
                 gpu_memory_utilization=gpu_memory_utilization,
                 enable_sleep_mode=self._sleeps,
-                **(_trained() if expected else {}),
+                **({} if reads_weights else _trained()),
             )
         except Exception as error:
             raise _not_started(model_path, error) from error
         config = _generation_config(model_path, trust_remote_code)
-        super().__init__(tokenizer, config, policy_version=None if expected else 0, device=device)
+        super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._asleep: set[str] = set()
         self._sleep()
-
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
-        if self._expected is None:
-            raise ValueError("this engine was not started to be trained")
-        self._policy_version = None
-        weights = self._every_name(self._expected, named_tensors)
-        try:
-            self._wake("weights")
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self._llm.reset_prefix_cache()
-        except RunFailure:
-            raise
-        except Exception as error:
-            raise RunFailure(
-                f"vLLM did not take the new weights: {one_line(error)}", where="engine vllm"
-            ) from error
-        self._policy_version = policy_version
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
@@ -130,13 +110,6 @@ class VLLMRollout(CompletionRollout):
             raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
         return [_completion(response) for output in outputs for response in output.outputs]
 
-    @staticmethod
-    def _every_name(
-        expected: ExpectedWeights, named_tensors: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for names, tensor in expected.checked(named_tensors):
-            yield from ((name, tensor) for name in names)
-
     def _sleep(self) -> None:
         """Weights to the host, the cache forgotten."""
         if self._sleeps:
@@ -148,6 +121,37 @@ class VLLMRollout(CompletionRollout):
         if tags := sorted(self._asleep.intersection(parts)):
             self._llm.wake_up(tags=tags)
             self._asleep -= set(tags)
+
+
+class TrainedVLLMRollout(VLLMRollout):
+    """A `RolloutEngine` on vLLM's offline engine: the trainer brings the weights.
+
+    Args:
+        model_path, tokenizer: as of `VLLMRollout`.
+        expected: a complete set of the policy's weights.
+        options: further ones of `VLLMRollout`.
+    """
+
+    def __init__(self, model_path: str, tokenizer: Any, expected: ExpectedWeights, **options: Any) -> None:
+        super().__init__(model_path, tokenizer, reads_weights=False, **options)
+        self._expected = expected
+
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
+        self._policy_version = None
+        checked = self._expected.checked(named_tensors)
+        weights = ((name, tensor) for names, tensor in checked for name in names)
+        try:
+            self._wake("weights")
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self._llm.reset_prefix_cache()
+        except RunFailure:
+            raise
+        except Exception as error:
+            raise RunFailure(
+                f"vLLM did not take the new weights: {one_line(error)}", where="engine vllm"
+            ) from error
+        self._policy_version = policy_version
 
 
 def _trained() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rlctl.rollout.handover import Handover
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
-from rlctl.rollout.vllm import VLLM_DTYPES, VLLMRollout
+from rlctl.rollout.vllm import VLLM_DTYPES, TrainedVLLMRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
 from rlctl.rollout.weights import ExpectedWeights
 from rlctl.spec.run import RunSpec
@@ -45,15 +45,15 @@ def build_rollout(
         )
     if rollout.mode == "server":
         return _on_servers(spec, model, tokenizer, ranks, run_dir)
-    return VLLMRollout(
+    return TrainedVLLMRollout(
         model_path,
         tokenizer,
+        ExpectedWeights(model),
         dtype=_dtype(spec),
         max_model_len=_longest(spec),
         max_num_seqs=rollout.max_num_seqs,
         seed=spec.trainer.seed,
         trust_remote_code=spec.model.trust_remote_code,
-        expected=ExpectedWeights(model),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleeps=rollout.free_cache_engine,
         device=ranks.device,

@@ -51,11 +51,13 @@ def test_a_healthy_run_raises_no_alarm(seed, kind):
 def test_autocorrelated_noise_and_heavy_tails_raise_no_alarm(seed):
     """Logs whose noise drifts (AR(1)) and now and then jumps, as real ones do."""
     rows, noise = healthy_rows(400, seed), np.random.default_rng(seed)
-    for key in ("actor/grad_norm", "actor/entropy", "response_length/mean", f"{CORR}k3_kl"):
+    entropy = ("actor/entropy", f"{CORR}training_log_ppl", f"{CORR}rollout_log_ppl")  # one quantity
+    for keys in (("actor/grad_norm",), entropy, ("response_length/mean",), (f"{CORR}k3_kl",)):
         drift = 0.0
         for row in rows:
             drift = 0.95 * drift + noise.normal(0, 0.05)
-            row[key] *= float(np.exp(drift + 0.1 * noise.standard_t(5)))
+            factor = float(np.exp(drift + 0.1 * noise.standard_t(5)))
+            row |= {key: row[key] * factor for key in keys}
     assert set(found(examine(run_log(rows, ONE_UPDATE))).values()) <= HARMLESS
 
 

@@ -140,6 +140,11 @@ def test_ground_truths_no_grader_accepts_are_bad_rows(tmp_path, capfd):
     assert "wrong.jsonl:4: grader(ground truth) is not 1" in message
 
 
+def heeding_ctrl_c():
+    """Whatever started the tests in the background may have had them ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def working(tmp_path):
     """A preparation of 40 MB in two processes, at work in a session of its own."""
@@ -151,7 +156,13 @@ def working(tmp_path):
         *("prepare-data", "parquet", str(source), "--out", str(tmp_path / "out"), "--workers", "2"),
         *("--no-check-graders", "--duplicates", "keep"),
     ]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeding_ctrl_c,  # noqa: PLW1509 - no threads here
+    )
     wait_for(lambda: any(rows.stat().st_size for rows in tmp_path.glob(".out.partial-*/.work/rows")), 60)
     yield process
     for left in in_session(process.pid):

@@ -121,17 +121,17 @@ def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> No
 def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
-    sampler, may_go = Sampler(), threading.Event()
+    sampler, began, may_go = Sampler(), threading.Event(), threading.Event()
 
     def sample(step: int) -> Rollouts:
         if step == 3:
+            began.set()
             may_go.wait(5)
         return sampler(step)
 
     stream = RolloutStream(sample, ahead=4, last_step=LAST, executor=executor)
     stream.take(1)
-    while sampler.asked != [1, 2]:
-        time.sleep(0.01)
+    assert began.wait(5)
     threading.Timer(0.05, may_go.set).start()
     stream.drain()  # the third is at work and finished, the fourth and fifth never begin
     assert sampler.asked == [1, 2, 3]

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rlctl.html_page import render
 from rlctl.replay.draw import svg
 from rlctl.replay.report import COLUMNS, about, advice, cells, is_recommended, name_of
 from rlctl.replay.tradeoff import Tradeoff
+
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
@@ -22,10 +24,8 @@ def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
     Args:
         replays: title and result of each.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template("page.html.j2").render(
+    return render(
+        _TEMPLATE,
         columns=COLUMNS,
         runs=[
             {

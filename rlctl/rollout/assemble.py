@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlctl.batch import Prompts, Rollouts
-from rlctl.errors import UsageError
+from rlctl.errors import RunFailure, UsageError
 
 _Item = TypeVar("_Item")
 
@@ -60,6 +60,17 @@ def assemble(
         extra_infos=_repeat(prompts.extra_infos, n),
         messages=_repeat(prompts.messages, n),
     )
+
+
+def synced(policy_version: int | None) -> int:
+    """The version of an engine's weights; None: its last sync did not finish.
+
+    Raises:
+        RunFailure: it did not.
+    """
+    if policy_version is None:
+        raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
+    return policy_version
 
 
 def positions(attention_mask: Tensor) -> Tensor:

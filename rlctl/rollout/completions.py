@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlctl.batch import Prompts, Rollouts
-from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.rollout.assemble import assemble, end_ids
+from rlctl.errors import EnvironmentFailure
+from rlctl.rollout.assemble import assemble, end_ids, synced
 from rlctl.rollout.protocol import Sampling
 
 
@@ -74,8 +74,7 @@ class CompletionRollout(ABC):
             RunFailure: the engine failed; carries its words.
         """
         del num_groups_total  # seeds are made from each prompt's own place
-        if self._policy_version is None:
-            raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
+        policy_version = synced(self._policy_version)
         rows = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
         # Greedy responses to one prompt are asked for one by one: vLLM draws none of them.
         each = 1 if sampling.greedy else n
@@ -92,7 +91,7 @@ class CompletionRollout(ABC):
             n=n,
             eos_ids=self._eos_ids,
             tokenizer=self._tokenizer,
-            policy_version=self._policy_version,
+            policy_version=policy_version,
         )
 
     @abstractmethod

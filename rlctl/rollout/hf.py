@@ -12,9 +12,8 @@ from torch.nn import functional
 from transformers import GenerationConfig
 
 from rlctl.batch import Prompts, Rollouts
-from rlctl.errors import RunFailure
 from rlctl.prefix import can_share_prefix, shared_prefix
-from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids
+from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 from rlctl.rollout.weights import ExpectedWeights
@@ -71,8 +70,7 @@ class HFRollout:
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:
         """See `RolloutEngine.generate`; T is the longest response of this call."""
-        if self._policy_version is None:
-            raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
+        policy_version = synced(self._policy_version)
         prompt_ids = prompts.prompt_ids.to(self._device).repeat_interleave(n, dim=0)
         prompt_mask = prompts.prompt_mask.to(self._device).repeat_interleave(n, dim=0)
         places = sample_ids(prompts.group_ids.to(self._device), n)
@@ -92,7 +90,7 @@ class HFRollout:
             n=n,
             eos_ids=self._eos_ids,
             tokenizer=self._tokenizer,
-            policy_version=self._policy_version,
+            policy_version=policy_version,
         )
 
     @torch.no_grad()

@@ -66,6 +66,7 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: on every rank; a server refused the weights, or cannot be reached.
         """
         self._policy_version = None
+        self._agree("")  # every rank has its batch: servers are all ranks', and sample for some of them still
         weights, newest, failure = iter(named_tensors), "", None
         if self._handover:
             try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import handover, vllm_server
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
@@ -31,6 +35,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
+        self.may_answer.set()
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -60,6 +66,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             self.answer(code, {"error": {"message": "the engine says why"}})
         else:
+            self.server.is_asked.set()
+            self.server.may_answer.wait(20)
             token = body["prompt"][-1]
             choices = [
                 {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
@@ -149,6 +157,52 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     assert paths[away + 1] == "/reset_prefix_cache"
     assert paths.count("/v1/completions") == 3
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
+
+
+def test_no_server_loads_weights_while_another_rank_still_samples(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """The main rank is done with its batch and hands over; the other one's thread is at work on its own."""
+    [server], model = servers[:1], random_model(1)
+    meeting, said = threading.Barrier(2), ["", ""]
+
+    def agree(rank: int, text: str) -> str:
+        said[rank] = text
+        meeting.wait(20)
+        first = next(filter(None, said), "")
+        meeting.wait(20)
+        return first
+
+    def on_rank(rank: int) -> VLLMServerRollout:
+        handed = Handover(model, TOKENIZER, tmp_path / "weights") if rank == 0 else None
+        names = SimpleNamespace(eos_token_id=None)
+        return VLLMServerRollout(
+            [server.url], TOKENIZER, names, device="cpu", rank=rank, agree=partial(agree, rank),
+            handover=handed, replicas=None, start_timeout=5.0,
+        )  # fmt: skip
+
+    engines, turns = [on_rank(0), on_rank(1)], Turns()
+    trainers = [engines[0], TakingTurns(engines[1], turns, first=True)]
+    ahead = TakingTurns(engines[1], turns, first=False)
+
+    def sync(version: int) -> None:
+        weights = [model.state_dict().items()] * 2
+        with ThreadPoolExecutor(2) as ranks:
+            list(ranks.map(lambda rank: trainers[rank].sync_weights(weights[rank], version), range(2)))
+
+    sync(1)
+    server.asked.clear()
+    server.may_answer.clear()
+    with ThreadPoolExecutor(2) as threads:
+        sampling = threads.submit(generate, ahead)
+        assert server.is_asked.wait(5)
+        syncing = threads.submit(sync, 2)
+        time.sleep(0.3)
+        assert set(server.paths()) == {"/v1/completions"}
+        server.may_answer.set()
+        assert set(sampling.result(20).policy_version.tolist()) == {1}
+        syncing.result(20)
+    assert server.paths()[-2:] == ["/collective_rpc", "/reset_prefix_cache"]
 
 
 def test_what_a_server_refuses_is_said_and_not_tried_again(servers: list[Server], tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.rollout.assemble import assemble, end_ids, synced
 from rlctl.rollout.protocol import Sampling
 
+#: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
+LOGPROBS_MODE = "processed_logprobs"
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -110,6 +113,7 @@ class CompletionRollout(ABC):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,  # a server may have taken the model's own as its default
             "max_tokens": sampling.max_response_length,
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,

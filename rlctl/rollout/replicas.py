@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.rollout.completions import LOGPROBS_MODE
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -71,7 +72,7 @@ class ReplicaSettings:
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         arguments += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
         # Not the model's own top_p and penalties; log-probs of the distribution sampled from.
-        arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+        arguments += ["--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE]
         if self.first_gpu is None:
             # In the engine's own process: another one for the worker would only cost its start.
             arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]

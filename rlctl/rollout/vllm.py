@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
-from rlctl.rollout.completions import Completion, CompletionRollout, Request, one_line, vllm_missing
+from rlctl.rollout.completions import (
+    LOGPROBS_MODE,
+    Completion,
+    CompletionRollout,
+    Request,
+    one_line,
+    vllm_missing,
+)
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.weights import ExpectedWeights
 
@@ -76,8 +83,7 @@ class VLLMRollout(CompletionRollout):
                 trust_remote_code=trust_remote_code,
                 # The model's own generation config may hold a top_p or a repetition penalty (Qwen's does).
                 generation_config="vllm",
-                # Of the distribution sampled from: after temperature, top-k, top-p and min-p.
-                logprobs_mode="processed_logprobs",
+                logprobs_mode=LOGPROBS_MODE,
                 enforce_eager=not torch.cuda.is_available(),
                 gpu_memory_utilization=gpu_memory_utilization,
                 enable_sleep_mode=self._sleeps,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure
-from rlctl.rollout.completions import Completion, CompletionRollout, Request
+from rlctl.rollout.completions import LOGPROBS_MODE, Completion, CompletionRollout, Request
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
@@ -190,10 +190,10 @@ class VLLMServerRollout(CompletionRollout):
 
 
 def reachable(urls: list[str], seconds: float) -> None:
-    """Wait until every server answers.
+    """Wait until every server answers, and make sure that each was started as a run needs it.
 
     Raises:
-        EnvironmentFailure: one does not, for so many seconds.
+        EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
     """
     deadline = time.monotonic() + seconds
     for url in urls:
@@ -211,6 +211,21 @@ def reachable(urls: list[str], seconds: float) -> None:
                     fix="start it there, with the options docs/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
+        _check_settings(url)
+
+
+def _check_settings(url: str) -> None:
+    """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
+    where = f"rollout.server.urls: {url}"
+    fix = "start it with the options docs/rollout-engines.md shows"
+    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_SYNC_S, trust_env=False)
+    if not answer.is_success:
+        what = "the server takes no weights: vLLM's development mode is off"
+        raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
+    mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
+    if mode != LOGPROBS_MODE:
+        what = f"the server reports {mode}, which are not of the distribution it samples from"
+        raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

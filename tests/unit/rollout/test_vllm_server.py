@@ -37,6 +37,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
         self.may_answer.set()
+        self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -52,7 +53,12 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self.answer(200, {})
+        if not self.path.startswith("/server_info"):
+            self.answer(200, {})
+        elif mode := self.server.logprobs_mode:
+            self.answer(200, {"vllm_config": {"model_config": {"logprobs_mode": mode}}})
+        else:
+            self.answer(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
@@ -133,6 +139,7 @@ def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server],
     assert set(rollouts.policy_version.tolist()) == {4}
     for server in servers:
         assert server.paths() == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+        assert server.asked[-1][1]["repetition_penalty"] == 1.0  # never the model's own
     seeds = {server.asked[-1][1]["seed"] for server in servers}
     assert len(seeds) == 2
     generate(engine)
@@ -258,3 +265,18 @@ def test_a_server_nobody_started_is_named() -> None:
     with pytest.raises(EnvironmentFailure, match="no vLLM server answers") as caught:
         reachable(["http://127.0.0.1:9"], seconds=0.05)
     assert "http://127.0.0.1:9" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("mode", "option"), [("raw_logprobs", "--logprobs-mode"), (None, "VLLM_SERVER_DEV_MODE=1")]
+)
+def test_a_server_started_otherwise_than_a_run_needs_is_refused(
+    servers: list[Server], mode: str | None, option: str
+) -> None:
+    urls = [server.url for server in servers]
+    reachable(urls, seconds=5)
+    servers[1].logprobs_mode = mode
+    with pytest.raises(EnvironmentFailure) as caught:
+        reachable(urls, seconds=5)
+    assert urls[1] in str(caught.value.where)
+    assert option in str(caught.value.fix)

@@ -213,8 +213,8 @@ def never_synced() -> None:
     """Weights are handed over and left lying."""
     from rlctl.rollout.hf import HFRollout
 
-    def sync_weights(self: Any, named_tensors: Any, policy_version: int) -> None:
-        for _ in named_tensors:
+    def sync_weights(self: Any, policy: Any, policy_version: int) -> None:
+        for _ in policy.weights():
             pass
         self._policy_version = policy_version
 

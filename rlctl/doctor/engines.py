@@ -81,7 +81,7 @@ def vllm_samples() -> str:
         RlctlError: what vLLM's engine says of itself.
     """
     from rlctl.rollout.vllm import TrainedVLLMRollout
-    from rlctl.rollout.weights import ExpectedWeights
+    from rlctl.rollout.weights import ExpectedWeights, PlainWeights
     from rlctl.spec.embedded import RECIPE
     from rlctl.tiny.model import save_model
 
@@ -97,7 +97,7 @@ def vllm_samples() -> str:
             max_model_len=RECIPE.max_position_embeddings,
             gpu_memory_utilization=_GPU_SHARE,
         )
-        engine.sync_weights(model.state_dict().items(), policy_version=0)
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)
         found = _sampled(engine, tokenizer)
         engine.close()
     return found

@@ -20,6 +20,8 @@ from rlctl.files import sync
 
 #: Of a run directory: where its checkpoints lie.
 CHECKPOINTS = "checkpoints"
+#: Of a checkpoint: where the adapter lies.
+ADAPTER = "adapter"
 
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
@@ -48,7 +50,8 @@ class TrainerState:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint on disk: `engine/` (with a critic `critic/` too) to resume from, `model/` a
-    plain Hugging Face directory, `waiting/` the batches sampled ahead of their training."""
+    plain Hugging Face directory, `adapter/` what LoRA has learnt apart from it, `waiting/` the batches
+    sampled ahead of their training."""
 
     path: Path
     state: TrainerState
@@ -73,12 +76,17 @@ class Checkpoint:
         """Weights, config and tokenizer in Hugging Face's format."""
         return self.path / "model"
 
+    @property
+    def adapter_dir(self) -> Path:
+        """The adapter in PEFT's format; empty without LoRA, missing in checkpoints older than this."""
+        return self.path / ADAPTER
+
 
 def begin(root: Path, step: int) -> Path:
     """An empty hidden directory to write the checkpoint of `step` into (one rank calls this)."""
     partial = root / f"{_PARTIAL}{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
-    for name in ("engine", "critic", "waiting", "model"):
+    for name in ("engine", "critic", "waiting", "model", ADAPTER):
         (partial / name).mkdir(parents=True)
     return partial
 

@@ -23,7 +23,7 @@ from rlctl.batch import TrainBatch
 from rlctl.engine.adamw import GuardedAdamW
 from rlctl.engine.inputs import used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
-from rlctl.engine.lora import plain_weights
+from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
@@ -152,14 +152,18 @@ class _Engine:
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
-    def _in_full(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _in_full(self, module: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Plain weights by name; under ZeRO-3 gathered one at a time (a collective: all ranks iterate)."""
-        for weight in plain_weights(module):
-            if self.zero_stage == 3:
-                with self._deepspeed.zero.GatheredParameters(weight.parts):
-                    yield weight.name, weight.value()
-            else:
+        for weight in plain_weights(module, merged=merged):
+            with self._gathered(weight.parts):
                 yield weight.name, weight.value()
+
+    def _gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """In full while the context lasts (under ZeRO-3 a collective)."""
+        if self.zero_stage < 3:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(parameters)
+        return context
 
 
 class DeepSpeedEngine(_Engine):
@@ -190,9 +194,16 @@ class DeepSpeedEngine(_Engine):
         asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared}
         return policy_output(self._policy, self._engine, batch, in_step_with, **asked)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
-        return self._in_full(self._policy.model)
+        return self._in_full(self._policy.model, merged=merged)
+
+    def adapter(self) -> Adapter:
+        """See `TrainEngine.adapter` (under ZeRO-3 a collective); nothing but A and B is gathered."""
+        parameters = adapter_parameters(self._policy.model)
+        with self._gathered(list(parameters.values())):
+            tensors = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
+        return Adapter.of(self._policy.model, tensors)
 
     def export(self, directory: Path) -> None:
         """Write config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""

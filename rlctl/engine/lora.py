@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 
 _ADAPTER = "default"
+#: Before the name of a module in the files PEFT writes.
+_PEFT_PREFIX = "base_model.model."
 
 
 def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
@@ -96,17 +99,64 @@ class PlainWeight:
         return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scale).to(weight.dtype)
 
 
-def plain_weights(model: nn.Module) -> Iterator[PlainWeight]:
-    """Every parameter of `model` before it was given adapters, in its order."""
+def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
+    """Every parameter of `model` before it was given adapters, in its order.
+
+    Args:
+        model: with or without adapters.
+        merged: add in what the adapters have learnt; otherwise each is the frozen W alone.
+    """
     modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, is_base, rest = name.partition(".base_layer.")
-        if is_base and rest == "weight":
+        if merged and is_base and rest == "weight":
             layer = modules[owner]
             adapter = [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
             yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[_ADAPTER])
         elif ".lora_" not in name:
             yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every A (r, in) and B (out, r), by the names PEFT's files have for them; empty without adapters."""
+    return {
+        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the adapters of a model have learnt so far, apart from it.
+
+    Attributes:
+        config: PEFT's description: r, α, the layers' last names, and the model it belongs to.
+        tensors: as of `adapter_parameters`, on the host.
+    """
+
+    config: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any, tensors: dict[str, Tensor]) -> Adapter:
+        """The adapter of `model`, which `add_lora` made, with these values."""
+        config = replace(
+            model.peft_config[_ADAPTER],
+            base_model_name_or_path=model.name_or_path or None,
+            revision=getattr(model.config, "_commit_hash", None),
+            target_modules=sorted({name.split(".")[-3] for name in tensors}),
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        )
+        return cls(config, tensors)
+
+    def save(self, directory: Path) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM load."""
+        from safetensors.torch import save_file
+
+        self.config.save_pretrained(directory)
+        save_file(self.tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 class BasePolicy:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import TrainBatch
+    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,18 @@ class TrainEngine(Trained, Protocol):
             entropy_grad: let gradient through the entropy, for a bonus on it.
             sum_pi_squared: also compute Σ_v π(v)².
         """
+        ...
+
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, by the model's own name, on every rank.
+
+        Under LoRA these are the names without adapters, and the weights with what the adapters have
+        learnt added in; unless `merged`, the frozen ones below them.
+        """
+        ...
+
+    def adapter(self) -> Adapter:
+        """Under LoRA: A and B in full, on every rank."""
         ...
 
     def export(self, directory: Path) -> None:

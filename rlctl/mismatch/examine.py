@@ -22,6 +22,7 @@ from rlctl.mismatch.search import Explanation, explain
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
 from rlctl.mismatch.weights import all_and_head, moved
 from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
+from rlctl.rollout.weights import PlainWeights
 
 #: An experiment with the engine explains the gap when it leaves no more than this share of it.
 _CLOSED = 0.5
@@ -214,7 +215,7 @@ class _Trial:
         """The model's weights to the engine."""
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
-        engine.sync_weights(model.named_parameters(), self._version)
+        engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
 
 
 def _sample(rollouts: Rollouts, n: int, device: Any) -> Sample:

@@ -18,6 +18,8 @@ from rlctl.rollout.protocol import Sampling
 
 #: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
+#: What helps where vLLM cannot run an adapter.
+MERGE = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlctl.errors import RunFailure, UsageError
+from rlctl.rollout.versions import Versions
 from rlctl.rollout.weights import ExpectedWeights
 
-SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "rlctl-weights-"
 #: Weights are written in files of about this size, so that no more than that is held twice.
 SHARD_BYTES = 2 * 2**30
 
 
-class Handover:
-    """Writes each version of the policy's weights where engines can read it, the last two kept.
-
-    A directory appears under its name only when it is complete, so an engine that starts again may
-    load the newest at any time.
+class Handover(Versions):
+    """Writes each version of the policy's weights as a model that engines can load.
 
     Args:
         model: the policy, for its config and the names of its weights.
@@ -42,27 +32,12 @@ class Handover:
     """
 
     def __init__(self, model: Any, tokenizer: Any, parent: Path | None) -> None:
+        super().__init__(parent)
         self._expected = ExpectedWeights(model)
         self._tokenizer = tokenizer
         self._config = copy.deepcopy(model.config)
         if not torch.cuda.is_available():  # see rlctl.rollout.vllm on tied heads
             self._config.tie_word_embeddings = False
-        is_shared = parent is not None
-        parent = parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(parent)
-            self._root = Path(
-                tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent)
-            )
-            if is_shared:
-                self._root.chmod(0o755)  # engines on other nodes may run as another user
-        except OSError as error:
-            raise UsageError(
-                f"cannot write weights there: {error.strerror}", where="rollout.server.weights_dir"
-            ) from error
-        self._newest: Path | None = None
-        self._before: Path | None = None
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Path:
         """Write a version; the one before the last is removed.
@@ -70,40 +45,13 @@ class Handover:
         Raises:
             RunFailure: a weight is missing, unknown or of another shape, or there is no room.
         """
-        target, part = self._root / f"v{policy_version}", self._root / "part"
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            part.mkdir()
-            self._config.save_pretrained(part)
-            self._tokenizer.save_pretrained(part)
-            self._write_shards(part, named_tensors)
-            shutil.rmtree(target, ignore_errors=True)  # the same version once more, after a resume
-            part.rename(target)
-        except OSError as error:
-            raise RunFailure(
-                f"weights for the rollout engines cannot be written: {error.strerror or error}",
-                where=str(self._root),
-                fix="free space there, or set rollout.server.weights_dir",
-            ) from error
-        if self._before and self._before != target:
-            shutil.rmtree(self._before, ignore_errors=True)
-        if self._newest != target:
-            self._before, self._newest = self._newest, target
-        return target
 
-    def latest(self) -> Path:
-        """The last complete version.
+        def fill(directory: Path) -> None:
+            self._config.save_pretrained(directory)
+            self._tokenizer.save_pretrained(directory)
+            self._write_shards(directory, named_tensors)
 
-        Raises:
-            ValueError: nothing was written yet.
-        """
-        if self._newest is None:
-            raise ValueError("no weights have been handed over")
-        return self._newest
-
-    def close(self) -> None:
-        """Remove everything written."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        return self.publish(f"v{policy_version}", fill)
 
     def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         shards: list[list[str]] = []
@@ -138,11 +86,3 @@ def _name_shards(directory: Path, shards: list[list[str]]) -> None:
         where |= dict.fromkeys(names, file)
     index = {"metadata": {}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """What runs of this machine left that were killed: in shared memory it would stay until a reboot."""
-    for path in parent.glob(f"{_PREFIX}{socket.gethostname()}-*"):
-        pid = path.name.rsplit("-", 2)[-2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)

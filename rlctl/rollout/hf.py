@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from rlctl.batch import Prompts, Rollouts
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Policy, Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 from rlctl.rollout.weights import ExpectedWeights
 
@@ -94,10 +94,10 @@ class HFRollout:
         )
 
     @torch.no_grad()
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """See `RolloutEngine.sync_weights`; of tied weights one name is enough."""
+    def sync_weights(self, policy: Policy, policy_version: int) -> None:
+        """See `RolloutEngine.sync_weights`: all weights, merged; of tied ones one name is enough."""
         self._policy_version = None
-        for names, tensor in self._expected.checked(named_tensors):
+        for names, tensor in self._expected.checked(policy.weights()):
             self._weights[names[0]].copy_(tensor)  # casts and moves; tied names are one tensor
         if self._is_int8:
             _round_to_int8(self._model)

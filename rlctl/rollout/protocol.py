@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -59,15 +60,44 @@ class ResponseSampler(Protocol):
         ...
 
 
+class SavedAdapter(Protocol):
+    """A LoRA adapter's values at one moment."""
+
+    def save(self, directory: Path) -> None:
+        """Write it in PEFT's format."""
+        ...
+
+
+class Policy(Protocol):
+    """What an engine may ask of the policy under training.
+
+    Every rank must ask for the same things in the same order, and take all that comes: weights may
+    be cut up among the ranks.
+    """
+
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in full, by the names of the model's `state_dict()`.
+
+        Args:
+            merged: with what adapters have learnt added in; otherwise the frozen ones below them.
+        """
+        ...
+
+    def adapter(self) -> SavedAdapter:
+        """What adapters have learnt, apart."""
+        ...
+
+
 class RolloutEngine(ResponseSampler, Protocol):
     """Samples responses from its own copy of the policy, which training keeps up to date."""
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take over the trainer's weights, by the names of the model's `state_dict()`.
+    def sync_weights(self, policy: Policy, policy_version: int) -> None:
+        """Take over what the policy has learnt: all weights, or its adapter alone.
 
         Raises:
             RunFailure: a parameter is missing, unknown or of another shape (all are named), or the
                 engine did not take them.
+            UsageError: the engine cannot run this adapter.
         """
         ...
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import httpx
 
-from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.rollout.completions import LOGPROBS_MODE
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.rollout.completions import LOGPROBS_MODE, MERGE
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -51,6 +51,7 @@ class ReplicaSettings:
         gpu_memory_utilization: share of their memory.
         first_gpu: GPUs before this one belong to the trainer; None: there are none.
         trust_remote_code: run Python code shipped with the model.
+        max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
         start_timeout: seconds until a replica must answer.
         max_restarts: of all replicas together.
     """
@@ -62,6 +63,7 @@ class ReplicaSettings:
     gpu_memory_utilization: float = 0.9
     first_gpu: int | None = None
     trust_remote_code: bool = False
+    max_lora_rank: int = 0
     start_timeout: float = 600.0
     max_restarts: int = 3
 
@@ -76,6 +78,8 @@ class ReplicaSettings:
         if self.first_gpu is None:
             # In the engine's own process: another one for the worker would only cost its start.
             arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        if self.max_lora_rank:
+            arguments += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
         if self.trust_remote_code:
             arguments.append("--trust-remote-code")
         return arguments
@@ -138,6 +142,7 @@ class Replicas:
 
         Raises:
             EnvironmentFailure: one does not start; carries the end of its log.
+            UsageError: one cannot run adapters of this model.
         """
         self._watcher.start()  # starts them: a process must not outlive the thread that made it
         deadline = time.monotonic() + self._settings.start_timeout
@@ -146,6 +151,8 @@ class Replicas:
                 if self._failure or time.monotonic() > deadline:
                     words = self._failure.what if self._failure else replica.last_words()
                     self.close()
+                    if "does not support LoRA" in words:
+                        raise UsageError(f"vLLM refuses: {words}", where=str(replica.log), fix=MERGE)
                     raise EnvironmentFailure(
                         f"a vLLM server does not start: {words}",
                         where=str(replica.log),
@@ -205,6 +212,8 @@ class Replicas:
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         # Weight sync is among the endpoints vLLM opens for development only; they listen on this host.
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if settings.max_lora_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         if settings.first_gpu is None:
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

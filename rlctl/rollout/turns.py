@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-
-from torch import Tensor
+from collections.abc import Iterator
 
 from rlctl.batch import Prompts, Rollouts
-from rlctl.rollout.protocol import RolloutEngine, Sampling
+from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
 
 
 class Turns:
@@ -57,10 +55,10 @@ class TakingTurns:
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
         with self._turns.taken(first=self._first):
-            self._engine.sync_weights(named_tensors, policy_version)
+            self._engine.sync_weights(policy, policy_version)
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

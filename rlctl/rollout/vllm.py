@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 from rlctl.rollout.completions import (
     LOGPROBS_MODE,
+    MERGE,
     Completion,
     CompletionRollout,
     Request,
     one_line,
     vllm_missing,
 )
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.versions import Versions
 from rlctl.rollout.weights import ExpectedWeights
 
 VLLMDtype = Literal["fp32", "bf16"]
@@ -42,6 +44,7 @@ class VLLMRollout(CompletionRollout):
         seed: int = 0,
         trust_remote_code: bool = False,
         reads_weights: bool = True,
+        max_lora_rank: int = 0,
         gpu_memory_utilization: float = 0.9,
         sleeps: bool = False,
         device: torch.device | str = "cpu",
@@ -57,6 +60,7 @@ class VLLMRollout(CompletionRollout):
             seed: of the engine; each response has a seed of its own.
             trust_remote_code: run Python code shipped with the model.
             reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
+            max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
             gpu_memory_utilization: share of the GPU's memory for weights and cache.
             sleeps: give the GPU's memory back between calls.
             device: where the tensors lie that `generate` returns.
@@ -87,12 +91,14 @@ class VLLMRollout(CompletionRollout):
                 enforce_eager=not torch.cuda.is_available(),
                 gpu_memory_utilization=gpu_memory_utilization,
                 enable_sleep_mode=self._sleeps,
+                **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
                 **({} if reads_weights else _trained()),
             )
         except Exception as error:
             raise _not_started(model_path, error) from error
         config = _generation_config(model_path, trust_remote_code)
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
+        self._adapter: Any = None  # what requests are to be answered with, for vLLM
         self._asleep: set[str] = set()
         self._sleep()
 
@@ -110,7 +116,7 @@ class VLLMRollout(CompletionRollout):
         ]
         try:
             self._wake("weights", "kv_cache")
-            outputs = self._llm.generate(asked, parameters, use_tqdm=False)
+            outputs = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapter)
             self._sleep()
         except Exception as error:
             raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
@@ -135,29 +141,72 @@ class TrainedVLLMRollout(VLLMRollout):
     Args:
         model_path, tokenizer: as of `VLLMRollout`.
         expected: a complete set of the policy's weights.
+        max_lora_rank: above 0 the engine applies the policy's adapter itself: it gets the frozen base
+            once, and A and B at every sync.
         options: further ones of `VLLMRollout`.
     """
 
-    def __init__(self, model_path: str, tokenizer: Any, expected: ExpectedWeights, **options: Any) -> None:
-        super().__init__(model_path, tokenizer, reads_weights=False, **options)
+    def __init__(
+        self,
+        model_path: str,
+        tokenizer: Any,
+        expected: ExpectedWeights,
+        *,
+        max_lora_rank: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(model_path, tokenizer, reads_weights=False, max_lora_rank=max_lora_rank, **options)
         self._expected = expected
+        self._adapters = Versions(None) if max_lora_rank else None
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def close(self) -> None:
+        """See `CompletionRollout.close`."""
+        super().close()
+        if self._adapters:
+            self._adapters.close()
+
+    def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
         self._policy_version = None
-        checked = self._expected.checked(named_tensors)
-        weights = ((name, tensor) for names, tensor in checked for name in names)
         try:
             self._wake("weights")
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._adapter is None:  # the base below an adapter stays as it is
+                self._reload(policy.weights(merged=self._adapters is None))
+            if self._adapters is not None:
+                self._adopt(policy.adapter(), self._adapters)
             self._llm.reset_prefix_cache()
-        except RunFailure:
+        except RlctlError:
             raise
         except Exception as error:
             raise RunFailure(
                 f"vLLM did not take the new weights: {one_line(error)}", where="engine vllm"
             ) from error
         self._policy_version = policy_version
+
+    def _reload(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        checked = self._expected.checked(named_tensors)
+        weights = ((name, tensor) for names, tensor in checked for name in names)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+    def _adopt(self, adapter: SavedAdapter, versions: Versions) -> None:
+        """The adapter in place of the one before.
+
+        Each has a number and a path of its own: vLLM's caches go by them.
+        """
+        from vllm.lora.request import LoRARequest
+
+        engine, before = self._llm.llm_engine, self._adapter
+        number = before.lora_int_id + 1 if before else 1
+        path = str(versions.publish(f"adapter-{number}", adapter.save))
+        self._adapter = LoRARequest(path, number, path)
+        if before:
+            engine.remove_lora(before.lora_int_id)
+        try:
+            engine.add_lora(self._adapter)
+        except ValueError as error:  # layers of which vLLM knows no adapted kind
+            raise UsageError(
+                f"vLLM cannot run the adapter: {one_line(error)}", where="model.target_modules", fix=MERGE
+            ) from error
 
 
 def _trained() -> dict[str, Any]:
@@ -198,6 +247,8 @@ def _generation_config(model_path: str, trust_remote_code: bool) -> Any:
 
 
 def _not_started(model_path: str, error: Exception) -> RlctlError:
+    if "does not support LoRA" in str(error):
+        return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE)
     if isinstance(error, ValueError):  # pydantic's errors too: what it says of the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

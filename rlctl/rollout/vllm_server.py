@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import httpx
 import torch
 from torch import Tensor
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure
-from rlctl.rollout.completions import LOGPROBS_MODE, Completion, CompletionRollout, Request
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
+from rlctl.rollout.completions import LOGPROBS_MODE, MERGE, Completion, CompletionRollout, Request
 from rlctl.rollout.handover import Handover
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
+from rlctl.rollout.versions import Versions
 
 #: Requests one rank has open at once; each is a prompt with all its responses. The client's work per
 #: request grows with their number.
@@ -25,8 +28,28 @@ _RETRY_S = 1.0
 _TRIES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """Where the newest version lies: directories that every server sees.
+
+    Attributes:
+        weights: a model; under LoRA the frozen base.
+        adapter: what LoRA has learnt beside it; "": the weights are all there is.
+    """
+
+    weights: str = ""
+    adapter: str = ""
+
+    @property
+    def model(self) -> str:
+        """What requests name: an adapter is served under its own path, so that no two are confused."""
+        return self.adapter or MODEL_NAME
+
+
 class VLLMServerRollout(CompletionRollout):
     """A `RolloutEngine` on vLLM servers; a rank's requests go round all of them.
+
+    With adapters they get the base once, and A and B after each update.
 
     Args:
         urls: where the servers answer.
@@ -36,6 +59,8 @@ class VLLMServerRollout(CompletionRollout):
         rank: this process among the run's.
         agree: gives every rank the first text among theirs that is not empty.
         handover: hands weights over; None on all ranks but the main one.
+        adapters: the same for adapters; None without them, and on all ranks but the main one.
+        takes_adapter: whether servers apply the adapter themselves.
         replicas: the servers of this process, if it has any; they start with the first weights.
         start_timeout: seconds to wait for a server that went away.
     """
@@ -52,43 +77,53 @@ class VLLMServerRollout(CompletionRollout):
         handover: Handover | None,
         replicas: Replicas | None,
         start_timeout: float,
+        adapters: Versions | None = None,
+        takes_adapter: bool = False,
     ) -> None:
         super().__init__(tokenizer, generation_config, policy_version=None, device=device)
         self._urls, self._rank, self._agree = urls, rank, agree
         self._handover, self._replicas = handover, replicas
         self._start_timeout = start_timeout
-        self._newest = ""  # where the last weights lie
+        self._adapters, self._takes_adapter = adapters, takes_adapter
+        self._adapter_numbers = count(1)
+        self._newest = Newest()
 
-    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
 
         Raises:
             RunFailure: on every rank; a server refused the weights, or cannot be reached.
+            UsageError: a server does not take the adapter.
         """
         self._policy_version = None
         self._agree("")  # every rank has its batch: servers are all ranks', and sample for some of them still
-        weights, newest, failure = iter(named_tensors), "", None
+        adapter = policy.adapter() if self._takes_adapter else None
+        weights = None  # the base below an adapter stays as it is
+        if adapter is None or not self._newest.weights:
+            weights = policy.weights(merged=adapter is None)
+        newest, failure = self._newest, None
         if self._handover:
             try:
-                newest = self._hand_over(self._handover, weights, policy_version)
+                newest = self._hand_over(self._handover, weights, adapter, policy_version)
             except RlctlError as error:
                 failure = error
-        for _ in weights:  # gathering is a collective, even for ranks that keep nothing
+        for _ in weights or ():  # gathering is a collective, even for ranks that keep nothing
             pass
         others = self._agree(str(failure or ""))
         if failure:
             raise failure
         if others:
             raise RunFailure(others)
-        self._newest = self._agree(newest)
+        self._newest = Newest(self._agree(newest.weights), self._agree(newest.adapter))
         self._policy_version = policy_version
 
     def close(self) -> None:
         """End the servers started here, and remove the weights handed over."""
         if self._replicas:
             self._replicas.close()
-        if self._handover:
-            self._handover.close()
+        for versions in (self._handover, self._adapters):
+            if versions:
+                versions.close()
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         return asyncio.run(self._complete_all(requests, sampling))
@@ -98,7 +133,7 @@ class VLLMServerRollout(CompletionRollout):
         async with self._client(timeout=None) as client:
 
             async def ask(url: str, request: Request) -> httpx.Response:
-                body = {"model": MODEL_NAME, "prompt": request.prompt_ids, "return_token_ids": True}
+                body = {"model": self._newest.model, "prompt": request.prompt_ids, "return_token_ids": True}
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
@@ -115,52 +150,94 @@ class VLLMServerRollout(CompletionRollout):
         ]
 
     def _hand_over(
-        self, handover: Handover, weights: Iterator[tuple[str, Tensor]], policy_version: int
-    ) -> str:
+        self,
+        handover: Handover,
+        weights: Iterator[tuple[str, Tensor]] | None,
+        adapter: SavedAdapter | None,
+        policy_version: int,
+    ) -> Newest:
         """Bring a version to every server; returns where it lies."""
-        path = str(handover.write(weights, policy_version))
-        if self._replicas and not self._replicas.is_started:
-            self._replicas.start()  # each loads the newest weights when it starts
-        else:
-            asyncio.run(self._load_everywhere(path))
-        return path
+        newest = self._newest
+        if weights is not None:
+            newest = replace(newest, weights=str(handover.write(weights, policy_version)))
+        if adapter and self._adapters:
+            name = f"adapter-{next(self._adapter_numbers)}"  # never the same: caches go by the name
+            newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
+        starts = self._replicas if self._replicas and not self._replicas.is_started else None
+        if starts:
+            starts.start()  # each loads the newest weights when it starts
+        if adapter or not starts:
+            asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
+        return newest
 
-    async def _load_everywhere(self, path: str) -> None:
+    async def _load_everywhere(self, newest: Newest, *, with_weights: bool) -> None:
         async with self._client(timeout=_SYNC_S) as client:
-            await asyncio.gather(*(self._load(client, url, path) for url in self._urls))
+            await asyncio.gather(
+                *(self._load(client, url, newest, with_weights=with_weights) for url in self._urls)
+            )
 
-    async def _load(self, client: httpx.AsyncClient, url: str, path: str) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._post(client, url, "/collective_rpc", reload)
+    async def _load(self, client: httpx.AsyncClient, url: str, newest: Newest, *, with_weights: bool) -> None:
+        last = self._newest.adapter
+        has_last = bool(last) and await self._has(client, url, last)
+        if has_last and newest.adapter == last:
+            return
+        # A server that lost the last adapter was started again, and maybe not with our base.
+        if with_weights or (last and not has_last):
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": newest.weights}}
+            await self._post(client, url, "/collective_rpc", reload)
         await self._post(client, url, "/reset_prefix_cache", {})
+        if newest.adapter:
+            await self._adapt(client, url, newest.adapter)
+        if has_last:
+            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": last})
+
+    async def _has(self, client: httpx.AsyncClient, url: str, adapter: str) -> bool:
+        models = (await self._send(client, "GET", url, "/v1/models")).json()["data"]
+        return any(model["id"] == adapter for model in models)
+
+    async def _adapt(self, client: httpx.AsyncClient, url: str, adapter: str) -> None:
+        try:
+            named = {"lora_name": adapter, "lora_path": adapter}
+            await self._post(client, url, "/v1/load_lora_adapter", named)
+        except RunFailure as error:
+            if await self._has(client, url, adapter):  # another rank's request has renewed it meanwhile
+                return
+            raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE) from error
 
     async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
         """Sample; a server that was away may have come back with the weights it once started with."""
 
         async def renew() -> None:
-            await self._load(client, url, self._newest)
+            await self._load(client, url, self._newest, with_weights=not self._newest.adapter)
 
-        return await self._post(client, url, "/v1/completions", body, renew)
+        return await self._send(client, "POST", url, "/v1/completions", body, renew)
 
     async def _post(
+        self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]
+    ) -> httpx.Response:
+        return await self._send(client, "POST", url, path, body)
+
+    async def _send(
         self,
         client: httpx.AsyncClient,
+        method: str,
         url: str,
         path: str,
-        body: dict[str, Any],
+        body: dict[str, Any] | None = None,
         renew: Callable[[], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """Ask a server; one that went away is waited for, renewed and asked again."""
         for tries_left in reversed(range(_TRIES)):
             try:
-                response = await client.post(url + path, json=body)
+                response = await client.request(method, url + path, json=body)
             except httpx.HTTPError as error:
                 words = str(error) or type(error).__name__
             else:
                 if response.is_success:
                     return response
                 words = " ".join(response.text.split())[:500]
-                if response.is_client_error:
+                has_forgotten = renew and self._newest.adapter and response.status_code == 404
+                if response.is_client_error and not has_forgotten:
                     raise RunFailure(f"vLLM refuses {path} (HTTP {response.status_code}): {words}", where=url)
             if tries_left:
                 await self._until_it_answers(client, url, words)
@@ -189,8 +266,13 @@ class VLLMServerRollout(CompletionRollout):
         return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
 
 
-def reachable(urls: list[str], seconds: float) -> None:
+def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
     """Wait until every server answers, and make sure that each was started as a run needs it.
+
+    Args:
+        urls: where they answer.
+        seconds: how long to wait for them.
+        lora_rank: of the adapters they are to apply; 0: none.
 
     Raises:
         EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
@@ -211,10 +293,10 @@ def reachable(urls: list[str], seconds: float) -> None:
                     fix="start it there, with the options docs/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
-        _check_settings(url)
+        _check_settings(url, lora_rank)
 
 
-def _check_settings(url: str) -> None:
+def _check_settings(url: str, lora_rank: int) -> None:
     """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
     where = f"rollout.server.urls: {url}"
     fix = "start it with the options docs/rollout-engines.md shows"
@@ -222,10 +304,23 @@ def _check_settings(url: str) -> None:
     if not answer.is_success:
         what = "the server takes no weights: vLLM's development mode is off"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
-    mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
+    info = answer.json()
+    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
     if mode != LOGPROBS_MODE:
         what = f"the server reports {mode}, which are not of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
+    if lora_rank and not _takes_adapters(info, lora_rank):
+        options = (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
+        )
+        what = f"the server takes no adapters of rank {lora_rank}"
+        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE}")
+
+
+def _takes_adapters(info: dict[str, Any], rank: int) -> bool:
+    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
+    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    return bool(is_open and lora and lora["max_lora_rank"] >= rank)
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

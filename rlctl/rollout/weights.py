@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from rlctl.errors import RunFailure
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeights:
+    """A `Policy` without adapters: its weights and nothing else.
+
+    Attributes:
+        named_tensors: all of them, by the names of the model's `state_dict()`.
+    """
+
+    named_tensors: Iterable[tuple[str, Tensor]]
+
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """See `Policy.weights`; they are the same, merged or not."""
+        del merged
+        return iter(self.named_tensors)
+
+    def adapter(self) -> NoReturn:
+        """There is none.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("these weights have no adapter")
 
 
 class ExpectedWeights:

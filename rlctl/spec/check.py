@@ -17,7 +17,7 @@ from rlctl.spec.resolve import (
     correction_problems,
     correction_rules,
 )
-from rlctl.spec.rollout import ServerSpec
+from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run import RunSpec
 
 _CORRECTION = "algorithm.rollout_correction."
@@ -279,6 +279,18 @@ def adapters_have_layers(spec: RunSpec) -> list[Problem]:
     return []
 
 
+def adapter_can_be_sampled_with(spec: RunSpec) -> list[Problem]:
+    """vLLM applies adapters up to a rank; where there is none to apply, none can be merged."""
+    largest = VLLM_LORA_RANKS[-1]
+    if spec.syncs_adapter and spec.model.lora_rank > largest:
+        what, fix = f"vLLM applies adapters up to rank {largest}", "use no more, or rollout.merge_lora: true"
+        return [Problem("error", "model.lora_rank", what, fix)]
+    if spec.rollout.merge_lora and (spec.rollout.name == "hf" or not spec.model.lora_rank):
+        why = "Hugging Face rollouts always merge" if spec.model.lora_rank else "model.lora_rank is 0"
+        return [Problem("warning", "rollout.merge_lora", f"has no effect: {why}", "leave it out")]
+    return []
+
+
 def offload_has_a_stage(spec: RunSpec) -> list[Problem]:
     """DeepSpeed moves to the host what a ZeRO stage has cut up."""
     needs = {"none": 0, "optimizer": 1, "all": 3}[spec.engine.offload]
@@ -396,6 +408,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
         "algorithm.adv_estimator",
     ),
     adapters_have_layers: ("model.lora_rank", "model.target_modules"),
+    adapter_can_be_sampled_with: ("model.lora_rank", "rollout.name", "rollout.merge_lora"),
     offload_has_a_stage: ("engine.offload", "engine.zero_stage"),
     budget_holds_a_row: (
         "actor.ppo_max_token_len_per_gpu",

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rlctl.spec.base import NullWord, Section, StrList
 
+#: Ranks for which vLLM's engines can be built; they apply adapters of any rank up to that.
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 
 class ValKwargs(Section):
     """Sampling of responses to validation prompts."""
@@ -64,6 +67,8 @@ class RolloutSpec(Section):
     """On GPUs a colocated vLLM engine gives its memory back while the trainer trains."""
     sync_every: int = Field(default=1, ge=1)
     """Batches between weight syncs; above 1 some responses come from older weights."""
+    merge_lora: bool = False
+    """Of `vllm` under LoRA: bring all weights with the adapter merged in, instead of the adapter alone."""
     server: ServerSpec = ServerSpec()
     max_staleness: int = Field(default=0, ge=0)
     """Sample up to so many batches ahead while the trainer trains, with the newest weights; 0: never."""

@@ -70,6 +70,11 @@ class RunSpec(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def syncs_adapter(self) -> bool:
+        """Whether the rollout engine gets LoRA's adapter alone, and applies it itself."""
+        return self.rollout.name == "vllm" and self.model.lora_rank > 0 and not self.rollout.merge_lora
+
+    @property
     def world_size(self) -> int:
         """Ranks over all machines."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes

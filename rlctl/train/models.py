@@ -30,6 +30,7 @@ class Models:
 
     Attributes:
         rollout: the trainer's view of the engine.
+        base: the policy as it is without its adapters; None without LoRA.
         sampling_ahead: the same engine for the thread that samples while the trainer trains.
     """
 
@@ -37,6 +38,7 @@ class Models:
     rollout: RolloutEngine
     sampling_ahead: RolloutEngine
     actor: DeepSpeedEngine
+    base: BasePolicy | None
     ref: ReferencePolicy | None
     critic: DeepSpeedCritic | None
 
@@ -91,13 +93,12 @@ def build_models(
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
         offload=spec.engine.offload,
     )
+    base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
-        ref = BasePolicy(actor, model)
-    if spec.rollout.name != "hf":
-        rollout.sync_weights(actor.weights(), policy_version=0)
+        ref = base
     turns = Turns()
     trainers, ahead = TakingTurns(rollout, turns, first=True), TakingTurns(rollout, turns, first=False)
-    return Models(tokenizer, trainers, ahead, actor, ref, critic)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, critic)
 
 
 def _has_own_reference(spec: RunSpec) -> bool:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from rlctl.engine.ranks import Ranks
-from rlctl.rollout.completions import vllm_missing
+from rlctl.errors import UsageError
+from rlctl.rollout.completions import MERGE, vllm_missing
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.rollout.versions import Versions
 from rlctl.rollout.vllm import VLLM_DTYPES, TrainedVLLMRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
 from rlctl.rollout.weights import ExpectedWeights
+from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run import RunSpec
 
 ENGINE_LOGS = "engines"
@@ -43,6 +46,9 @@ def build_rollout(
         return HFRollout(
             model, tokenizer, ranks.device, max_num_seqs=rollout.max_num_seqs, dtype=rollout.dtype
         )
+    if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
+        what = "vLLM's kernels for adapters know half precision only"
+        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE}")
     if rollout.mode == "server":
         return _on_servers(spec, model, tokenizer, ranks, run_dir)
     return TrainedVLLMRollout(
@@ -54,6 +60,7 @@ def build_rollout(
         max_num_seqs=rollout.max_num_seqs,
         seed=spec.trainer.seed,
         trust_remote_code=spec.model.trust_remote_code,
+        max_lora_rank=_max_lora_rank(spec),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleeps=rollout.free_cache_engine,
         device=ranks.device,
@@ -62,14 +69,16 @@ def build_rollout(
 
 def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir: Path) -> VLLMServerRollout:
     server = spec.rollout.server
-    handover = replicas = None
+    handover = adapters = replicas = None
     if ranks.is_main:
         if server.urls:
-            reachable(server.urls, server.start_timeout)
+            reachable(server.urls, server.start_timeout, lora_rank=spec.model.lora_rank * spec.syncs_adapter)
         elif importlib.util.find_spec("vllm") is None:
             raise vllm_missing(ModuleNotFoundError(name="vllm"))
         directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
         handover = Handover(model, tokenizer, directory)
+        if spec.syncs_adapter:
+            adapters = Versions(directory)
         if not server.urls:
             replicas = Replicas(
                 server.replicas, replica_settings(spec), handover.latest, run_dir / ENGINE_LOGS
@@ -85,6 +94,8 @@ def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir
         handover=handover,
         replicas=replicas,
         start_timeout=server.start_timeout,
+        adapters=adapters,
+        takes_adapter=spec.syncs_adapter,
     )
 
 
@@ -99,9 +110,17 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         first_gpu=spec.trainer.n_gpus_per_node if torch.cuda.is_available() else None,
         trust_remote_code=spec.model.trust_remote_code,
+        max_lora_rank=_max_lora_rank(spec),
         start_timeout=rollout.server.start_timeout,
         max_restarts=rollout.server.max_restarts,
     )
+
+
+def _max_lora_rank(spec: RunSpec) -> int:
+    """What an engine is built for: the smallest rank vLLM knows that holds the adapter's; 0: merged."""
+    if not spec.syncs_adapter:
+        return 0
+    return min(rank for rank in VLLM_LORA_RANKS if rank >= spec.model.lora_rank)
 
 
 def _longest(spec: RunSpec) -> int:

@@ -35,6 +35,7 @@ class Run:
     rollout: RolloutEngine
     reward: Reward
     actor: TrainEngine
+    base: ReferencePolicy | None  # the policy without its adapters; None without LoRA
     ref: ReferencePolicy | None  # only if some KL penalty compares with it
     critic: CriticEngine | None  # only for `gae`
     stream: RolloutStream

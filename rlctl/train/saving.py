@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, partial_path, publish, writing
+from rlctl.engine.checkpoint import ADAPTER, CHECKPOINTS, TrainerState, begin, partial_path, publish, writing
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -43,6 +43,10 @@ class Saver:
         with writing(root, step):
             run.actor.save(partial / "engine")
             run.actor.export(partial / "model")
+            if run.spec.model.lora_rank:
+                adapter = run.actor.adapter()
+                if self.ranks.is_main:
+                    adapter.save(partial / ADAPTER)
             if run.critic:
                 run.critic.save(partial / "critic")
             run.stream.save(partial / "waiting", self.ranks.rank)

@@ -61,7 +61,12 @@ def _build(
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     total_steps = _total_steps(spec, train_prompts)
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
-    restored = _restore(spec, models, stream, run_dir, ranks) if resume else Restored(0, 0, None, [])
+    if resume:
+        restored = _restore(spec, models, stream, run_dir, ranks)
+    else:
+        restored = Restored(0, 0, None, [])
+        if spec.rollout.name != "hf":  # that one begins with a copy of the policy
+            models.rollout.sync_weights(models.actor, policy_version=0)
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
     writer = RolloutWriter(run_dir, spec.trainer.rollouts_per_step) if writes_rollouts else None
@@ -85,6 +90,7 @@ def _build(
         rollout=models.rollout,
         reward=reward,
         actor=models.actor,
+        base=models.base,
         ref=models.ref,
         critic=models.critic,
         stream=stream,
@@ -205,7 +211,7 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
     actor.load(checkpoint.engine_dir)
     if models.critic:
         models.critic.load(checkpoint.critic_dir)
-    models.rollout.sync_weights(actor.weights(), policy_version=state.policy_version)
+    models.rollout.sync_weights(actor, policy_version=state.policy_version)
     stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
     notes.append(f"resuming after step {state.step}")
     return Restored(state.step, state.policy_version, state.kl_coef, notes)

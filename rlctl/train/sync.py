@@ -7,18 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.errors import RunFailure
+from rlctl.rollout.completions import MERGE
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.prepare import as_train_batch
 from rlctl.train.schedule import is_due
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import Rollouts
+    from rlctl.engine.ranks import Ranks
     from rlctl.train.run import Run
 
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32
 #: Nats per token. Another precision or kernel makes 0.001 to 0.05; an output head that kept its old
 #: weights 0.8, another temperature 0.3.
 LARGEST_GAP = 0.3
+#: Nats per token below which a gap says nothing about which weights an engine has.
+SMALLEST_GAP = 1e-3
 
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
@@ -27,7 +34,7 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     if not (is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)):
         return {}
     with timer("sync_weights"):
-        run.rollout.sync_weights(run.actor.weights(), policy_version=run.policy_version)
+        run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
         return confirm_sync(run, step)
 
 
@@ -54,12 +61,11 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
         step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
         num_groups_total=ranks.world_size * PROBE_PROMPTS,
     )
+    batch = as_train_batch(rollouts)
     with torch.no_grad():
-        log_probs = run.actor.policy(as_train_batch(rollouts)).log_probs
-    mask = rollouts.response_mask
-    gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
-    total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
-    gap = total / count
+        gap = _gap(ranks, rollouts, run.actor.policy(batch).log_probs)
+    if run.base and run.spec.syncs_adapter:
+        _check_adapter(gap, _gap(ranks, rollouts, run.base.log_probs(batch)), step)
     if not gap <= LARGEST_GAP:  # NaN too
         raise RunFailure(
             f"after a weight sync the rollout engine's log-probs are {gap:.3g} nats per token away from the "
@@ -68,3 +74,26 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
             fix="`rlctl diagnose mismatch --engine vllm` names the cause",
         )
     return {"rollout/sync_gap": gap}
+
+
+def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
+    """Mean over all ranks' response tokens of |log π − log π_rollout|, nats."""
+    mask = rollouts.response_mask
+    gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
+    total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
+    return total / count
+
+
+def _check_adapter(gap: float, base_gap: float, step: int) -> None:
+    """An adapter that an engine left out is seen long before the gap to the policy is large.
+
+    Raises:
+        RunFailure: the engine is far nearer to the policy without its adapter than to the policy.
+    """
+    if gap > SMALLEST_GAP and gap > 2 * base_gap:
+        raise RunFailure(
+            f"the rollout engine samples without the adapter: its log-probs are {gap:.3g} nats per token "
+            f"away from the policy's and {base_gap:.3g} from the base model's",
+            where=f"rollout.name: vllm, step {step}",
+            fix=MERGE,
+        )

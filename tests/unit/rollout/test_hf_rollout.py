@@ -14,6 +14,7 @@ from rlctl.batch import Prompts, Rollouts
 from rlctl.errors import RunFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine, Sampling
+from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.embedded import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
@@ -271,7 +272,7 @@ def test_after_a_sync_it_samples_from_the_new_weights(model: Any) -> None:
     engine = HFRollout(model, TOKENIZER, "cpu")
     assert run(engine).policy_version.tolist() == [0] * 18
     other = random_model(2)
-    engine.sync_weights(other.named_parameters(), policy_version=5)
+    engine.sync_weights(PlainWeights(other.named_parameters()), policy_version=5)
     rollouts = run(engine)
     assert sampled(rollouts) == sampled(generate(other)) != sampled(generate(model))
     assert rollouts.policy_version.tolist() == [5] * 18
@@ -285,7 +286,9 @@ def test_sync_casts_to_the_copys_dtype(model: Any) -> None:
     for parameter in rounded.parameters():
         parameter.data = parameter.data.bfloat16().float()
     engine = HFRollout(random_model(2), TOKENIZER, "cpu")
-    engine.sync_weights(((name, p.bfloat16()) for name, p in rounded.named_parameters()), policy_version=1)
+    engine.sync_weights(
+        PlainWeights(((name, p.bfloat16()) for name, p in rounded.named_parameters())), policy_version=1
+    )
     assert sampled(run(engine)) == sampled(generate(rounded))
 
 
@@ -293,7 +296,7 @@ def test_low_precision_copy_is_the_model_as_transformers_loads_it(model: Any, tm
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     engine = HFRollout(random_model(2), TOKENIZER, "cpu", dtype="bf16")
-    engine.sync_weights(model.named_parameters(), policy_version=1)
+    engine.sync_weights(PlainWeights(model.named_parameters()), policy_version=1)
     assert sampled(run(engine)) == sampled(generate(loaded))
     assert run(engine).rollout_log_probs.dtype == torch.float32
 
@@ -316,7 +319,7 @@ def test_int8_samples_from_the_rounded_model_and_says_so(model: Any) -> None:
     untouched = copy.deepcopy(model)
     built = HFRollout(model, TOKENIZER, "cpu", dtype="int8")
     synced = HFRollout(random_model(2), TOKENIZER, "cpu", dtype="int8")
-    synced.sync_weights(model.named_parameters(), policy_version=1)
+    synced.sync_weights(PlainWeights(model.named_parameters()), policy_version=1)
     wanted = sampled(generate(by_hand_int8(model)))
     assert_same(sampled(run(built)), wanted)
     assert_same(sampled(run(synced)), wanted)
@@ -360,11 +363,11 @@ def test_an_incomplete_sync_is_an_error_until_a_complete_one(model: Any) -> None
     weights = random_model(2).state_dict()
     missing = {name: tensor for name, tensor in weights.items() if "norm.weight" not in name}
     with pytest.raises(RunFailure, match=r"model\.norm\.weight is missing") as caught:
-        engine.sync_weights(missing.items(), policy_version=1)
+        engine.sync_weights(PlainWeights(missing.items()), policy_version=1)
     assert "lm_head" not in str(caught.value)
     with pytest.raises(RunFailure, match="mixture"):
         run(engine)
-    engine.sync_weights(weights.items(), policy_version=2)
+    engine.sync_weights(PlainWeights(weights.items()), policy_version=2)
     assert sampled(run(engine)) == sampled(generate(random_model(2)))
 
 
@@ -372,9 +375,13 @@ def test_sync_refuses_what_it_does_not_know(model: Any) -> None:
     engine = HFRollout(model, TOKENIZER, "cpu")
     weights = model.state_dict()
     with pytest.raises(RunFailure, match=r"module\.extra is unknown"):
-        engine.sync_weights({**weights, "module.extra": torch.zeros(1)}.items(), policy_version=1)
+        engine.sync_weights(
+            PlainWeights({**weights, "module.extra": torch.zeros(1)}.items()), policy_version=1
+        )
     with pytest.raises(RunFailure, match=r"model.norm.weight has shape \(3,\) instead of \(64,\)"):
-        engine.sync_weights({**weights, "model.norm.weight": torch.zeros(3)}.items(), policy_version=1)
+        engine.sync_weights(
+            PlainWeights({**weights, "model.norm.weight": torch.zeros(3)}.items()), policy_version=1
+        )
 
 
 def test_tied_weights_need_one_name() -> None:
@@ -389,9 +396,9 @@ def test_tied_weights_need_one_name() -> None:
     engine, other = HFRollout(tied(1), TOKENIZER, "cpu"), tied(2)
     names = [name for name, _ in other.named_parameters()]
     assert "lm_head.weight" not in names
-    engine.sync_weights(other.named_parameters(), policy_version=1)
+    engine.sync_weights(PlainWeights(other.named_parameters()), policy_version=1)
     assert sampled(run(engine)) == sampled(generate(other))
-    engine.sync_weights(other.state_dict().items(), policy_version=2)  # both names
+    engine.sync_weights(PlainWeights(other.state_dict().items()), policy_version=2)  # both names
     assert sampled(run(engine)) == sampled(generate(other))
 
 

@@ -24,6 +24,7 @@ from rlctl.rollout.handover import Handover
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from rlctl.rollout.weights import PlainWeights
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
 SAMPLING = Sampling(max_response_length=5)
@@ -131,7 +132,7 @@ def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server],
     engine, model = engine_on(servers, tmp_path)
     with pytest.raises(RunFailure, match="mixture"):
         generate(engine)  # no weights yet
-    engine.sync_weights(model.state_dict().items(), policy_version=4)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
     rollouts = generate(engine)
     assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
     last = rollouts.response_mask.sum(1, keepdim=True) - 1
@@ -153,8 +154,8 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     servers: list[Server], tmp_path: Path, code: int
 ) -> None:
     engine, model = engine_on(servers[:1], tmp_path)
-    engine.sync_weights(model.state_dict().items(), policy_version=1)
-    engine.sync_weights(model.state_dict().items(), policy_version=2)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
     [server] = servers[:1]
     server.asked.clear()
     server.trouble = [code]
@@ -193,7 +194,7 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
     ahead = TakingTurns(engines[1], turns, first=False)
 
     def sync(version: int) -> None:
-        weights = [model.state_dict().items()] * 2
+        weights = [PlainWeights(model.state_dict().items())] * 2
         with ThreadPoolExecutor(2) as ranks:
             list(ranks.map(lambda rank: trainers[rank].sync_weights(weights[rank], version), range(2)))
 
@@ -214,7 +215,7 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
 
 def test_what_a_server_refuses_is_said_and_not_tried_again(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers[:1], tmp_path)
-    engine.sync_weights(model.state_dict().items(), policy_version=1)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     servers[0].trouble = [400, 400]
     with pytest.raises(RunFailure, match="the engine says why") as caught:
         generate(engine)
@@ -226,7 +227,7 @@ def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_p
     engine, model = engine_on(servers, tmp_path)
     some = list(model.state_dict().items())
     with pytest.raises(RunFailure, match="is missing"):
-        engine.sync_weights(some[1:], policy_version=1)
+        engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
     assert servers[0].asked == []
     with pytest.raises(RunFailure, match="mixture"):
         generate(engine)

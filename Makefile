@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check setup setup-dev browser bench gpu clean
+.PHONY: help train test check setup setup-dev system bench gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,7 +16,7 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-test: setup-dev browser check  ## Set everything up; lint, types, room boundaries, all tests
+test: setup-dev system check  ## Set everything up; lint, types, room boundaries, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup-dev  ## Lint, types and import directions only
@@ -57,11 +57,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	fi
 	@touch $@
 
-browser:  ## Install Chromium for the tests of HTML pages, where that is possible without asking
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
-	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	     && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
-	|| echo "no Chromium: the tests of HTML pages will be skipped"
+# Daemons only where no systemd would start them at the next boot, as in a container; RUNLEVEL=1 keeps the
+# installation itself from starting them. The tests start their own.
+system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is possible without asking
+	@get() { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+	  && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; \
+	}; \
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || get chromium \
+	|| echo "no Chromium: the tests of HTML pages will be skipped"; \
+	PATH="$$PATH:/usr/sbin"; { command -v sshd && command -v pdsh && command -v slurmctld; } >/dev/null \
+	|| { test ! -d /run/systemd/system && get openssh-server pdsh munge slurmctld slurmd slurm-client; } \
+	|| echo "no sshd, pdsh and Slurm: the tests that start nodes by them will be skipped"
 
 bench: setup-dev  ## Measure ours against the other side (see docs/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py

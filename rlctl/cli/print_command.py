@@ -6,6 +6,7 @@ environment which rank it is. What is printed is shell: comments, and commands t
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from rlctl.errors import UsageError
 from rlctl.spec.run import RunSpec
 
 _MODULE = "rlctl.cli.app"
-_PORT = 29500
-_ADDRESS = '--master-addr "${MASTER_ADDR:?the address of node 0}" --master-port "${MASTER_PORT:-29500}"'
+_PORT = "${MASTER_PORT:-29500}"
+_ADDRESS = f'--master-addr "${{MASTER_ADDR:?the address of node 0}}" --master-port "{_PORT}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,20 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     train = f"{_MODULE} {shlex.join(['train', *arguments])}"
     shape = f"--nnodes {nodes} --nproc-per-node {gpus}"
     torchrun = [f"torchrun {shape} --node-rank {node} {_ADDRESS} -m {train}" for node in range(nodes)]
-    deepspeed = f"deepspeed --hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} --master_port {_PORT}"
     slurm = (
-        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {gpus} torchrun {shape} "
-        f'--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
+        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {gpus} --kill-on-bad-exit torchrun "
+        f'{shape} --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
     )
     return [
-        Launch("torchrun", "one command on each node, MASTER_ADDR being node 0 on all", tuple(torchrun)),
+        Launch(
+            "torchrun",
+            "one command on each node, MASTER_ADDR being node 0 on all; they wait for one another",
+            tuple(torchrun),
+        ),
         Launch(
             "deepspeed",
             f"on one node, which reaches the others by ssh; hostfile: a line `<host> slots={gpus}` per node",
-            (f"{deepspeed} --no_local_rank --module {train}",),
+            (_deepspeed(nodes, gpus, arguments),),
         ),
         Launch(
             "srun",
@@ -72,6 +76,26 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
             ('HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', slurm),
         ),
     ]
+
+
+def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:
+    """Several nodes by pdsh, even where the hostfile has one only: the arguments are quoted for it."""
+    options = f"--hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} --no_local_rank"
+    options += f' --master_addr "${{MASTER_ADDR:-}}" --master_port "{_PORT}"'
+    if nodes > 1:
+        options += " --force_multi"
+        arguments = [_for_pdsh(argument) for argument in arguments]
+    return f"deepspeed {options} --module {_MODULE} {shlex.join(['train', *arguments])}"
+
+
+def _for_pdsh(argument: str) -> str:
+    """What DeepSpeed's launcher must be given for `argument` to reach the ranks of another node.
+
+    pdsh replaces %h, %n and %u, and %% by %. Then the node's shell reads the line, in which DeepSpeed has
+    put arguments with a space between double quotes, their own escaped, and has left the others bare.
+    """
+    argument = argument.replace("%", "%%")
+    return re.sub(r"[\\$`]", r"\\\g<0>", argument) if " " in argument else shlex.quote(argument)
 
 
 def print_commands(spec: RunSpec, arguments: list[str]) -> None:

@@ -23,6 +23,11 @@ _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: Environm
 _ERRORS = "RLCTL_RANK_ERRORS"
 _STOPPING_S = 3600
 _WATCH_S = 0.5
+_OWN_FAULT, _BUG, _LOST = range(3)
+
+
+class LostRank(RunFailure):
+    """Another rank is gone or out of reach: the cause is in that rank's words, not in this one's."""
 
 
 def under_torchrun() -> bool:
@@ -95,16 +100,18 @@ def _rank_main(target: Callable[..., int], *args: object) -> int:
             sys.stdout.flush()
             os._exit(code)
         return code
+    except LostRank as error:
+        time.sleep(4 * _WATCH_S)  # let the agent notice the lost one first
+        _leave_word(error, _LOST)
     except RlctlError as error:
-        _leave_word(error)
+        _leave_word(error, _OWN_FAULT)
     except Exception as error:  # a bug: without this the parent would only see that a rank is gone
-        # Whoever talks to a killed rank fails too: let the agent notice the killed one first.
-        time.sleep(4 * _WATCH_S)
+        time.sleep(4 * _WATCH_S)  # it may come of a killed rank: let the agent notice that one first
         what = f"{type(error).__name__}: {error}"
-        _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), is_bug=True)
+        _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
 
 
-def _leave_word(error: RlctlError, *, is_bug: bool = False) -> NoReturn:
+def _leave_word(error: RlctlError, order: int) -> NoReturn:
     rank = os.environ["RANK"]
     record = {
         "what": error.what,
@@ -112,7 +119,7 @@ def _leave_word(error: RlctlError, *, is_bug: bool = False) -> NoReturn:
         "fix": error.fix,
         "code": error.exit_code,
         "rank": int(rank),
-        "is_bug": is_bug,
+        "order": order,
     }
     (Path(os.environ[_ERRORS]) / f"{rank}.json").write_text(json.dumps(record))
     sys.stdout.flush()
@@ -126,10 +133,10 @@ def _keep_traceback() -> str:
 
 
 def _reported(directory: Path) -> RlctlError | None:
-    """The error of the lowest rank that reported one; a bug only where no rank knew what was wrong."""
+    """The error of the lowest rank that knew what was wrong; else a bug; else that ranks lost one another."""
     records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     if not records:
         return None
-    record = min(records, key=lambda record: (record["is_bug"], record["rank"]))
+    record = min(records, key=lambda record: (record["order"], record["rank"]))
     kind = _KINDS.get(record["code"], RunFailure)
     return kind(f"{record['what']} (rank {record['rank']})", where=record["where"], fix=record["fix"])

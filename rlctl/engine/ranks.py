@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlctl.algos.tally import HostTally, Tally
+from rlctl.engine.launch import LostRank
 from rlctl.errors import UsageError
 
 _Value = TypeVar("_Value")
@@ -115,6 +119,26 @@ def join_ranks() -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+@contextmanager
+def missing_ranks() -> Iterator[None]:
+    """Ranks that cannot reach one another say so: where one dies, all others fail in their next exchange.
+
+    Raises:
+        LostRank: in place of the process group's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no type of its own for its errors; their text begins with the file they are from.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        reason = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
+        raise LostRank(
+            f"another rank has ended or cannot be reached: {reason}",
+            fix="the first error in the output of the other ranks says why; go on with --resume RUN_DIR",
+        ) from error
 
 
 def leave_ranks() -> None:

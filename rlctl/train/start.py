@@ -83,14 +83,14 @@ def _remove_unused(run_dir: Path) -> None:
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:
     """One rank, from joining the others to leaving them; returns the run's exit code."""
-    from rlctl.engine.ranks import join_ranks, leave_ranks
+    from rlctl.engine.ranks import join_ranks, leave_ranks, missing_ranks
     from rlctl.train.loop import train
     from rlctl.train.setup import building
     from rlctl.train.stop import listening
     from rlctl.train.summary import write_summary
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
-    with listening() as stop:
+    with listening() as stop, missing_ranks():
         ranks = join_ranks()
         with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
             train(run)
@@ -120,9 +120,9 @@ def _check_ranks(spec: RunSpec) -> None:
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != spec.world_size:
             raise UsageError(
-                f"torchrun started {world_size} ranks, the spec has {spec.world_size}",
+                f"ranks started: {world_size}, ranks of the spec: {spec.world_size}",
                 where="trainer.n_gpus_per_node × trainer.nnodes",
-                fix="make both say the same",
+                fix="make the spec and the launcher (and its hostfile, if it has one) say the same",
             )
     elif spec.trainer.nnodes > 1:
         raise UsageError(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlctl.cli.app import run
 from tests import runs
+from tests.clusters import slurm_nodes, ssh_nodes
 from tests.processes import TIMEOUT_S, free_port
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
+TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -24,27 +28,90 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_two_nodes_are_one_run(tmp_path: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = tmp_path / "two nodes"  # a space, which must survive the shell
-    shape = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.run_dir={where}")
-    commands = printed(capsys, *runs.SMALL, *STEPS, *shape)[:2]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = os.environ | address | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    logs = [tmp_path / f"node{node}.log" for node in range(2)]
-    nodes = []
-    for command, log in zip(commands, logs, strict=True):
-        with log.open("w") as file:
-            nodes.append(
-                subprocess.Popen(["bash", "-c", command], env=env, stdout=file, stderr=subprocess.STDOUT)
-            )
+@pytest.fixture(scope="module")
+def one_node(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on one node with two ranks."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RLCTL_CACHE", str(embedded_cache))
+        return runs.train_on_ranks(tmp_path_factory.mktemp("one") / "run", 2, *STEPS)
+
+
+def shell(command: str, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A line of shell in `log`'s directory, where the `torchrun` and `deepspeed` of these tests are found."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.environ["PATH"])])
+    port = {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            env=os.environ | port | env | {"PATH": path},
+            cwd=log.parent,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def assert_ends_well(logs: dict[Path, subprocess.Popen[bytes]]) -> None:
     try:
-        codes = [node.wait(TIMEOUT_S) for node in nodes]
+        codes = [node.wait(TIMEOUT_S) for node in logs.values()]
     finally:
-        for node in nodes:
+        for node in logs.values():
             node.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
-    runs.assert_close(where, runs.train_on_ranks(tmp_path / "one", 2, *STEPS))
+    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+
+
+def test_torchrun(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "two nodes"  # a space, which must survive the shell
+    commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[:2]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [tmp_path / f"node{node}.log" for node in range(2)]
+    assert_ends_well({log: shell(command, log, address) for command, log in zip(commands, logs, strict=True)})
+    runs.assert_close(where, one_node)
+
+
+def test_deepspeed_over_ssh(
+    tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / 'its\' $HOME 100% %h `id` \\ "mine"'  # DeepSpeed puts this between double quotes,
+    weights = tmp_path / "it's{a,b}$HOME;*%n%%\\n"  # and leaves this bare: there is no space in it
+    paths = (f"trainer.run_dir={where}", f"rollout.server.weights_dir={weights}")
+    command = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, *paths)[2]
+    (tmp_path / "hostfile").write_text("node0 slots=1\nnode1 slots=1\n")
+    carried = {"RLCTL_CACHE": str(embedded), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    (tmp_path / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in carried.items()))
+    (tmp_path / "ssh").mkdir()
+    with ssh_nodes(tmp_path / "ssh") as env:
+        log = tmp_path / "log"
+        assert_ends_well({log: shell(command, log, env | {"MASTER_ADDR": "127.0.0.1"})})
+    spec = yaml.safe_load((where / "spec.yaml").read_text())
+    assert spec["rollout"]["server"]["weights_dir"] == str(weights)
+    runs.assert_close(where, one_node)
+
+
+def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "it's two nodes"
+    commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[3:]
+    job = shlex.join(["salloc", "--nodes", "2", "--gpus-per-node", "1", "bash", "-ec", "\n".join(commands)])
+    (tmp_path / "slurm").mkdir()
+    with slurm_nodes(tmp_path / "slurm") as env:
+        log = tmp_path / "log"
+        assert_ends_well({log: shell(job, log, env)})
+    runs.assert_close(where, one_node)
+
+
+def test_a_lost_rank_is_named_as_the_cause(tmp_path: Path, embedded: Path) -> None:
+    run = tmp_path / "run"
+    first, second = runs.start_ranks(run, 2, "trainer.total_training_steps=1000", "trainer.save_freq=-1")
+    first.wait_for(lambda: len(runs.metrics(run)) >= 2)
+    second.signal(signal.SIGKILL)
+    assert first.wait() == 1
+    assert "another rank has ended" in first.output
+    assert "This is a bug" not in first.output
+
+
+def test_too_few_ranks(tmp_path: Path, embedded: Path) -> None:
+    [alone] = runs.start_ranks(tmp_path / "run", 1, "trainer.nnodes=2")
+    assert alone.wait() == 2
+    assert "ranks started: 1, ranks of the spec: 2" in alone.output
 
 
 def test_every_launcher_starts_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,13 +123,22 @@ def test_every_launcher_starts_every_rank(capsys: pytest.CaptureFixture[str]) ->
     assert [words[words.index("--node-rank") + 1] for words in torchruns] == ["0", "1", "2"]
     [deepspeed] = [shlex.split(line) for line in commands if line.startswith("deepspeed")]
     [srun] = [shlex.split(line) for line in commands if line.startswith("srun")]
-    for words in [*torchruns, deepspeed, srun]:
+    for words in [*torchruns, srun]:
         assert words[-len(given + shape) :] == [*given, *shape]
+    over_ssh = deepspeed[-len(given + shape) :]  # a shell more reads what has no space
+    assert [word if " " in word else shlex.split(word)[0] for word in over_ssh] == [*given, *shape]
     for words in [*torchruns, srun]:
         assert words[words.index("--nnodes") + 1] == "3"
         assert words[words.index("--nproc-per-node") + 1] == "4"
     assert deepspeed[deepspeed.index("--num_nodes") + 1] == "3"
     assert deepspeed[deepspeed.index("--num_gpus") + 1] == "4"
+
+
+def test_one_node_is_not_reached_by_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["trainer.run_dir=/shared/it's", "trainer.logger=[console]"]
+    [deepspeed] = [line for line in printed(capsys, *given) if line.startswith("deepspeed")]
+    assert shlex.split(deepspeed)[-2:] == given
+    assert "--force_multi" not in deepspeed
 
 
 def test_a_run_directory_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rlctl.engine.ranks import join_ranks
+from rlctl.engine.launch import LostRank
+from rlctl.engine.ranks import join_ranks, missing_ranks
 from rlctl.errors import UsageError
 
 
@@ -15,3 +17,33 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UsageError, match="there are 2") as caught:
         join_ranks()
     assert caught.value.where == "trainer.n_gpus_per_node"
+
+
+GLOO = (
+    "[/builds/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7873. "
+    "This is typically caused by a remote worker crashing."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError(GLOO), ": Connection closed by peer [10.0.0.2]:7873"),
+        (
+            dist.DistBackendError("NCCL error: remote process exited\nLast error:\nsocket"),
+            ": NCCL error: remote",
+        ),
+        (dist.DistNetworkError("The client socket has timed out"), ": The client socket has timed out"),
+    ],
+)
+def test_what_another_ranks_end_does_here(error: RuntimeError, reason: str) -> None:
+    with pytest.raises(LostRank, match="another rank") as caught, missing_ranks():
+        raise error
+    assert reason in caught.value.what
+    assert "\n" not in caught.value.what
+    assert "typically" not in caught.value.what
+
+
+def test_an_error_of_this_ranks_own_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shapes do not fit"), missing_ranks():
+        raise RuntimeError("shapes do not fit")

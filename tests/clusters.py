@@ -1,0 +1,144 @@
+"""Clusters of two nodes that are both this machine: real daemons, on loopback, without a trace elsewhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import free_port
+
+_MARK = "RLCTL_TEST_CLUSTER"
+_READY_S = 30.0
+
+
+@contextmanager
+def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
+    """Hosts `node0` and `node1` that `ssh` and `pdsh` reach, and keys and settings of their own in `where`.
+
+    Yields:
+        What the environment of a user of this cluster says.
+    """
+    sshd, keygen, ssh, _ = needed("sshd", "ssh-keygen", "ssh", "pdsh")
+    port = free_port()
+    for name in ("host_key", "user_key"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(where / name)], check=True)
+    (where / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {where}/host_key\nAuthorizedKeysFile {where}/user_key.pub\n"
+        f"PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\nSetEnv {_MARK}={where}\n"
+    )
+    (where / "ssh_config").write_text(
+        f"Host node0 node1\nHostName 127.0.0.1\nPort {port}\nIdentityFile {where}/user_key\n"
+        "IdentitiesOnly yes\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    )
+    # ssh looks for ~/.ssh where the password file says, not in $HOME: settings of one's own need a flag.
+    wrapped = where / "bin" / "ssh"
+    wrapped.parent.mkdir()
+    wrapped.write_text(f'#!/bin/sh\nexec {ssh} -F "{where}/ssh_config" "$@"\n')
+    wrapped.chmod(0o755)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # the daemon insists on it, and its service would make it
+    env = {"PATH": os.pathsep.join([str(wrapped.parent), os.environ["PATH"]])}
+    with daemons(where, [[sshd, "-D", "-e", "-f", str(where / "sshd_config")]], {}):
+        wait_for(lambda: succeeds(["ssh", "node1", "true"], env), where)
+        yield env
+
+
+@contextmanager
+def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes, each with a GPU that is /dev/null, and all of its files in `where`.
+
+    Yields:
+        What the environment of a user of this cluster says.
+    """
+    munged, slurmctld, slurmd, sinfo, *_ = needed("munged", "slurmctld", "slurmd", "sinfo", "salloc", "srun")
+    if os.geteuid() != 0:
+        pytest.skip("not root, and Slurm's daemons want to be")
+    host = socket.gethostname().partition(".")[0]  # of a node's name the ranks make an address
+    (where / "state").mkdir()
+    (where / "munge.key").write_bytes(secrets.token_bytes(64))
+    (where / "munge.key").chmod(0o600)
+    (where / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+    conf = where / "slurm.conf"
+    conf.write_text(
+        f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={free_port()}\nSlurmUser=root\n"
+        f"AuthType=auth/munge\nAuthInfo=socket={where}/munge.socket\nCryptoType=crypto/munge\nMailProg=/bin/true\n"
+        f"StateSaveLocation={where}/state\nSlurmdSpoolDir={where}/%n\n"
+        f"SlurmctldPidFile={where}/ctld.pid\nSlurmdPidFile={where}/%n.pid\n"
+        "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\nMpiDefault=none\n"
+        "AccountingStorageType=accounting_storage/none\nJobAcctGatherType=jobacct_gather/none\n"
+        "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nGresTypes=gpu\n"
+        f"NodeName={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1 Gres=gpu:1\n"
+        f"NodeName={host}-b NodeAddr=127.0.0.2 Port={free_port()} CPUs=1 Gres=gpu:1\n"
+        "PartitionName=all Nodes=ALL Default=YES\n"
+    )
+    munge = [
+        munged,
+        "--foreground",
+        "--force",
+        f"--key-file={where}/munge.key",
+        f"--pid-file={where}/munge.pid",
+    ]
+    munge += [f"--socket={where}/munge.socket", f"--seed-file={where}/munge.seed"]
+    nodes = [[slurmd, "-D", "-N", name] for name in (host, f"{host}-b")]
+    env = {"SLURM_CONF": str(conf)}
+    with daemons(where, [munge], env):
+        wait_for((where / "munge.socket").exists, where)
+        with daemons(where, [[slurmctld, "-D"], *nodes], env):
+            wait_for(lambda: succeeds([sinfo, "-h", "-o", "%D%t"], env, says="2idle"), where)
+            yield env
+
+
+@contextmanager
+def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iterator[None]:
+    """Daemons in the foreground; whatever they have started ends with them, even in sessions of its own."""
+    started = []
+    marked = os.environ | env | {_MARK: str(where)}
+    try:
+        for command in commands:
+            with (where / f"{Path(command[0]).name}.log").open("ab") as log:
+                started.append(subprocess.Popen(command, env=marked, stdout=log, stderr=log))
+        yield
+    finally:
+        for daemon in started:
+            daemon.terminate()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_MARK) == str(where):
+                    process.kill()
+        for daemon in started:
+            daemon.wait()
+
+
+def needed(*programs: str) -> list[str]:
+    """Where these programs are; the test is skipped where one is not installed."""
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+    found = {program: shutil.which(program, path=path) for program in programs}
+    if missing := [program for program, at in found.items() if at is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    return [at for at in found.values() if at is not None]
+
+
+def succeeds(command: list[str], env: dict[str, str], says: str = "") -> bool:
+    """Whether the command ends well and prints `says`."""
+    result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
+    return result.returncode == 0 and result.stdout.strip() == says
+
+
+def wait_for(condition: Callable[[], bool], where: Path) -> None:
+    """Until it holds; fails with the last words of the daemons in `where`."""
+    deadline = time.monotonic() + _READY_S
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in where.glob("*.log")]
+            pytest.fail("\n".join([f"the cluster is not ready within {_READY_S:g} s", *logs]))
+        time.sleep(0.1)

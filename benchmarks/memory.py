@@ -1,11 +1,12 @@
-"""What `rlctl train --dry-run` says an update takes, beside what it takes: weights, gradients, optimizer.
+"""What `rlctl train --dry-run` says an update takes, beside what it takes.
 
     python benchmarks/memory.py [--json FILE]
 
-Random Llamas of two sizes under DeepSpeed on one CPU rank, at every ZeRO stage, in float32 and bf16. Every
-case runs in a process of its own. Measured is the peak of resident memory over an update after the
-first, above what the process held before there was a model (Linux). Two short sequences are trained on,
-so that next to nothing of it is activations.
+Random models under DeepSpeed on one CPU rank; every case runs in a process of its own. Measured is the
+peak of resident memory over an update after the first, above what the process held before there was a
+model (Linux). First weights, gradients and optimizer: two sizes, every ZeRO stage, two short sequences, so
+that next to nothing of it is activations. Then whole updates on long rows with small models, so that most
+of it is activations: four architectures, both precisions, checkpointing, adapters, a critic, a reference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,81 +25,214 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.step import memory
 from rlctl.spec.load import load_spec
-from rlctl.spec.memory import memory_parts
+from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize
-
-#: Hidden size and layers: 17 and 65 million parameters.
-SIZES = {"small": (512, 6), "large": (1024, 6)}
-CASES = [(size, stage, dtype) for size in SIZES for dtype in ("fp32", "bf16") for stage in range(4)]
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer (AdamW)",
-    "gradients of the step",
-    "gathered weights",
-    "reduction buffer",
-)
+from rlctl.spec.published import Shape
 
 
-def measured(size: str, stage: int, dtype: str) -> dict[str, float]:
-    """Parameters, and MiB of an update's peak; in a process of its own."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained.
 
-    from rlctl.engine.deepspeed import DeepSpeedEngine
-    from rlctl.engine.ranks import join_ranks, leave_ranks
-    from tests.models import tiny_batch, tiny_model
+    Attributes:
+        family: architecture.
+        layers, hidden, inner, heads, kv_heads, vocab: its dimensions.
+        rows, prompt, response: of a micro-batch.
+        overrides: of the spec.
+    """
 
-    ranks = join_ranks()
+    family: str = "llama"
+    layers: int = 4
+    hidden: int = 256
+    inner: int = 768
+    heads: int = 4
+    kv_heads: int = 2
+    vocab: int = 1024
+    rows: int = 8
+    prompt: int = 32
+    response: int = 480
+    overrides: tuple[str, ...] = ("engine.dtype=fp32",)
 
-    def engine(model: Any) -> DeepSpeedEngine:
-        return DeepSpeedEngine(
-            model,
-            ranks,
-            temperature=1.0,
-            zero_stage=stage,
-            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            grad_clip=1.0,
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            self.layers,
+            self.hidden,
+            self.inner,
+            self.heads,
+            self.kv_heads,
+            self.hidden // self.heads,
+            self.vocab,
         )
 
-    batch = tiny_batch(tiny_model(), rows=2)
+    @property
+    def spec(self) -> Any:
+        sizes = [
+            f"data.max_prompt_length={self.prompt}",
+            f"data.max_response_length={self.response}",
+            f"actor.ppo_micro_batch_size_per_gpu={self.rows}",
+        ]
+        return load_spec([], [], [*sizes, *self.overrides]).spec
 
-    def update(actor: DeepSpeedEngine) -> None:
-        actor.backward(actor.policy(batch).log_probs.sum(), last=True)
-        actor.step(lr=1e-4)
 
-    update(engine(tiny_model()))  # whatever is loaded at first use
-    before = memory("VmRSS")
-    hidden, layers = SIZES[size]
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
+def _states(hidden: int, dtype: str, stage: int) -> Case:
+    overrides = (f"engine.dtype={dtype}", f"engine.zero_stage={stage}")
+    return Case(
+        layers=6, hidden=hidden, inner=2 * hidden, heads=8, kv_heads=8, rows=2, prompt=4, response=8, overrides=overrides
     )
-    actor = engine(LlamaForCausalLM(config))
-    update(actor)
+
+
+STATES = [_states(h, dtype, stage) for h in (512, 1024) for dtype in ("fp32", "bf16") for stage in range(4)]
+
+BF16, FP32 = "engine.dtype=bf16", "engine.dtype=fp32"
+AGAIN, EAGER = "model.enable_gradient_checkpointing=true", "model.attn_implementation=eager"
+LORA = ("model.lora_rank=8",)
+CRITIC, REFERENCE = "algorithm.adv_estimator=gae", "actor.use_kl_loss=true"
+PASSES = [
+    Case(),
+    Case(overrides=(BF16,)),
+    Case("qwen2", 6, 192, 1152, 6, 2, overrides=(FP32,)),
+    Case("qwen2", 6, 192, 1152, 6, 2, overrides=(BF16,)),
+    Case("gemma", 3, 256, 2048, 4, 4, overrides=(FP32,)),
+    Case("gemma", 3, 256, 2048, 4, 4, overrides=(BF16,)),
+    Case("mistral", 4, 512, 1024, 8, 2, rows=4, overrides=(FP32,)),
+    Case("mistral", 4, 512, 1024, 8, 2, rows=4, overrides=(BF16,)),
+    Case(rows=2, response=1504, overrides=(FP32,)),
+    Case(overrides=(FP32, EAGER)),
+    Case(overrides=(BF16, EAGER)),
+    Case(layers=12, rows=16, overrides=(FP32, AGAIN)),
+    Case(layers=12, rows=16, overrides=(BF16, AGAIN)),
+    Case(layers=12, overrides=(FP32, AGAIN, EAGER)),
+    Case(vocab=16384, layers=2, rows=4, overrides=(FP32,)),
+    Case(vocab=16384, layers=2, overrides=(FP32,)),
+    Case(vocab=16384, layers=2, overrides=(BF16,)),
+    Case(overrides=(FP32, *LORA)),
+    Case(overrides=(BF16, *LORA)),
+    Case(overrides=(FP32, *LORA, "model.target_modules=[q_proj,v_proj]")),
+    Case(layers=12, rows=16, overrides=(BF16, *LORA, AGAIN)),
+    Case(overrides=(FP32, CRITIC)),
+    Case(rows=4, overrides=(BF16, CRITIC, "critic.ppo_micro_batch_size_per_gpu=12")),
+    Case(overrides=(FP32, REFERENCE)),
+    Case(overrides=(FP32, "engine.zero_stage=2")),
+    Case(overrides=(BF16, "engine.zero_stage=3")),
+]
+#: What only sampling holds, which is not measured here.
+ROLLOUT = ("rollout's weights", "key-value cache")
+
+
+def build(case: Case) -> Any:
+    """A random model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = case.shape
+    config = AutoConfig.for_model(
+        case.family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=False,
+    )
+    attention = case.spec.model.attn_implementation
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def batch_of(case: Case, rows: int) -> Any:
+    """Random rows, all of full length but one, for which a mask is needed."""
+    import torch
+
+    from rlctl.batch import TrainBatch
+
+    length = case.prompt + case.response
+    ids = torch.randint(2, case.vocab, (rows, length))
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    mask[0, 0] = False
+    zeros = torch.zeros(rows, case.response)
+    return TrainBatch(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        responses=ids[:, case.prompt :],
+        response_mask=mask[:, case.prompt :],
+        sample_mask=torch.ones(rows, dtype=torch.bool),
+        rollout_log_probs=zeros,
+        old_log_probs=zeros,
+        advantages=zeros,
+    )
+
+
+class Trainer:
+    """The models of a run, one update at a time."""
+
+    def __init__(self, case: Case, ranks: Any) -> None:
+        import torch
+
+        from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
+        from rlctl.engine.frozen import FrozenPolicy
+        from rlctl.engine.lora import add_lora
+
+        spec, model = case.spec, build(case)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.engine.dtype]
+        stage = spec.engine.zero_stage
+        if spec.model.lora_rank:
+            add_lora(model, spec.model.lora_rank, spec.model.lora_alpha, spec.model.target_modules)
+        settings: Any = {
+            "zero_stage": stage,
+            "dtype": dtype,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.999),
+            "grad_clip": 1.0,
+            "gradient_checkpointing": spec.model.enable_gradient_checkpointing,
+        }
+        self.actor = DeepSpeedEngine(model, ranks, temperature=1.0, **settings)
+        self.critic = DeepSpeedCritic(build(case), ranks, **settings) if spec.trains_critic else None
+        self.reference = None
+        if spec.needs_reference and not spec.model.lora_rank:
+            frozen = build(case)
+            self.reference = FrozenPolicy(frozen, ranks, zero_stage=stage, dtype=dtype, temperature=1.0)
+        self.batch = batch_of(case, spec.actor.ppo_micro_batch_size_per_gpu)
+        self.critic_batch = batch_of(case, spec.critic_micro_batch_size)
+
+    def update(self) -> None:
+        if self.reference:
+            self.reference.log_probs(self.batch)
+        if self.critic:
+            self.critic.backward(self.critic.values(self.critic_batch).sum(), last=True)
+            self.critic.step(lr=1e-4)
+        self.actor.backward(self.actor.policy(self.batch).log_probs.sum(), last=True)
+        self.actor.step(lr=1e-4)
+
+
+def measured(case: Case) -> dict[str, float]:
+    """Parameters, and MiB of an update's peak; in a process of its own."""
+    from dataclasses import replace
+
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+
+    ranks = join_ranks()
+    Trainer(replace(case, layers=1, hidden=16, inner=16, heads=2, kv_heads=1, rows=2), ranks).update()
+    before = memory("VmRSS")  # with whatever is loaded at first use
+    trainer = Trainer(case, ranks)
+    trainer.update()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    update(actor)
-    parameters = sum(tensor.numel() for _, tensor in actor.weights())
+    trainer.update()
+    parameters = sum(tensor.numel() for _, tensor in trainer.actor.weights())
     leave_ranks()
     return {"parameters": parameters, "mib": memory("VmHWM") - before}
 
 
-def predicted(parameters: int, stage: int, dtype: str) -> float:
-    """MiB of the parts that do not depend on the batch."""
-    spec = load_spec([], [], [f"engine.zero_stage={stage}", f"engine.dtype={dtype}"]).spec
-    size = ModelSize("counted", parameters)
-    parts = {part.name: part.num_bytes or 0.0 for part in memory_parts(spec, size)}
-    return sum(parts.get(name, 0.0) for name in PARTS) / 2**20
+def predicted(case: Case, parameters: int) -> list[MemoryPart]:
+    """The parts of an update."""
+    parts = memory_parts(case.spec, ModelSize("counted", parameters, case.shape))
+    return [part for part in parts if part.name not in ROLLOUT]
 
 
-def in_a_process(case: tuple[str, int, str]) -> dict[str, float]:
+def in_a_process(case: Case) -> dict[str, float]:
     with tempfile.NamedTemporaryFile() as answer:
-        arguments = [sys.executable, __file__, "--case", *map(str, case), "--answer", answer.name]
+        arguments = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--answer", answer.name]
         # What is freed goes back to the system at once, or the peak would count it.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
         subprocess.run(arguments, check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -105,29 +240,52 @@ def in_a_process(case: tuple[str, int, str]) -> dict[str, float]:
         return found
 
 
+def compare(case: Case) -> dict[str, Any]:
+    found = in_a_process(case)
+    parts = predicted(case, int(found["parameters"]))
+    passes = [part for part in parts if part.name == "activations"]
+    return found | {
+        "predicted_mib": memory_total(parts) / 2**20,
+        "activations_mib": sum(part.num_bytes or 0.0 for part in passes) / 2**20,
+        "case": asdict(case),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        size, stage, dtype = options.case
-        options.answer.write_text(json.dumps(measured(size, int(stage), dtype)))
+        fields = json.loads(options.case)
+        case = Case(**fields | {"overrides": tuple(fields["overrides"])})
+        options.answer.write_text(json.dumps(measured(case)))
         return
     report = []
-    print("| parameters | dtype | ZeRO | predicted MiB | measured MiB | bytes each | predicted / measured |")
-    print("|---|---|---|---|---|---|---|")
-    for case in CASES:
-        found = in_a_process(case)
-        parameters, (_, stage, dtype) = int(found["parameters"]), case
-        wanted, got = predicted(parameters, stage, dtype), found["mib"]
+    print("| parameters | settings | predicted MiB | measured MiB | predicted / measured |")
+    print("|---|---|---|---|---|")
+    for case in STATES:
+        x = compare(case)
         print(
-            f"| {parameters / 1e6:.0f} M | {dtype} | {stage} | {wanted:.0f} | {got:.0f} "
-            f"| {got * 2**20 / parameters:.1f} | {wanted / got:.2f} |",
+            f"| {x['parameters'] / 1e6:.0f} M | {' '.join(case.overrides)} | {x['predicted_mib']:.0f} "
+            f"| {x['mib']:.0f} | {x['predicted_mib'] / x['mib']:.2f} |",
             flush=True,
         )
-        report.append({"case": case, "parameters": parameters, "predicted_mib": wanted, "measured_mib": got})
+        report.append(x)
+    print("\n| model | layers × hidden, inner, heads/kv, vocabulary | rows × tokens | settings "
+          "| activations MiB | predicted MiB | measured MiB | predicted / measured |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in PASSES:
+        x = compare(case)
+        dimensions = f"{case.layers} × {case.hidden}, {case.inner}, {case.heads}/{case.kv_heads}, {case.vocab}"
+        print(
+            f"| {case.family} | {dimensions} | {case.rows} × {case.prompt + case.response} "
+            f"| {' '.join(case.overrides)} | {x['activations_mib']:.0f} | {x['predicted_mib']:.0f} "
+            f"| {x['mib']:.0f} | {x['predicted_mib'] / x['mib']:.2f} |",
+            flush=True,
+        )
+        report.append(x)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -123,14 +123,14 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
     console.print(Text(f"  parameters: {parameters} ({size.source})"))
     parts = memory_parts(spec, size)
     for part in parts:
-        phase = "" if part.phase == "always" else f" [{part.phase}]"
-        amount = f"  {part.name:<28}{show_bytes(part.num_bytes):>12}   "
+        phase = f" [{', '.join(part.phases)}]" if part.phases else ""
+        amount = f"  {part.name:<31}{show_bytes(part.num_bytes):>12}   "
         console.print(Text.assemble(amount, (f"{part.formula}{phase}", "dim")))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
-    peak = f"  {'peak':<28}{total:>12}   "
-    words = "all that stays, and the largest of [generation], [update] and [step]"
+    peak = f"  {'peak':<31}{total:>12}   "
+    words = "all that stays, and of what is held at one time [in brackets] the largest"
     console.print(Text.assemble((peak, "bold"), (words, "dim")))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlctl.engine.liger import run_liger
 from rlctl.errors import EnvironmentFailure, UsageError
 
 #: What a model directory holds beside its weights: configs, tokenizer, chat template, code.
@@ -24,13 +25,15 @@ def load_policy(
     trust_remote_code: bool,
     attn_implementation: str,
     dtype: torch.dtype,
+    use_liger: bool = False,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a directory or the hub.
 
     Raises:
-        UsageError: no such model, not a causal language model, or the tokenizer knows tokens the
-            model has no embedding for.
-        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+        UsageError: no such model, not a causal language model, the tokenizer knows tokens the model
+            has no embedding for, or Liger has no kernels for it.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
+            kernels cannot run here.
     """
     from transformers import AutoTokenizer
 
@@ -38,7 +41,7 @@ def load_policy(
     where = f"model.path={path}"
     with _explained(path, where):
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-        model = _causal_lm(path, dtype=dtype, attn_implementation=attn_implementation, **shared)
+        model = _causal_lm(path, use_liger, dtype=dtype, attn_implementation=attn_implementation, **shared)
     _check_embeddings(model, tokenizer, where, "use the tokenizer the model was trained with")
     return model, tokenizer
 
@@ -84,6 +87,7 @@ def load_beside(
     trust_remote_code: bool,
     attn_implementation: str,
     dtype: torch.dtype,
+    use_liger: bool = False,
 ) -> Any:
     """A causal language model that reads the policy's tokens: a critic's body or a reference.
 
@@ -93,17 +97,19 @@ def load_beside(
         path, revision: directory or hub id, and its branch, tag or commit.
         tokenizer: the policy's.
         key: of the spec that named it, `critic.path` or `ref.path`, for errors.
-        trust_remote_code, attn_implementation, dtype: as for the policy.
+        trust_remote_code, attn_implementation, dtype, use_liger: as for the policy.
 
     Raises:
-        UsageError: no such model, not a causal language model, or the policy's tokenizer knows
-            tokens it has no embedding for.
-        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+        UsageError: no such model, not a causal language model, the policy's tokenizer knows tokens it
+            has no embedding for, or Liger has no kernels for it.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
+            kernels cannot run here.
     """
     where = f"{key}={path}"
     with _explained(path, where):
         model = _causal_lm(
             path,
+            use_liger,
             dtype=dtype,
             attn_implementation=attn_implementation,
             revision=revision or "main",
@@ -113,12 +119,15 @@ def load_beside(
     return model
 
 
-def _causal_lm(path: str, **options: Any) -> Any:
+def _causal_lm(path: str, use_liger: bool, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, **options)
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    if use_liger:
+        run_liger(model)
+    return model
 
 
 @contextmanager

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlctl.spec.activations import (
+    Term,
+    adapted,
+    after_layers,
+    kept_by_checkpoint,
+    kept_by_layer,
+    total,
+    way_back,
+)
+from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import ModelSize, model_size
 from rlctl.spec.run import RunSpec
-
-#: Values kept per token, layer and hidden unit for the backward pass, without recomputation: the usual
-#: count of 34 bytes in 16-bit arithmetic.
-ACTIVATION_VALUES = 17
 
 #: Logits that the output head makes at once, in numbers (128 MiB in float32).
 MAX_LOGITS = 1 << 25
@@ -27,7 +33,9 @@ PLAIN_BUCKET = 500_000_000
 #: Weights that ZeRO-3 holds in full at once, in numbers (DeepSpeed's `stage3_max_live_parameters`).
 LIVE_PARAMETERS = 1_000_000_000
 
-Phase = Literal["always", "generation", "update", "step"]
+#: Moments of a step that do not meet: sampling; the policy's pass with its output head, and the way back
+#: through its layers; the critic's pass and way back; the optimizers' steps.
+Phase = Literal["generation", "head", "layers", "critic", "step", "critic's step"]
 
 _NEVER = 4  # a ZeRO stage there is not
 
@@ -40,40 +48,43 @@ class MemoryPart:
         name: what takes the memory.
         num_bytes: per GPU; None where the model's dimensions are unknown.
         formula: in words.
-        phase: `always` is held throughout; of `generation`, `update` (passes through the model) and
-            `step` (the optimizer's) only the largest counts.
+        phases: when it is held; none named: throughout. Only the largest phase counts.
     """
 
     name: str
     num_bytes: float | None
     formula: str
-    phase: Phase = "always"
+    phases: tuple[Phase, ...] = ()
 
 
 def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     """What a rank holds, part by part."""
     adapters = _adapter_parameters(spec, size)
-    parts = [*_trained(spec, size.num_parameters, adapters, ""), *_sampling_copy(spec, size)]
+    parts = [*_trained(spec, size.num_parameters, adapters), *_sampling_copy(spec, size)]
     if spec.trains_critic:
         critic = _size_of(spec, spec.critic.path, size)
         parts += _trained(spec, critic.num_parameters, None, "critic's ")
+        parts += _critic_pass(spec, critic)
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         reference = _size_of(spec, spec.ref.path, size)
         parts.append(
             _part(spec, "reference's weights", reference.num_parameters, _width(spec), sharded_from=3)
         )
-    return [*parts, *_passing_parts(spec, size)]
+    return [*parts, *_cache(spec, size), *_policy_pass(spec, size)]
 
 
 def memory_total(parts: list[MemoryPart]) -> float:
     """The peak per GPU in bytes, of the parts that are known."""
-    sums: dict[Phase, float] = {"always": 0.0, "generation": 0.0, "update": 0.0, "step": 0.0}
+    sums: dict[Phase, float] = {}
     for part in parts:
-        sums[part.phase] += part.num_bytes or 0.0
-    return sums.pop("always") + max(sums.values())
+        for phase in part.phases:
+            sums[phase] = sums.get(phase, 0.0) + (part.num_bytes or 0.0)
+    return sum(part.num_bytes or 0.0 for part in parts if not part.phases) + max(sums.values(), default=0.0)
 
 
-def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose: str) -> list[MemoryPart]:
+def _trained(
+    spec: RunSpec, parameters: int | None, adapters: int | None, whose: str = ""
+) -> list[MemoryPart]:
     """What an engine holds; `adapters` are its trained parameters, None: all of them are."""
     width, stage, offload = _width(spec), _stage(spec), spec.engine.offload
     trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
@@ -91,7 +102,7 @@ def _trained(spec: RunSpec, parameters: int | None, adapters: int | None, whose:
             _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of), on_host and stage > 1
         ),
         _on_host(optimizer, on_host),
-        _on_host(replace(step, phase="step"), on_host),
+        _on_host(replace(step, phases=("critic's step" if whose else "step",)), on_host),
     ]
     return parts + (_gathered(parameters, width, whose) if stage == 3 else [])
 
@@ -130,7 +141,7 @@ def _sampling_copy(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     width = _rollout_width(spec)
     part = _part(spec, "rollout's weights", size.num_parameters, width, sharded_from=_NEVER)
     sleeps = spec.rollout.name == "vllm" and spec.rollout.free_cache_engine
-    return [replace(part, phase="generation") if sleeps else part]
+    return [replace(part, phases=("generation",)) if sleeps else part]
 
 
 def _part(
@@ -161,70 +172,112 @@ def _size_of(spec: RunSpec, path: str | None, policy: ModelSize) -> ModelSize:
 
 
 def _adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
-    """Roughly, for adapters on every linear layer: seven per block, of hidden size on both sides."""
-    if not spec.model.lora_rank or size.layers is None or size.hidden is None:
+    """Of the matrices with usual names: rank × (inputs + outputs) each."""
+    if not spec.model.lora_rank or size.shape is None:
         return None
-    return size.layers * 7 * 2 * size.hidden * spec.model.lora_rank
+    shapes = size.shape.matrices()
+    each = sum(sum(shapes[name]) for name in adapted(spec.model, size.shape))
+    return size.shape.layers * spec.model.lora_rank * each
 
 
-def _passing_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """What comes and goes with every batch."""
-    data, width = spec.data, _width(spec)
-    length = data.max_prompt_length + data.max_response_length
-    tokens, responses, words = _largest_pass(spec)
-    share = -(-data.train_batch_size * spec.rollout.n // spec.world_size)
+def _cache(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
+    """Keys and values of all that is sampled at once, where this process samples."""
+    if _samples_elsewhere(spec):
+        return []
+    if size.shape is None:
+        return [_unknown("key-value cache", ("generation",))]
+    width, length = _width(spec), _row_length(spec)
+    share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
     at_once = min(spec.rollout.max_num_seqs or share, share)
-    cache = _product(2, size.layers, size.kv_heads, size.head_dim, length, at_once, width)
-    kept, kept_words = _activations(spec, size)
-    activations = _product(tokens, size.hidden, kept, width)
-    logits = None if size.vocab is None else min(responses * size.vocab, MAX_LOGITS) * LOGIT_BYTES
-    held = "2 × layers × kv heads × head size"
-    generation = (
-        []
-        if _samples_elsewhere(spec)
-        else [
-            MemoryPart(
-                "key-value cache",
-                cache,
-                f"{held} × {length} tokens × {at_once} sequences × {width} bytes",
-                "generation",
-            )
-        ]
-    )
+    num_bytes = 2 * size.shape.layers * size.shape.keys * length * at_once * width
+    words = f"2 × layers × kv heads × head size × {length} tokens × {at_once} sequences × {width} bytes"
+    return [MemoryPart("key-value cache", num_bytes, words, ("generation",))]
+
+
+def _policy_pass(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
+    """The policy's largest pass with gradient: its layers, and its output head over the responses."""
+    micro, budget = spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu
+    parts = _layers_pass(spec, spec.model, size, (micro, budget), ("head", "layers"))
+    if size.shape is None:
+        return [*parts, _unknown("logits and their gradient", ("head",))]
+    tokens, _ = _largest(spec, micro, budget)
+    responses = budget or micro * spec.data.max_response_length  # of a budget at worst all
+    logits = min(responses * size.shape.vocab, MAX_LOGITS) * LOGIT_BYTES
+    words = f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes"
+    after = after_layers(size.shape, _width(spec))
+    parts += [
+        MemoryPart(
+            "last norm and states",
+            tokens * total(after),
+            f"{tokens} tokens × {_listed(after)} bytes",
+            ("head",),
+        ),
+        MemoryPart("logits and their gradient", logits, words, ("head",)),
+    ]
+    if spec.model.lora_rank:
+        return parts  # the head's weights are frozen
+    words = f"vocabulary × hidden × {_width(spec)} bytes, before it is added up"
+    gradient = size.shape.vocab * size.shape.hidden * _width(spec)
+    return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
+
+
+def _critic_pass(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
+    """The critic's largest pass with gradient; it has no adapters and next to no output head."""
+    whole = spec.model.model_copy(update={"lora_rank": 0})
+    sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
+    return _layers_pass(spec, whole, size, sizes, ("critic",), "critic's ")
+
+
+def _layers_pass(
+    spec: RunSpec,
+    model: ModelSpec,
+    size: ModelSize,
+    sizes: tuple[int, int | None],
+    phases: tuple[Phase, ...],
+    whose: str = "",
+) -> list[MemoryPart]:
+    """Activations, held in all `phases`, and in the last of them the way back through a layer."""
+    names = f"{whose}activations", f"{whose}one layer backward"
+    if size.shape is None:
+        return [_unknown(names[0], phases)]
+    tokens, words = _largest(spec, *sizes)
+    width, length = _width(spec), _row_length(spec)
+    kept = kept_by_layer(model, size.shape, length, width)
+    back = way_back(model, size.shape, length, width)
+    if model.enable_gradient_checkpointing:
+        kept, back = kept_by_checkpoint(size.shape, width), kept + back
     return [
-        *generation,
         MemoryPart(
-            "activations",
-            activations,
-            f"{words} × hidden × {kept_words} × {width} bytes",
-            "update",
+            names[0],
+            tokens * size.shape.layers * total(kept),
+            f"{words} × layers × ({_listed(kept)}) bytes",
+            phases,
         ),
-        MemoryPart(
-            "logits and their gradient",
-            logits,
-            f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes",
-            "update",
-        ),
+        MemoryPart(names[1], tokens * total(back), f"{tokens} tokens × ({_listed(back)}) bytes", phases[-1:]),
     ]
 
 
-def _activations(spec: RunSpec, size: ModelSize) -> tuple[int | None, str]:
-    """Values kept per token and hidden unit, and how many those are in words."""
-    if spec.model.enable_gradient_checkpointing:
-        kept = None if size.layers is None else size.layers + ACTIVATION_VALUES
-        return kept, f"(layers + one layer's {ACTIVATION_VALUES})"
-    kept = None if size.layers is None else size.layers * ACTIVATION_VALUES
-    return kept, f"layers × {ACTIVATION_VALUES}"
+def _largest(spec: RunSpec, micro: int, budget: int | None) -> tuple[int, str]:
+    """Tokens of the largest micro-batch, also in words."""
+    if budget:
+        return budget, f"{budget} tokens"
+    return micro * _row_length(spec), f"{micro} sequences × {_row_length(spec)} tokens"
 
 
-def _largest_pass(spec: RunSpec) -> tuple[int, int, str]:
-    """Tokens and response tokens of the largest micro-batch, and the former in words."""
-    response = spec.data.max_response_length
-    length = spec.data.max_prompt_length + response
-    if budget := spec.actor.ppo_max_token_len_per_gpu:
-        return budget, budget, f"{budget} tokens"  # at worst prompts are short
-    micro = spec.actor.ppo_micro_batch_size_per_gpu
-    return micro * length, micro * response, f"{micro} sequences × {length} tokens"
+def _row_length(spec: RunSpec) -> int:
+    return spec.data.max_prompt_length + spec.data.max_response_length
+
+
+def _listed(terms: list[Term]) -> str:
+    """The terms in words, those of one dimension together."""
+    factors: dict[str, int] = {}
+    for term in terms:
+        factors[term.dimension] = factors.get(term.dimension, 0) + term.factor
+    return " + ".join(f"{factor} × {dimension}" for dimension, factor in factors.items() if factor)
+
+
+def _unknown(name: str, phases: tuple[Phase, ...]) -> MemoryPart:
+    return MemoryPart(name, None, "the model's dimensions are not known here", phases)
 
 
 def _width(spec: RunSpec) -> int:
@@ -235,12 +288,3 @@ def _width(spec: RunSpec) -> int:
 def _rollout_width(spec: RunSpec) -> int:
     """Bytes per weight of the sampling copy; int8 is computed, and held, in the engine's precision."""
     return {"fp32": 4, "bf16": 2}.get(spec.rollout.dtype or "", _width(spec))
-
-
-def _product(*factors: int | None) -> float | None:
-    result = 1.0
-    for factor in factors:
-        if factor is None:
-            return None
-        result *= factor
-    return result

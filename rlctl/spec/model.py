@@ -11,6 +11,9 @@ from rlctl.spec.base import NullWord, Section, StrList
 #: `model.path` (and `data.train_files`) of the built-in tiny model and its addition task.
 EMBEDDED = "embedded"
 
+#: In `model.target_modules`: every linear layer but the output head.
+ALL_LINEAR = "all-linear"
+
 
 class ModelSpec(Section):
     """The policy to train."""
@@ -26,9 +29,12 @@ class ModelSpec(Section):
     enable_gradient_checkpointing: bool = False
     """Run the layers of policy and critic again in the backward pass instead of keeping their activations:
     far less memory for one more forward pass. Changes nothing else."""
+    use_liger: bool = False
+    """Run policy, critic, reference and Hugging Face rollouts on Liger's fused kernels for norms, rotary
+    embedding and feed-forward layers, which keep less for the way back. Needs a GPU and `rlctl[liger]`."""
     lora_rank: int = Field(default=0, ge=0)
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)
     """The adapters' output is scaled by lora_alpha / lora_rank."""
-    target_modules: StrList = Field(default=["all-linear"])
+    target_modules: StrList = Field(default=[ALL_LINEAR])
     """Names of the layers that get adapters; `all-linear`: every linear layer but the output head."""

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlctl.spec.embedded import RECIPE, VOCABULARY
 from rlctl.spec.model import EMBEDDED, ModelSpec
-from rlctl.spec.published import PUBLISHED
+from rlctl.spec.published import PUBLISHED, Shape
 
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 _MAX_HEADER = 100 << 20
@@ -26,16 +26,12 @@ class ModelSize:
     Attributes:
         source: in words, where the figures come from.
         num_parameters: all of them.
-        layers, hidden, kv_heads, head_dim, vocab: the transformer's dimensions.
+        shape: the transformer's dimensions.
     """
 
     source: str
     num_parameters: int | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    vocab: int | None = None
+    shape: Shape | None = None
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
@@ -48,9 +44,9 @@ def model_size(spec: ModelSpec) -> ModelSize:
         config = _read_json(directory / "config.json")
         counted = _count_safetensors(directory)
         size = _from_config(config, "safetensors headers" if counted else "config.json")
-        return _with_count(size, counted) if counted else size
+        return replace(size, source="safetensors headers", num_parameters=counted) if counted else size
     if published := PUBLISHED.get(spec.path):
-        return ModelSize("as published; the model itself is not on this machine", **asdict(published))
+        return ModelSize("as published; the model itself is not on this machine", *published)
     match = _SIZE_IN_NAME.search(spec.path)
     if match:
         scale = 1e9 if match[2] in "Bb" else 1e6
@@ -60,15 +56,16 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def _embedded_size() -> ModelSize:
-    return ModelSize(
-        source="the built-in model",
-        num_parameters=RECIPE.num_parameters,
+    shape = Shape(
         layers=RECIPE.num_layers,
         hidden=RECIPE.hidden_size,
+        inner=RECIPE.intermediate_size,
+        heads=RECIPE.num_heads,
         kv_heads=RECIPE.num_heads,
         head_dim=RECIPE.hidden_size // RECIPE.num_heads,
         vocab=len(VOCABULARY),
     )
+    return ModelSize("the built-in model", RECIPE.num_parameters, shape)
 
 
 def _local_directory(spec: ModelSpec) -> Path | None:
@@ -113,21 +110,21 @@ def _from_config(config: dict[str, Any], source: str) -> ModelSize:
     vocab, inner = _count(config, "vocab_size"), _count(config, "intermediate_size")
     if not (layers and hidden and heads and vocab):
         return ModelSize("unknown: config.json names no dimensions")
-    kv_heads = _count(config, "num_key_value_heads") or heads
-    head_dim = _count(config, "head_dim") or hidden // heads
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    shape = Shape(
+        layers,
+        hidden,
+        inner or 4 * hidden,
+        heads,
+        kv_heads=_count(config, "num_key_value_heads") or heads,
+        head_dim=_count(config, "head_dim") or hidden // heads,
+        vocab=vocab,
+    )
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    parameters = embeddings + layers * (attention + 3 * hidden * (inner or 4 * hidden))
-    return ModelSize(source, parameters, layers, hidden, kv_heads, head_dim, vocab)
+    layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
+    return ModelSize(source, embeddings + layers * layer, shape)
 
 
 _DIMENSIONS = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-
-
-def _with_count(size: ModelSize, counted: int) -> ModelSize:
-    return ModelSize(
-        "safetensors headers", counted, size.layers, size.hidden, size.kv_heads, size.head_dim, size.vocab
-    )
 
 
 def _count(config: dict[str, Any], key: str) -> int | None:

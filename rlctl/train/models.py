@@ -64,6 +64,7 @@ def build_models(
         trust_remote_code=spec.model.trust_remote_code,
         attn_implementation=spec.model.attn_implementation,
         dtype=_DTYPES[spec.engine.dtype],
+        use_liger=spec.model.use_liger,
     )
     _check_context(model, spec)
     # Before the engine takes the policy over: the sampling copy and the other models start from the
@@ -144,6 +145,7 @@ def _beside(spec: RunSpec, path: str | None, model_path: str, tokenizer: Any, ke
         trust_remote_code=spec.model.trust_remote_code,
         attn_implementation=spec.model.attn_implementation,
         dtype=_DTYPES[spec.engine.dtype],
+        use_liger=spec.model.use_liger,
     )
 
 

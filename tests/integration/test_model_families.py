@@ -29,15 +29,6 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma-7b": (GemmaConfig, {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
     "deepseek-7b": (LlamaConfig, {"num_key_value_heads": 2}),
 }
-#: What `config.json` says beside the dimensions in `PUBLISHED`: heads, width of the feed-forward layers.
-WIDTHS = {
-    "qwen2.5-7b": (28, 18944),
-    "qwen2-7b": (28, 18944),
-    "llama3-8b": (32, 14336),
-    "mistral-7b": (32, 14336),
-    "gemma-7b": (16, 24576),
-    "deepseek-7b": (32, 11008),
-}
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SUFFIXES = tuple(f".{name}.weight" for name in ADAPTED)
 
@@ -99,20 +90,15 @@ def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     path = read_yaml_file(all_presets()[family].path, ("model.path",)).leaves["model.path"].value
     size = model_size(ModelSpec(path=str(path)))
-    shape = PUBLISHED[str(path)]
-    assert (size.num_parameters, size.kv_heads, size.vocab) == (
-        shape.num_parameters,
-        shape.kv_heads,
-        shape.vocab,
-    )
+    num_parameters, shape = PUBLISHED[str(path)]
+    assert (size.num_parameters, size.shape) == (num_parameters, shape)
     config_class, options = FAMILIES[family]
-    heads, inner = WIDTHS[family]
     config = config_class(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
-        intermediate_size=inner,
+        intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
+        num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         tie_word_embeddings=options.get("tie_word_embeddings", False),
@@ -120,4 +106,4 @@ def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    assert sum(parameter.numel() for parameter in model.parameters()) == shape.num_parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters

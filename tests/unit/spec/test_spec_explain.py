@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 from rlctl.spec.explain import bands, batch_arithmetic, notes
 from rlctl.spec.load import load_spec
-from rlctl.spec.memory import memory_parts, memory_total
+from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import ModelSize, model_size
+from rlctl.spec.published import PUBLISHED, Shape
 
 RC = "algorithm.rollout_correction."
 
@@ -101,16 +102,49 @@ def test_memory_by_hand():
     assert parts["gathered weights"] == 1e9 * 2
 
 
-def test_memory_of_a_layer_that_is_run_again():
-    overrides = ["actor.ppo_max_token_len_per_gpu=1000", "data.train_batch_size=1024"]
-    size = model_size(spec_of().model)
-    kept, recomputed = (
-        {part.name: part.num_bytes for part in memory_parts(spec_of(*overrides, *more), size)}["activations"]
-        for more in ([], ["model.enable_gradient_checkpointing=true"])
-    )
-    layers, hidden = size.layers, size.hidden
-    assert kept == 1000 * hidden * 17 * layers * 4
-    assert recomputed == 1000 * hidden * (17 + layers) * 4
+def test_memory_of_activations_by_hand():
+    """Llama 3 8B: bytes per token and layer of norms, attention, log-sum-exp, mask, feed-forward."""
+    overrides = [
+        "model.path=meta-llama/Meta-Llama-3-8B",
+        "data.train_files=x",
+        "actor.ppo_max_token_len_per_gpu=1000",
+    ]
+    overrides += ["engine.dtype=bf16", "data.max_prompt_length=200", "data.max_response_length=800"]
+    size = ModelSize("as published", *PUBLISHED["meta-llama/Meta-Llama-3-8B"])
+
+    def parts(*more):
+        return {part.name: part for part in memory_parts(spec_of(*overrides, *more), size)}
+
+    layer = 2 * 4096 * (4 + 2 + 2) + 4 * 4096 * 2 + 32 * 4 + 1000 * 2 + 4 * 14_336 * 2
+    gradients = 2 * 4096 * 2 + 2 * 14_336 * 2
+    kept = parts()
+    assert kept["activations"].num_bytes == 1000 * 32 * layer
+    assert kept["one layer backward"].num_bytes == 1000 * gradients
+    again = parts("model.enable_gradient_checkpointing=true")
+    assert again["activations"].num_bytes == 1000 * 32 * 4096 * 2
+    assert again["one layer backward"].num_bytes == 1000 * (layer + gradients)
+    assert again["activations"].phases == ("head", "layers")
+    assert again["output head's gradient"].num_bytes == 128_256 * 4096 * 2
+    adapters = parts("model.lora_rank=16")
+    assert "output head's gradient" not in adapters
+    less = 2 * 4096 * 2 - 7 * 16 * 2  # no scaled inputs of norms; what every A puts out
+    assert adapters["activations"].num_bytes == 1000 * 32 * (layer - less)
+    queries, keys, gated = 2 * 4096 + 2 * 4096, 4096 + 1024, 4096 + 14_336
+    each = queries + 2 * keys + 3 * gated
+    assert adapters["gradients"].num_bytes == 32 * 16 * each * 2
+
+
+def test_the_largest_phase_counts():
+    parts = [
+        MemoryPart("weights", 100.0, ""),
+        MemoryPart("activations", 50.0, "", ("head", "layers")),
+        MemoryPart("logits", 30.0, "", ("head",)),
+        MemoryPart("one layer", 40.0, "", ("layers",)),
+        MemoryPart("critic's", 80.0, "", ("critic",)),
+        MemoryPart("unknown", None, "", ("generation",)),
+    ]
+    assert memory_total(parts) == 100 + 50 + 40
+    assert memory_total(parts[:1]) == 100
 
 
 @pytest.mark.parametrize(
@@ -136,10 +170,10 @@ def test_memory_of_a_rollout_engine_is_counted_where_and_while_it_is_held():
     phases = {}
     for where in ("hf", "colocated", "server"):
         overrides = [] if where == "hf" else ["rollout.name=vllm", f"rollout.mode={where}"]
-        phases[where] = {part.name: part.phase for part in memory_parts(spec_of(*overrides), size)}
-    assert phases["hf"]["rollout's weights"] == "always"
-    assert phases["colocated"]["rollout's weights"] == "generation"  # asleep while the trainer trains
-    assert phases["colocated"]["key-value cache"] == "generation"
+        phases[where] = {part.name: part.phases for part in memory_parts(spec_of(*overrides), size)}
+    assert phases["hf"]["rollout's weights"] == ()
+    assert phases["colocated"]["rollout's weights"] == ("generation",)  # asleep while the trainer trains
+    assert phases["colocated"]["key-value cache"] == ("generation",)
     assert not {"rollout's weights", "key-value cache"} & phases["server"].keys()
 
 
@@ -150,7 +184,10 @@ def test_memory_of_the_embedded_model_is_complete():
     # 2 × 2 layers × 2 kv heads × 32 × 14 tokens × 1024 sequences × 4 bytes
     assert sizes["key-value cache"] == 2 * 2 * 2 * 32 * 14 * 1024 * 4
     held = sizes["weights"] + sizes["gradients"] + sizes["optimizer (AdamW)"] + sizes["rollout's weights"]
-    update = sizes["activations"] + sizes["logits and their gradient"]
+    update = sizes["activations"] + max(
+        sizes["one layer backward"],
+        sizes["last norm and states"] + sizes["logits and their gradient"] + sizes["output head's gradient"],
+    )
     assert memory_total(parts) == held + max(sizes["key-value cache"], update)
 
 
@@ -175,7 +212,10 @@ def write_model(directory, *, with_weights: bool):
 def test_model_size_from_a_directory(tmp_path):
     write_model(tmp_path / "m", with_weights=True)
     size = model_size(ModelSpec(path=str(tmp_path / "m")))
-    assert (size.num_parameters, size.layers, size.kv_heads, size.head_dim) == (17, 2, 2, 2)
+    assert (size.num_parameters, size.shape) == (
+        17,
+        Shape(2, 8, 16, heads=4, kv_heads=2, head_dim=2, vocab=10),
+    )
     write_model(tmp_path / "c", with_weights=False)
     attention, mlp = 8 * 8 * 2 + 8 * 4 * 2, 3 * 8 * 16
     assert model_size(ModelSpec(path=str(tmp_path / "c"))).num_parameters == 80 + 2 * (attention + mlp)

@@ -63,8 +63,8 @@ def peaks(spec: RunSpec, card: float) -> tuple[float, float]:
     parts = memory_parts(spec, model_size(spec.model))
     by_name = {part.name: part.num_bytes for part in parts}
     assert None not in by_name.values()
-    always = memory_total([part for part in parts if part.phase == "always"])
-    training = memory_total([part for part in parts if part.phase != "generation"])
+    always = memory_total([part for part in parts if not part.phases])
+    training = memory_total([part for part in parts if part.phases != ("generation",)])
     share = spec.rollout.gpu_memory_utilization * card
     weights, cache = by_name["rollout's weights"], by_name["key-value cache"]
     of_a_rank = spec.data.train_batch_size * spec.rollout.n // spec.world_size

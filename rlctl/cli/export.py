@@ -32,12 +32,16 @@ def export(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Convert the weights.", show_default="as they are")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face directory.
 
     The checkpoint's checksums are verified first.
 
-    `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM.
+    `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM. Of a LoRA run that is the
+    model with the adapter merged in; what `--adapter` writes, `PeftModel.from_pretrained(BASE, OUT)` loads.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
     """
@@ -47,10 +51,11 @@ def export(
     checkpoint = _checkpoint(run, step)
     clear_leftovers(out)
     with staged_directory(out) as stage:
-        shutil.copytree(checkpoint.model_dir, stage, dirs_exist_ok=True)
+        shutil.copytree(_adapter(checkpoint) if adapter else checkpoint.model_dir, stage, dirs_exist_ok=True)
         if dtype is not None:
             _convert(stage, dtype)
-    typer.echo(f"{out}: the model of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
+    what = "adapter" if adapter else "model"
+    typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
 
 
 def _checkpoint(run: Path, step: int | None) -> Checkpoint:
@@ -77,6 +82,21 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
     return checkpoint
 
 
+def _adapter(checkpoint: Checkpoint) -> Path:
+    """Where the adapter of a LoRA run lies.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not (checkpoint.adapter_dir / "adapter_config.json").is_file():
+        raise UsageError(
+            "there is no adapter in this checkpoint: the run trained all weights, or an older rlctl saved it",
+            where=str(checkpoint.path),
+            fix="leave out --adapter to export the whole model",
+        )
+    return checkpoint.adapter_dir
+
+
 def _convert(model_dir: Path, dtype: Dtype) -> None:
     """Cast the weights in place, one file in memory at a time; the config names the new dtype.
 
@@ -100,6 +120,8 @@ def _convert(model_dir: Path, dtype: Dtype) -> None:
         content.setdefault("metadata", {})["total_size"] = total_size
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     config = model_dir / "config.json"
+    if not config.exists():  # an adapter's config names no dtype
+        return
     named = _with_dtype(json.loads(config.read_text(encoding="utf-8")), str(wanted).removeprefix("torch."))
     config.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -145,10 +145,11 @@ class Adapter:
             model.peft_config[_ADAPTER],
             base_model_name_or_path=model.name_or_path or None,
             revision=getattr(model.config, "_commit_hash", None),
-            target_modules=sorted({name.split(".")[-3] for name in tensors}),
             task_type="CAUSAL_LM",
             inference_mode=True,
         )
+        # PEFT makes it a set, and the order in its file would be another every time.
+        config.target_modules = sorted({name.split(".")[-3] for name in tensors})
         return cls(config, tensors)
 
     def save(self, directory: Path) -> None:

@@ -2,10 +2,13 @@ import json
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlctl.cli.app import run
+from rlctl.engine.checkpoint import ADAPTER, CHECKPOINTS, TrainerState, begin, publish
+from rlctl.engine.lora import Adapter, adapter_parameters, add_lora, plain_weights
 from tests.unit.evaluate.runs import make_run, quick_task
 
 
@@ -40,6 +43,55 @@ def test_converted_weights_load_in_their_dtype_and_equal_the_cast(run_dir, task,
     after = load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
+
+
+@pytest.fixture
+def lora_run_dir(run_dir, task):
+    """A further checkpoint, of step 12, as a LoRA run saves it."""
+    model = AutoModelForCausalLM.from_pretrained(task.model_dir)
+    add_lora(model, 2, 4.0, ["q_proj", "down_proj"])
+    for parameter in adapter_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    root = run_dir / CHECKPOINTS
+    partial = begin(root, 12)
+    merged = {weight.name: weight.value() for weight in plain_weights(model)}
+    model.save_pretrained(partial / "model", state_dict=merged)
+    tensors = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+    Adapter.of(model, tensors).save(partial / ADAPTER)
+    publish(root, partial, TrainerState(12, 12, 1, 0), keep=None)
+    return run_dir
+
+
+def test_an_adapter_on_its_base_is_the_merged_model(lora_run_dir, task, tmp_path, capsys):
+    for name, options in (
+        ("adapter", ["--adapter"]),
+        ("model", []),
+        ("half", ["--adapter", "--dtype", "bf16"]),
+    ):
+        assert run(["export", str(lora_run_dir), "--out", str(tmp_path / name), *options]) == 0
+    assert "the adapter of step 12" in capsys.readouterr().out
+    base, ids = AutoModelForCausalLM.from_pretrained(task.model_dir), torch.arange(4, 12)[None]
+    before = base(ids).logits
+    said = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(adapted(ids).logits, said, rtol=0, atol=1e-4)
+    assert (said - before).abs().max() > 0.5
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+    assert config["base_model_name_or_path"] == str(task.model_dir)
+    whole = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    half = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_without_an_adapter_it_says_so(run_dir, tmp_path, capsys, is_old):
+    if is_old:  # as an earlier rlctl left it
+        (run_dir / CHECKPOINTS / "step_000008" / ADAPTER).rmdir()
+    assert run(["export", str(run_dir), "--out", str(tmp_path / "x"), "--adapter"]) == 2
+    assert "no adapter in this checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_otherwise(run_dir, tmp_path, capsys):

@@ -33,10 +33,17 @@ def check_log_probs(run_dir: Path, steps: int) -> None:
         assert line["rollout_corr/rollout_is_raw_eff_sample_size"] > 0.9999
 
 
-def test_in_the_trainers_processes_under_zero_3(tmp_path: Path) -> None:
+#: What is trained, and so handed over.
+ALL_WEIGHTS = ()
+ADAPTER = ("model.lora_rank=3", "model.lora_alpha=6", "actor.lr=5e-3")
+
+
+@pytest.mark.parametrize("trained", [ALL_WEIGHTS, ADAPTER], ids=["all-weights", "adapter"])
+def test_in_the_trainers_processes_under_zero_3(tmp_path: Path, trained: tuple[str, ...]) -> None:
     run_dir = runs.train(
         tmp_path / "run",
         *VLLM,
+        *trained,
         "trainer.n_gpus_per_node=2",
         "engine.zero_stage=3",
         "trainer.total_training_steps=3",
@@ -52,11 +59,15 @@ def servers(job: Job) -> list[psutil.Process]:
     ]
 
 
-def test_a_server_that_is_killed_starts_again_with_the_newest_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [ALL_WEIGHTS, ADAPTER], ids=["all-weights", "adapter"])
+def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
+    tmp_path: Path, trained: tuple[str, ...]
+) -> None:
     handed_over = tmp_path / "weights"
     job = runs.start_train(
         tmp_path / "run",
         *VLLM,
+        *trained,
         "rollout.mode=server",
         f"rollout.server.weights_dir={handed_over}",
         "trainer.total_training_steps=4",

@@ -23,6 +23,20 @@ def adapted_model(seed: int = 0):
     return model
 
 
+def adapter_of(actor: DeepSpeedEngine):
+    """The adapter, and the parameters that had to be gathered for it."""
+    asked, gathered = [], actor._gathered
+
+    def spy(parameters):
+        asked.extend(parameters)
+        return gathered(parameters)
+
+    actor._gathered = spy
+    adapter = actor.adapter()
+    actor._gathered = gathered
+    return adapter, asked
+
+
 def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
     """Per (stage, dtype): steps with looks at the base between them; save, load elsewhere, one more."""
     found = {}
@@ -50,6 +64,11 @@ def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
             log_probs = actor.policy(batch).log_probs
         actor.save(at / "engine")
         actor.export(at / "model")
+        adapter, asked = adapter_of(actor)
+        (at / "adapter").mkdir(parents=True, exist_ok=True)
+        if ranks.is_main:
+            adapter.save(at / "adapter")
+        frozen = {name: tensor.float().cpu().clone() for name, tensor in actor.weights(merged=False)}
         saved = weights_of(actor)
         fresh = actor_of(adapted_model(seed=8))
         fresh.load(at / "engine")
@@ -67,5 +86,8 @@ def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
             "loaded": loaded,
             "after": (weights_of(actor), weights_of(fresh)),
             "model": str(at / "model"),
+            "adapter": (str(at / "adapter"), adapter.tensors),
+            "adapter asked for": len(asked) == sum(p.requires_grad for p in asked) == len(adapter.tensors),
+            "frozen": frozen,
         }
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -162,6 +163,25 @@ class TestUnderDeepSpeed:
         tolerance = 2e-5 if dtype == "fp32" else 0.15
         said = naive_log_probs(model, batch)[0].detach()
         torch.testing.assert_close(got["log_probs"].double(), said, rtol=0, atol=tolerance)
+
+    def test_the_adapter_apart_is_the_same_policy_to_peft(
+        self, by_world_size, stage, dtype, world_size
+    ) -> None:
+        batch = tiny_batch(tiny_model(), ROWS, seed=1)
+        first, *others = (found[stage, dtype] for found in by_world_size[world_size])
+        directory, tensors = first["adapter"]
+        assert first["adapter asked for"]  # A and B, and nothing else was gathered
+        for other in others:
+            assert distance(other["adapter"][1], tensors) == 0.0
+        base = tiny_model("qwen2", tied=True)
+        rounding = 0.0 if dtype == "fp32" else 1e-2
+        assert distance(first["frozen"], dict(base.named_parameters())) <= rounding
+        model = PeftModel.from_pretrained(base, directory)
+        said = naive_log_probs(model, batch)[0].detach()
+        tolerance = 2e-5 if dtype == "fp32" else 0.15
+        torch.testing.assert_close(first["log_probs"].double(), said, rtol=0, atol=tolerance)
+        config = model.peft_config["default"]
+        assert (config.r, config.lora_alpha) == (lora_jobs.RANK, lora_jobs.ALPHA)
 
     def test_it_goes_on_bit_for_bit_after_loading(self, by_world_size, stage, dtype, world_size) -> None:
         for found in by_world_size[world_size]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,77 +18,11 @@ from transformers import AutoModelForCausalLM
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import handover, vllm_server
 from rlctl.rollout.handover import Handover
-from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
 from rlctl.rollout.weights import PlainWeights
-from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
-
-SAMPLING = Sampling(max_response_length=5)
-
-
-class Server(ThreadingHTTPServer):
-    """Answers every prompt with some of its own last token, then ends; notes what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
-        self.may_answer.set()
-        self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
-        self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        if not self.path.startswith("/server_info"):
-            self.answer(200, {})
-        elif mode := self.server.logprobs_mode:
-            self.answer(200, {"vllm_config": {"model_config": {"logprobs_mode": mode}}})
-        else:
-            self.answer(404, {"detail": "Not Found"})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
-        self.server.asked.append((self.path, body))
-        if self.path != "/v1/completions":
-            self.answer(200, {"results": []})
-        elif self.server.trouble:
-            code = self.server.trouble.pop()
-            if code == 0:
-                self.close_connection = True
-                return
-            self.answer(code, {"error": {"message": "the engine says why"}})
-        else:
-            self.server.is_asked.set()
-            self.server.may_answer.wait(20)
-            token = body["prompt"][-1]
-            choices = [
-                {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
-                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)}}
-                for index in reversed(range(body["n"]))
-            ]  # fmt: skip
-            self.answer(200, {"choices": choices})
-
-    def answer(self, code: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+from tests.unit.rollout.stub_server import Server, engine_on, generate
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 
 @pytest.fixture
@@ -106,26 +37,6 @@ def servers() -> Iterator[list[Server]]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
-
-
-def engine_on(servers: list[Server], tmp_path: Path) -> tuple[VLLMServerRollout, Any]:
-    model = random_model(1)
-    engine = VLLMServerRollout(
-        [server.url for server in servers],
-        TOKENIZER,
-        SimpleNamespace(eos_token_id=None),
-        device="cpu",
-        rank=0,
-        agree=lambda text: text,
-        handover=Handover(model, TOKENIZER, tmp_path / "weights"),
-        replicas=None,
-        start_timeout=5.0,
-    )
-    return engine, model
-
-
-def generate(engine: VLLMServerRollout, n: int = 3) -> Any:
-    return engine.generate(take(make_prompts(), [0, 1]), SAMPLING, n=n, step_seed=7, num_groups_total=2)
 
 
 def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:

@@ -264,6 +264,12 @@ def test_stale_data_want_correction(loss):
         (["model.lora_rank=4", "model.target_modules=[]"], {"model.target_modules": "error"}),
         (["model.lora_rank=4", "model.target_modules=[q_proj]"], {}),
         (["model.target_modules=[q_proj]"], {"model.target_modules": "warning"}),
+        (["model.lora_rank=512", "rollout.name=vllm"], {}),
+        (["model.lora_rank=513", "rollout.name=vllm"], {"model.lora_rank": "error"}),
+        (["model.lora_rank=513", "rollout.name=vllm", "rollout.merge_lora=true"], {}),
+        (["model.lora_rank=513"], {}),
+        (["model.lora_rank=4", "rollout.merge_lora=true"], {"rollout.merge_lora": "warning"}),
+        (["rollout.name=vllm", "rollout.merge_lora=true"], {"rollout.merge_lora": "warning"}),
     ],
 )
 def test_rewards_and_adapters(overrides, expected):

@@ -1,0 +1,123 @@
+"""A vLLM server as the client sees one, and a client of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlctl.rollout.handover import Handover
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.vllm_server import VLLMServerRollout
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
+
+SAMPLING = Sampling(max_response_length=5)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every prompt with some of its own last token, then ends; notes what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
+        self.may_answer.set()
+        self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
+        self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
+        self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
+        self.takes_new_adapters = True
+        self.adapters: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
+        elif not self.path.startswith("/server_info"):
+            self.answer(200, {})
+        elif mode := self.server.logprobs_mode:
+            config = {"model_config": {"logprobs_mode": mode}, "lora_config": self.server.lora}
+            environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.server.takes_new_adapters}
+            self.answer(200, {"vllm_config": config, "vllm_env": environment})
+        else:
+            self.answer(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        self.server.asked.append((self.path, body))
+        if self.path.endswith("lora_adapter"):
+            self.load_or_unload(body["lora_name"])
+        elif self.path != "/v1/completions":
+            self.answer(200, {"results": []})
+        elif body["model"] not in ["policy", *self.server.adapters]:
+            self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        elif self.server.trouble:
+            code = self.server.trouble.pop()
+            if code == 0:
+                self.close_connection = True
+                return
+            self.answer(code, {"error": {"message": "the engine says why"}})
+        else:
+            self.server.is_asked.set()
+            self.server.may_answer.wait(20)
+            token = body["prompt"][-1]
+            choices = [
+                {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
+                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)}}
+                for index in reversed(range(body["n"]))
+            ]  # fmt: skip
+            self.answer(200, {"choices": choices})
+
+    def load_or_unload(self, name: str) -> None:
+        known = self.server.adapters
+        if self.server.lora is None:
+            self.answer(500, {"error": {"message": "LoRA is not enabled. Use --enable-lora to enable LoRA."}})
+        elif (name in known) == (self.path == "/v1/load_lora_adapter"):
+            self.answer(400, {"error": {"message": "it is loaded already, or never was"}})
+        else:
+            (known.remove if name in known else known.append)(name)
+            self.answer(200, {})
+
+    def answer(self, code: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def engine_on(servers: list[Server], tmp_path: Path, **options: Any) -> tuple[VLLMServerRollout, Any]:
+    model = random_model(1)
+    engine = VLLMServerRollout(
+        [server.url for server in servers],
+        TOKENIZER,
+        SimpleNamespace(eos_token_id=None),
+        device="cpu",
+        rank=0,
+        agree=lambda text: text,
+        handover=Handover(model, TOKENIZER, tmp_path / "weights"),
+        replicas=None,
+        start_timeout=5.0,
+        **options,
+    )
+    return engine, model
+
+
+def generate(engine: VLLMServerRollout, n: int = 3) -> Any:
+    return engine.generate(take(make_prompts(), [0, 1]), SAMPLING, n=n, step_seed=7, num_groups_total=2)

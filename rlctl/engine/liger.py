@@ -45,7 +45,7 @@ def refuse_liger_here() -> None:
 
 
 def run_liger(model: Any) -> None:
-    """Have `model`, and copies made of it, run Liger's kernels.
+    """Have `model`, and copies made of it, run Liger's kernels, where `refuse_liger_here` lets it.
 
     Other models of the process keep their norms and feed-forward layers. The rotary embedding is a
     function that an architecture's models share: theirs becomes Liger's too, on devices that have it.
@@ -54,10 +54,8 @@ def run_liger(model: Any) -> None:
         model: Hugging Face causal language model, changed in place.
 
     Raises:
-        EnvironmentFailure: see `refuse_liger_here`.
         UsageError: the library has no kernels for the architecture, or none for its activation.
     """
-    refuse_liger_here()
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     if model.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.engine.liger import run_liger
+from rlctl.engine.liger import refuse_liger_here, run_liger
 from rlctl.errors import EnvironmentFailure, UsageError
 
 #: What a model directory holds beside its weights: configs, tokenizer, chat template, code.
@@ -39,6 +39,8 @@ def load_policy(
 
     shared = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     where = f"model.path={path}"
+    if use_liger:
+        refuse_liger_here()
     with _explained(path, where):
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         model = _causal_lm(path, use_liger, dtype=dtype, attn_implementation=attn_implementation, **shared)

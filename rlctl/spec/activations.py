@@ -60,11 +60,12 @@ def kept_by_checkpoint(shape: Shape, width: int) -> list[Term]:
 def way_back(model: ModelSpec, shape: Shape, length: int, width: int) -> list[Term]:
     """Gradients per token at the widest place of a layer, beside what it keeps: of the stream and of the
     norm before it, of the gate's activation and of up. With eager attention it may be the softmax, which
-    goes back in float32, from and to `width`; what the feed-forward layer kept is gone by then."""
+    goes back from float32 to float32; what the feed-forward layer kept, and the cast scores, are gone by
+    then."""
     stream = Term(2 * width, "hidden", shape.hidden)
     widest = [Term(2 * width, "intermediate", shape.inner)]
     if model.attn_implementation == "eager":
-        scores = Term(8 if width == 4 else 8 + width, "heads × length", shape.heads * length)
+        scores = Term(8 if width == 4 else 8 - width, "heads × length", shape.heads * length)
         gone = [replace(term, factor=-term.factor) for term in _feed_forward(model, shape, width)]
         widest = max(widest, [scores, *gone], key=total)
     return [stream, *widest]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlctl.engine import liger
+from rlctl.engine.model import load_policy
 from rlctl.errors import EnvironmentFailure, UsageError
 from tests.models import tiny_model
 from tests.processes import ROOT
@@ -52,7 +53,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
         functions[model.config.model_type](model)
 
     module = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN=functions, _apply_liger_kernel_to_instance=patch)
-    monkeypatch.setattr(liger, "refuse_liger_here", lambda: None)
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", module)
@@ -99,14 +99,25 @@ def test_classes_and_the_rotary_embedding_on_a_cpu_stay(monkeypatch: pytest.Monk
     assert torch.equal(model(torch.arange(5)[None]).logits, wanted)
 
 
-def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        load_policy(
+            "/nowhere",
+            revision=None,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+            use_liger=True,
+        )
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EnvironmentFailure, match="not installed") as caught:
-        liger.run_liger(tiny_model())
+        load()
     assert 'pip install "rlctl[liger]"' in str(caught.value.fix)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     with pytest.raises(EnvironmentFailure, match="need a GPU"):
-        liger.run_liger(tiny_model())
+        load()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    liger.refuse_liger_here()
+    with pytest.raises(UsageError, match="no such directory"):
+        load()

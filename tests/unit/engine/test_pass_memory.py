@@ -1,0 +1,118 @@
+"""What `--dry-run` says that a pass and its way back hold, beside every tensor that lives meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.lora import add_lora
+from rlctl.engine.recompute import recompute_layers
+from rlctl.engine.values import ValueModule
+from rlctl.spec.load import load_spec
+from rlctl.spec.memory import memory_parts, memory_total
+from rlctl.spec.model_size import ModelSize
+from rlctl.spec.published import PUBLISHED, Shape
+from rlctl.spec.run import RunSpec
+from tests.peak_memory import PeakMemory
+
+ROWS, PROMPT, RESPONSE = 3, 10, 90
+FAMILIES = {
+    "llama": "meta-llama/Meta-Llama-3-8B",
+    "qwen2": "Qwen/Qwen2.5-7B",
+    "mistral": "mistralai/Mistral-7B-v0.3",
+    "gemma": "google/gemma-7b",
+}
+AGAIN, EAGER = "model.enable_gradient_checkpointing=true", "model.attn_implementation=eager"
+
+
+def shape_like(family: str, layers: int = 3) -> Shape:
+    """The published one, every width a thirty-second."""
+    big = PUBLISHED[FAMILIES[family]][1]
+    heads, kv_heads = big.heads // 4, big.kv_heads // 4
+    return Shape(layers, big.hidden // 32, big.inner // 32, heads, kv_heads, big.head_dim // 8, vocab=256)
+
+
+def spec_of(*overrides: str) -> RunSpec:
+    sizes = [f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}"]
+    return load_spec([], [], [*sizes, f"actor.ppo_micro_batch_size_per_gpu={ROWS}", *overrides]).spec
+
+
+def random_model(family: str, shape: Shape, spec: RunSpec):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        pad_token_id=0,
+    )
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.engine.dtype]
+    kernel = spec.model.attn_implementation
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=dtype).eval()
+    if spec.model.lora_rank:
+        add_lora(model, spec.model.lora_rank, 16.0, spec.model.target_modules)
+    if spec.model.enable_gradient_checkpointing:
+        recompute_layers(model)
+    return model
+
+
+def measured(module: torch.nn.Module, vocabulary: int, *, with_responses: bool) -> int:
+    """Bytes of the peak beside weights and gradients; one row is shorter, so that there is a mask."""
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    ids = torch.randint(2, vocabulary, (ROWS, PROMPT + RESPONSE))
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    responses = ids[:, PROMPT:]
+    is_response = torch.ones_like(responses, dtype=torch.bool)
+    given = (responses, is_response) if with_responses else (is_response,)
+    with PeakMemory() as memory:
+        found = module(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), *given)
+        loss = (found[0] if with_responses else found).sum()
+        del found
+        loss.backward()
+    return memory.peak
+
+
+def predicted(spec: RunSpec, shape: Shape, phases: set[str]) -> float:
+    parts = memory_parts(spec, ModelSize("counted", 1, shape))
+    return memory_total([part for part in parts if phases & set(part.phases)])
+
+
+CASES = [
+    *[(family, dtype, again) for family in FAMILIES for dtype in ("fp32", "bf16") for again in ([], [AGAIN])],
+    *[("llama", dtype, [EAGER, *again]) for dtype in ("fp32", "bf16") for again in ([], [AGAIN])],
+    *[("gemma", dtype, ["model.lora_rank=4"]) for dtype in ("fp32", "bf16")],
+    ("qwen2", "bf16", ["model.lora_rank=4", AGAIN]),
+    ("llama", "fp32", ["model.lora_rank=4", "model.target_modules=[q_proj,v_proj]"]),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "overrides"), CASES)
+def test_the_policys_pass(family: str, dtype: str, overrides: list[str]) -> None:
+    shape, spec = shape_like(family), spec_of(f"engine.dtype={dtype}", *overrides)
+    policy = PolicyModule(random_model(family, shape, spec), 1.0, share_prompts=False)
+    wanted = predicted(spec, shape, {"head", "layers"})
+    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+
+
+def test_a_large_vocabulary() -> None:
+    shape = Shape(1, 64, 128, heads=2, kv_heads=2, head_dim=32, vocab=8192)
+    spec = spec_of("engine.dtype=bf16")
+    policy = PolicyModule(random_model("llama", shape, spec), 1.0, share_prompts=False)
+    wanted = predicted(spec, shape, {"head", "layers"})
+    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+
+
+@pytest.mark.parametrize("overrides", [[], [AGAIN]])
+def test_the_critics_pass(overrides: list[str]) -> None:
+    shape, spec = shape_like("qwen2"), spec_of("engine.dtype=bf16", "algorithm.adv_estimator=gae", *overrides)
+    critic = ValueModule(random_model("qwen2", shape, spec), share_prompts=False)
+    wanted = predicted(spec, shape, {"critic"})
+    assert wanted == pytest.approx(measured(critic, shape.vocab, with_responses=False), rel=0.15)

@@ -47,8 +47,8 @@ def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
     wrapped.chmod(0o755)
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # the daemon insists on it, and its service would make it
-    env = {"PATH": os.pathsep.join([str(wrapped.parent), os.environ["PATH"]])}
-    with daemons(where, [[sshd, "-D", "-e", "-f", str(where / "sshd_config")]], {}):
+    env = {"PATH": os.pathsep.join([str(wrapped.parent), os.environ["PATH"]]), _MARK: str(where)}
+    with daemons(where, [[sshd, "-D", "-e", "-f", str(where / "sshd_config")]], env):
         wait_for(lambda: succeeds(["ssh", "node1", "true"], env), where)
         yield env
 
@@ -90,7 +90,7 @@ def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
     ]
     munge += [f"--socket={where}/munge.socket", f"--seed-file={where}/munge.seed"]
     nodes = [[slurmd, "-D", "-N", name] for name in (host, f"{host}-b")]
-    env = {"SLURM_CONF": str(conf)}
+    env = {"SLURM_CONF": str(conf), _MARK: str(where)}
     with daemons(where, [munge], env):
         wait_for((where / "munge.socket").exists, where)
         with daemons(where, [[slurmctld, "-D"], *nodes], env):
@@ -100,20 +100,22 @@ def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def daemons(where: Path, commands: list[list[str]], env: dict[str, str]) -> Iterator[None]:
-    """Daemons in the foreground; whatever they have started ends with them, even in sessions of its own."""
+    """Daemons in the foreground; what they and their users have started ends with them, in any session."""
     started = []
-    marked = os.environ | env | {_MARK: str(where)}
     try:
         for command in commands:
             with (where / f"{Path(command[0]).name}.log").open("ab") as log:
-                started.append(subprocess.Popen(command, env=marked, stdout=log, stderr=log))
+                started.append(
+                    subprocess.Popen(command, env=os.environ | env, cwd=where, stdout=log, stderr=log)
+                )
         yield
     finally:
         for daemon in started:
             daemon.terminate()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(_MARK) == str(where):
+                # Slurm's step daemon writes its title over its environment, but stays where it was started.
+                if process.environ().get(_MARK) == str(where) or process.cwd() == str(where):
                     process.kill()
         for daemon in started:
             daemon.wait()

@@ -209,7 +209,7 @@ class Replicas:
         settings = self._settings
         command = [sys.executable, "-m", "rlctl.rollout.vllm_serve", "serve"]
         command += [*settings.arguments(self._model()), "--host", HOST, "--port", str(replica.port)]
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
         # Weight sync is among the endpoints vLLM opens for development only; they listen on this host.
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if settings.max_lora_rank:
@@ -235,6 +235,11 @@ class Replicas:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(gpu) for gpu in range(first + (index + 1) * size)]
         return names[first + index * size : first + (index + 1) * size]
+
+
+def _is_of_ranks(name: str) -> bool:
+    """With torchrun's own, an engine would wait for a store that the launcher does not keep for it."""
+    return name in _OF_RANKS or name.startswith("TORCHELASTIC_")
 
 
 def _answers(url: str) -> bool:

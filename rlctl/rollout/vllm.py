@@ -131,6 +131,7 @@ class VLLMRollout(CompletionRollout):
     def _wake(self, *parts: str) -> None:
         """Bring back those of these parts that sleep; what is awake must not be woken again."""
         if tags := sorted(self._asleep.intersection(parts)):
+            torch.cuda.empty_cache()  # what torch keeps of the trainer's step; not every vLLM does it
             self._llm.wake_up(tags=tags)
             self._asleep -= set(tags)
 

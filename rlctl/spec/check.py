@@ -23,6 +23,8 @@ from rlctl.spec.run import RunSpec
 _CORRECTION = "algorithm.rollout_correction."
 #: Learning rates above this are unusual for a pretrained language model.
 UNUSUAL_LR = 1e-4
+#: vLLM raises temperatures below this one to it, with a warning in its log.
+VLLM_COLDEST = 0.01
 
 
 def check_spec(spec: RunSpec, *, skip: frozenset[str] = frozenset()) -> list[Problem]:
@@ -140,6 +142,12 @@ def engine_is_whole(spec: RunSpec) -> list[Problem]:
         what = "has no effect: no engine runs in a process of its own"
         fix = "set rollout.name: vllm and rollout.mode: server, or leave it out"
         problems.append(Problem("warning", "rollout.server", what, fix))
+    if unclear := [url for url in rollout.server.urls if not url.startswith(("http://", "https://"))]:
+        what = f"no address of a server: {', '.join(unclear)}"
+        problems.append(Problem("error", "rollout.server.urls", what, "write http://host:port"))
+    if rollout.name == "vllm" and rollout.temperature < VLLM_COLDEST:
+        what = f"vLLM samples at {VLLM_COLDEST} whatever lies below, the trainer's log-probs would not"
+        problems.append(Problem("error", "rollout.temperature", what, f"use {VLLM_COLDEST} or more"))
     if rollout.server.urls and rollout.server.weights_dir is None:
         what = "shared memory of this machine is not seen by engines on others"
         fix = "a directory on a file system that all of them see"
@@ -390,7 +398,14 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     weight_band_holds_one: (*_IS, *_RS),
     sampling_is_whole: ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
     temperature_explores: ("rollout.temperature",),
-    engine_is_whole: ("rollout.name", "rollout.mode", "rollout.dtype", "rollout.tensor_model_parallel_size"),
+    engine_is_whole: (
+        "rollout.name",
+        "rollout.mode",
+        "rollout.dtype",
+        "rollout.tensor_model_parallel_size",
+        "rollout.temperature",
+        "rollout.server.urls",
+    ),
     ahead_is_possible: ("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode"),
     top_k_is_possible: ("rollout.top_k",),
     validation_samples_differ: ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),

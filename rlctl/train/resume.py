@@ -6,10 +6,12 @@ from typing import Any
 
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run import RunSpec
 
 #: Keys that change how long a run goes on or where it reports to, not what it computes. Guardrails act on
 #: a run that is no longer well, and whoever resumes one that they stopped must be able to overrule them.
+#: Servers are somewhere else after a preemption.
 _SAFE = frozenset(
     {
         "actor.ppo_micro_batch_size_per_gpu",
@@ -19,7 +21,11 @@ _SAFE = frozenset(
         "model.enable_gradient_checkpointing",
         "reward.model.batch_size",
         "reward.max_error_fraction",
+        "rollout.free_cache_engine",
+        "rollout.gpu_memory_utilization",
         "rollout.max_num_seqs",
+        *(f"rollout.server.{name}" for name in ServerSpec.model_fields),
+        "rollout.tensor_model_parallel_size",
         *(f"trainer.guardrails.{name}" for name in GuardrailsSpec.model_fields),
         "trainer.logger",
         "trainer.project_name",

@@ -100,15 +100,26 @@ def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir
 
 
 def replica_settings(spec: RunSpec) -> ReplicaSettings:
-    """What a vLLM server of this run is started with."""
-    rollout = spec.rollout
+    """What a vLLM server of this run is started with.
+
+    Raises:
+        UsageError: there are not enough GPUs beside the trainer's.
+    """
+    rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
+    theirs = rollout.server.replicas * rollout.tensor_model_parallel_size
+    if torch.cuda.is_available() and trainers + theirs > (visible := torch.cuda.device_count()):
+        raise UsageError(
+            f"the trainer takes {trainers} GPUs and the servers {theirs}, {visible} can be seen here",
+            where="rollout.server.replicas × rollout.tensor_model_parallel_size",
+            fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
+        )
     return ReplicaSettings(
         dtype=VLLM_DTYPES[_dtype(spec)],
         max_model_len=_longest(spec),
         max_num_seqs=rollout.max_num_seqs or 256,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
-        first_gpu=spec.trainer.n_gpus_per_node if torch.cuda.is_available() else None,
+        first_gpu=trainers if torch.cuda.is_available() else None,
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
         start_timeout=rollout.server.start_timeout,

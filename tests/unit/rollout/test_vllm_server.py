@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import handover, vllm_server
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
 from rlctl.rollout.weights import PlainWeights
+from rlctl.spec.load import load_spec
+from rlctl.train.rollout_engine import replica_settings
 from tests.unit.rollout.stub_server import Server, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
@@ -192,3 +194,13 @@ def test_a_server_started_otherwise_than_a_run_needs_is_refused(
         reachable(urls, seconds=5)
     assert urls[1] in str(caught.value.where)
     assert option in str(caught.value.fix)
+
+
+def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    servers = ["rollout.name=vllm", "rollout.mode=server", "rollout.tensor_model_parallel_size=2"]
+    fits = load_spec([], [], [*servers, "trainer.n_gpus_per_node=2"]).spec
+    assert replica_settings(fits).first_gpu == 2
+    with pytest.raises(UsageError, match="takes 4 GPUs and the servers 2, 4 can be seen"):
+        replica_settings(load_spec([], [], [*servers, "trainer.n_gpus_per_node=4"]).spec)

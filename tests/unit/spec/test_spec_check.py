@@ -68,6 +68,13 @@ def test_defaults_are_clean():
             ["rollout.name=vllm", "rollout.mode=server", "rollout.server.urls=[http://a:1]"],
             {"rollout.server.weights_dir": "warning"},
         ),
+        (
+            ["rollout.name=vllm", "rollout.mode=server", "rollout.server.urls=[a:1]"],
+            {"rollout.server.urls": "error", "rollout.server.weights_dir": "warning"},
+        ),
+        (["rollout.temperature=0.009"], {"rollout.temperature": "warning"}),
+        (["rollout.name=vllm", "rollout.temperature=0.01"], {"rollout.temperature": "warning"}),
+        (["rollout.name=vllm", "rollout.temperature=0.009"], {"rollout.temperature": "error"}),
         (["rollout.max_staleness=2"], {}),
         (["rollout.max_staleness=2", "rollout.staleness=1"], {"rollout.staleness": "error"}),
         (["rollout.max_staleness=2", "rollout.name=vllm"], {"rollout.max_staleness": "error"}),

@@ -64,10 +64,18 @@ def test_safe_changes_are_shown() -> None:
     assert refuse_unsafe(spec(), spec()) == []
 
 
+def test_a_resumed_run_may_have_its_servers_elsewhere() -> None:
+    server = ["rollout.name=vllm", "rollout.mode=server", "rollout.server.weights_dir=/shared"]
+    before = spec(*server, "rollout.server.urls=[http://node1:8000]")
+    after = spec(*server, "rollout.server.urls=[http://node7:8000]", "rollout.gpu_memory_utilization=0.8")
+    assert len(refuse_unsafe(before, after)) == 2
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "actor.lr=1e-3",
+        "rollout.max_staleness=2",
         "trainer.seed=2",
         "data.train_batch_size=64",
         "rollout.temperature=0.7",

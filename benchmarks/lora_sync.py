@@ -1,0 +1,184 @@
+"""What a weight sync to vLLM costs under LoRA, and what it is worth: merged weights or the adapter alone.
+
+    python benchmarks/lora_sync.py [--syncs 5]
+
+A random Qwen2 of 58 million parameters under an adapter of rank 16 that has learnt something: the trainer
+hands it to a colocated engine, which samples 16 responses of 48 tokens that the trainer scores. Every case
+runs in a process of its own and prints a row of Markdown: tensors handed over, median seconds of a sync
+after the first, and the mean over tokens of |log π_train − log π_rollout|, beside the same distance
+between the policy and its base, which is all that the adapter has learnt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import Prompts
+    from rlctl.engine.lora import Adapter
+
+RANK, ALPHA = 16, 32.0
+LEARNT = 2e-3  # standard deviation of B
+PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 2, 32, 48
+COLUMNS = ("precision", "handed over", "MiB per sync", "s per sync", "sync gap", "policy − base")
+
+
+class Counted:
+    """A policy that counts the bytes it gives.
+
+    Attributes:
+        num_bytes: of the tensors given since it was last set to 0.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.num_bytes = 0
+
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._actor.weights(merged=merged):
+            self.num_bytes += tensor.nbytes
+            yield name, tensor
+
+    def adapter(self) -> Adapter:
+        adapter: Adapter = self._actor.adapter()
+        self.num_bytes += sum(tensor.nbytes for tensor in adapter.tensors.values())
+        return adapter
+
+
+def policy_model() -> Any:
+    """18 layers of width 512, tied head."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(config)
+
+
+def random_prompts() -> Prompts:
+    """Tokens drawn anew for every prompt."""
+    import torch
+
+    from rlctl.batch import Prompts
+
+    nothing = ("",) * PROMPTS
+    return Prompts(
+        prompt_ids=torch.randint(2, 8192, (PROMPTS, PROMPT_TOKENS)),
+        prompt_mask=torch.ones(PROMPTS, PROMPT_TOKENS, dtype=torch.bool),
+        group_ids=torch.arange(PROMPTS),
+        data_sources=nothing,
+        ground_truths=nothing,
+        texts=nothing,
+    )
+
+
+def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
+    """In a process of its own; `max_lora_rank` 0: merged weights are handed over."""
+    import torch
+
+    from rlctl.engine.deepspeed import DeepSpeedEngine
+    from rlctl.engine.lora import ALL_LINEAR, BasePolicy, adapter_parameters, add_lora
+    from rlctl.engine.ranks import join_ranks, leave_ranks
+    from rlctl.rollout.protocol import Sampling
+    from rlctl.rollout.vllm import TrainedVLLMRollout
+    from rlctl.rollout.weights import ExpectedWeights
+    from rlctl.spec.embedded import RECIPE
+    from rlctl.tiny.model import build_tokenizer
+    from rlctl.train.prepare import as_train_batch
+
+    ranks, dtype = join_ranks(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model, tokenizer = policy_model().to(dtype), build_tokenizer(RECIPE)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        rollout = TrainedVLLMRollout(
+            directory,
+            tokenizer,
+            ExpectedWeights(model),
+            dtype=precision,
+            max_model_len=PROMPT_TOKENS + RESPONSE_TOKENS,
+            max_lora_rank=max_lora_rank,
+            device=ranks.device,
+        )
+    add_lora(model, RANK, ALPHA, [ALL_LINEAR])
+    for name, parameter in adapter_parameters(model).items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=LEARNT)
+    settings: dict[str, Any] = {"weight_decay": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0}
+    actor = DeepSpeedEngine(model, ranks, temperature=1.0, zero_stage=0, dtype=dtype, **settings)
+    counted, seconds = Counted(actor), []
+    for version in range(1 + syncs):
+        counted.num_bytes, began = 0, time.perf_counter()
+        rollout.sync_weights(counted, policy_version=version)
+        seconds.append(time.perf_counter() - began)
+    sampling = Sampling(max_response_length=RESPONSE_TOKENS)
+    rollouts = rollout.generate(random_prompts(), sampling, n=SAMPLES, step_seed=1, num_groups_total=PROMPTS)
+    batch, mask = as_train_batch(rollouts), rollouts.response_mask
+    with torch.no_grad():
+        said = actor.policy(batch).log_probs
+    learnt = (said - BasePolicy(actor, model).log_probs(batch))[mask].abs().mean().item()
+    gap = (said - rollouts.rollout_log_probs)[mask].abs().mean().item()
+    rollout.close()
+    leave_ranks()
+    return {
+        "precision": precision,
+        "handed over": "adapter" if max_lora_rank else "merged",
+        "MiB per sync": f"{counted.num_bytes / 2**20:.1f}",
+        "s per sync": f"{statistics.median(seconds[1:]):.3f}",
+        "sync gap": f"{gap:.1e}",
+        "policy − base": f"{learnt:.1e}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--syncs", type=int, default=5, help="measured, after the first")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        precision, rank = options.case
+        print(json.dumps(measure(precision, int(rank), options.syncs)))
+        return
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    for precision in ("fp32", "bf16"):
+        for rank in (0, RANK):
+            command = [
+                sys.executable,
+                __file__,
+                "--case",
+                precision,
+                str(rank),
+                "--syncs",
+                str(options.syncs),
+            ]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            row = json.loads(done.stdout.splitlines()[-1])
+            print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

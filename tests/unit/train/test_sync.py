@@ -1,0 +1,83 @@
+"""The proof of a sync: an engine that samples without the adapter, or with another policy, is caught."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.lora import ALL_LINEAR, adapter_parameters, add_lora, plain_weights
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.weights import PlainWeights
+from rlctl.spec.load import load_spec
+from rlctl.train.sync import confirm_sync
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+LORA = ("rollout.name=vllm", "model.lora_rank=2", "trainer.seed=3")
+
+
+class Prompts(tuple[int, ...]):
+    def prompts(self, places: list[int], group_ids: list[int]) -> Any:
+        del group_ids
+        return take(make_prompts(), places)
+
+
+def frozen(model: Any) -> FrozenPolicy:
+    return FrozenPolicy(model, ALONE, zero_stage=0, dtype=torch.float32, temperature=1.0)
+
+
+@pytest.fixture
+def engine() -> HFRollout:
+    return HFRollout(random_model(1), TOKENIZER, "cpu")
+
+
+def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, PlainWeights]:
+    """A run whose adapter has learnt so much, the policy's own weights, and an engine as it is."""
+    model = random_model(1)
+    add_lora(model, 2, 4.0, [ALL_LINEAR])
+    torch.manual_seed(0)
+    for name, parameter in adapter_parameters(model).items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=learnt)
+    policy = frozen(model)
+    run = SimpleNamespace(
+        spec=load_spec([], [], [*LORA, *overrides]).spec,
+        ranks=ALONE,
+        train_prompts=Prompts(range(6)),
+        rollout=engine,
+        actor=SimpleNamespace(policy=lambda batch: SimpleNamespace(log_probs=policy.log_probs(batch))),
+        base=frozen(random_model(1)),
+    )
+    weights = [(weight.name, weight.value()) for weight in plain_weights(model)]
+    return run, PlainWeights(weights)
+
+
+@pytest.mark.parametrize("learnt", [0.0, 0.01, 0.3])
+def test_an_engine_with_the_adapter_passes(engine: HFRollout, learnt: float) -> None:
+    run, weights = run_with(engine, learnt=learnt)
+    engine.sync_weights(weights, policy_version=1)
+    assert confirm_sync(run, 1)["rollout/sync_gap"] < 1e-5
+
+
+def test_an_engine_without_it_is_caught_long_before_it_is_far_away(engine: HFRollout) -> None:
+    run, _ = run_with(engine, learnt=0.003)
+    with pytest.raises(RunFailure, match="samples without the adapter") as caught:
+        confirm_sync(run, 1)
+    assert "rollout.merge_lora=true" in str(caught.value.fix)
+    gap = float(caught.value.what.split(" are ")[1].split()[0])
+    assert gap < 0.1
+    run, _ = run_with(engine, "rollout.merge_lora=true", learnt=0.003)
+    assert confirm_sync(run, 1)["rollout/sync_gap"] == pytest.approx(gap, rel=1e-2)
+
+
+def test_an_engine_with_other_weights_is_caught(engine: HFRollout) -> None:
+    run, _ = run_with(engine, learnt=0.3)
+    engine.sync_weights(PlainWeights(random_model(2).named_parameters()), policy_version=1)
+    with pytest.raises(RunFailure, match="does not sample with the weights"):
+        confirm_sync(run, 1)

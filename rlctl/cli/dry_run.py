@@ -72,7 +72,7 @@ def _print_values(loaded: LoadedSpec, console: Console) -> None:
         origin = loaded.origins[key]
         value = show(value_of(loaded.spec, key))
         style = "dim" if origin.layer == "default" else ""
-        console.print(Text(f"    {name:<29}{value:<23} {origin}", style))
+        console.print(Text(f"    {name:<30}{value:<22} {origin}", style))
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:

@@ -110,7 +110,7 @@ def _compiler() -> Check:
     if not missing:
         return Check(_GROUP, "C++ compiler", "ok", f"{compiler}; ninja")
     found = f"{' and '.join(missing)} not found"
-    fix = "install it for DeepSpeed's CPU operators, which are compiled at first use; nothing else needs it"
+    fix = "install it: DeepSpeed's CPU operators and, on a GPU, vLLM's kernels are compiled at first use"
     return Check(_GROUP, "C++ compiler", "note", found, fix)
 
 

@@ -52,6 +52,7 @@ def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     assert row("n") == ["n", "4", f"{file}:2"]
     assert row("adv_estimator") == ["adv_estimator", "grpo", "preset grpo-rs-only:10"]
     assert row("train_batch_size") == ["train_batch_size", "128", "embedded model"]
+    assert row("enable_gradient_checkpointing")[1:] == ["false", "default"]  # the longest key
     assert row("temperature") == ["temperature", "1.0", "default"]
     assert "  token_k1: 0.7 ≤ ρ ≤ 1.4" in lines
     assert "  128 prompts × 4 responses = 512 samples" in lines

@@ -55,6 +55,8 @@ def test_quick_tries_nothing(capsys, monkeypatch, tmp_path: Path) -> None:
     assert run(["doctor", "--quick", "--json"]) == 0
     groups = {check["group"] for check in json.loads(capsys.readouterr().out)["checks"]}
     assert groups == {"packages", "machine"}
+    assert run(["doctor", "--quick"]) == 0
+    assert "no engine was tried" in capsys.readouterr().out.splitlines()[-1]
     monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "file" / "below"))
     (tmp_path / "file").touch()
     assert run(["doctor", "--quick"]) == 4

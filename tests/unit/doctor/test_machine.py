@@ -52,6 +52,7 @@ def test_a_missing_compiler_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None
     found = check("C++ compiler")
     assert found.status == "note"
     assert found.found.startswith("no-such-compiler")
+    assert "vLLM" in str(found.fix)  # whose kernels Triton compiles
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What is tried, each in a process of its own (`attempt`): torch's device, both rollout engines, a step.
+"""What is tried, each in a process of its own (`attempt`): torch's device, both rollout engines, a step,
+and Liger's kernels.
 
 Every trial uses the code a run uses, on the embedded model's shape with random weights, in seconds.
 Imports are inside, so that a trial fails for its own reasons only.
@@ -21,6 +22,8 @@ _PROMPTS = ("12+34=", "5+67=")
 _RESPONSE_LENGTH = 8
 #: Share of a GPU's memory for the vLLM engine of a trial.
 _GPU_SHARE = 0.2
+#: Largest relative difference of a float32 gradient that rounding explains, TF32 included.
+_LIGER_GAP = 1e-2
 
 
 def torch_computes() -> str:
@@ -134,6 +137,44 @@ def deepspeed_steps() -> str:
     if not (result.applied and is_changed):
         raise RunFailure("a step left every weight as it was", fix="reinstall deepspeed and torch together")
     return f"a step of AdamW under ZeRO 2 in bf16 on {ranks.device}"
+
+
+def liger_computes() -> str:
+    """Liger's kernels give the gradients of the layers that they replace; where they cannot run, nothing is
+    tried.
+
+    Raises:
+        RunFailure: they give others.
+    """
+    import torch
+
+    from rlctl.engine.liger import refuse_liger_here, run_liger
+
+    try:
+        refuse_liger_here()
+    except EnvironmentFailure as lacking:
+        return f"not tried: {lacking.what}"
+    model = _tiny()[0].to("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = _gradient(model)
+    run_liger(model)
+    gap = float((_gradient(model) - wanted).norm() / wanted.norm())
+    if not gap < _LIGER_GAP:
+        raise RunFailure(
+            f"gradients by Liger's kernels are off by {gap:.1e}", fix="set model.use_liger=false"
+        )
+    return f"gradients within {gap:.0e} of the plain layers' on {model.device}"
+
+
+def _gradient(model: Any) -> Any:
+    """Of a random sequence's log-probs, all parameters in one tensor."""
+    import torch
+
+    ids = torch.randint(
+        model.config.vocab_size, (1, _RESPONSE_LENGTH), generator=torch.Generator().manual_seed(0)
+    )
+    model.zero_grad()
+    model(ids.to(model.device), use_cache=False).logits.log_softmax(-1)[..., 0].sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def _tiny() -> tuple[Any, Any]:

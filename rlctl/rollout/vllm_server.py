@@ -24,6 +24,7 @@ from rlctl.rollout.versions import Versions
 #: request grows with their number.
 CONNECTIONS = 128
 _SYNC_S = 600.0
+_INFO_S = 60.0  # the server's first answer looks through its environment
 _RETRY_S = 1.0
 _TRIES = 3
 
@@ -278,10 +279,11 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
         EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
     """
     deadline = time.monotonic() + seconds
-    for url in urls:
+    for url in (given.rstrip("/") for given in urls):
         while True:
             try:
                 if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+                    _check_settings(url, lora_rank)
                     break
                 words = "it is not healthy"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -293,14 +295,13 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
                     fix="start it there, with the options docs/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
-        _check_settings(url, lora_rank)
 
 
 def _check_settings(url: str, lora_rank: int) -> None:
     """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
     where = f"rollout.server.urls: {url}"
     fix = "start it with the options docs/rollout-engines.md shows"
-    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_SYNC_S, trust_env=False)
+    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
     if not answer.is_success:
         what = "the server takes no weights: vLLM's development mode is off"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")

@@ -188,7 +188,7 @@ def test_a_server_started_otherwise_than_a_run_needs_is_refused(
     servers: list[Server], mode: str | None, option: str
 ) -> None:
     urls = [server.url for server in servers]
-    reachable(urls, seconds=5)
+    reachable([f"{url}/" for url in urls], seconds=5)
     servers[1].logprobs_mode = mode
     with pytest.raises(EnvironmentFailure) as caught:
         reachable(urls, seconds=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from safetensors import SafetensorError
 
 from rlctl.errors import RunFailure, UsageError
 
@@ -39,6 +42,9 @@ class Versions:
             self._root = Path(
                 tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent)
             )
+            self._lock = os.open(self._root, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # not every file system locks directories
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if is_shared:
                 self._root.chmod(0o755)  # engines on other nodes may run as another user
         except OSError as error:
@@ -65,9 +71,10 @@ class Versions:
             fill(part)
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # a full disk is either, by who notices
+            reason = getattr(error, "strerror", None) or error
             raise RunFailure(
-                f"weights for the rollout engines cannot be written: {error.strerror or error}",
+                f"weights for the rollout engines cannot be written: {reason}",
                 where=str(self._root),
                 fix="free space there, or set rollout.server.weights_dir",
             ) from error
@@ -96,5 +103,22 @@ def _remove_abandoned(parent: Path) -> None:
     """What runs of this machine left that were killed: in shared memory it would stay until a reboot."""
     for path in parent.glob(f"{_PREFIX}{socket.gethostname()}-*"):
         pid = path.name.rsplit("-", 2)[-2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and not _is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a run holds it, be it one of another container that counts its processes on its own."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

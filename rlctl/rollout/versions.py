@@ -42,9 +42,11 @@ class Versions:
             self._root = Path(
                 tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent)
             )
-            self._lock = os.open(self._root, os.O_RDONLY)
+            self._held = contextlib.ExitStack()
+            handle = os.open(self._root, os.O_RDONLY)
+            self._held.callback(os.close, handle)
             with contextlib.suppress(OSError):  # not every file system locks directories
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if is_shared:
                 self._root.chmod(0o755)  # engines on other nodes may run as another user
         except OSError as error:
@@ -97,6 +99,7 @@ class Versions:
     def close(self) -> None:
         """Remove everything written."""
         shutil.rmtree(self._root, ignore_errors=True)
+        self._held.close()
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -175,6 +175,18 @@ def test_weights_of_killed_runs_are_cleared_away(tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
+def test_weights_of_a_run_in_another_container_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may share a name and their shared memory, and yet not see one another's processes."""
+    theirs = Handover(random_model(1), TOKENIZER, tmp_path)
+    monkeypatch.setattr("psutil.pid_exists", lambda _: False)
+    Handover(random_model(1), TOKENIZER, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    theirs.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_server_nobody_started_is_named() -> None:
     with pytest.raises(EnvironmentFailure, match="no vLLM server answers") as caught:
         reachable(["http://127.0.0.1:9"], seconds=0.05)

@@ -13,8 +13,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
-from rlctl.rollout.completions import LOGPROBS_MODE, MERGE, Completion, CompletionRollout, Request
+from rlctl.errors import RlctlError, RunFailure, UsageError
+from rlctl.rollout.completions import MERGE, Completion, CompletionRollout, Request
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
@@ -24,7 +24,6 @@ from rlctl.rollout.versions import Versions
 #: request grows with their number.
 CONNECTIONS = 128
 _SYNC_S = 600.0
-_INFO_S = 60.0  # the server's first answer looks through its environment
 _RETRY_S = 1.0
 _TRIES = 3
 
@@ -265,63 +264,6 @@ class VLLMServerRollout(CompletionRollout):
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
         # A proxy of the environment is for the world outside, not for engines.
         return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
-
-
-def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
-    """Wait until every server answers, and make sure that each was started as a run needs it.
-
-    Args:
-        urls: where they answer.
-        seconds: how long to wait for them.
-        lora_rank: of the adapters they are to apply; 0: none.
-
-    Raises:
-        EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
-    """
-    deadline = time.monotonic() + seconds
-    for url in (given.rstrip("/") for given in urls):
-        while True:
-            try:
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
-                    _check_settings(url, lora_rank)
-                    break
-                words = "it is not healthy"
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                words = str(error) or type(error).__name__
-            if time.monotonic() > deadline:
-                raise EnvironmentFailure(
-                    f"no vLLM server answers: {words}",
-                    where=f"rollout.server.urls: {url}",
-                    fix="start it there, with the options docs/rollout-engines.md shows",
-                )
-            time.sleep(_RETRY_S)
-
-
-def _check_settings(url: str, lora_rank: int) -> None:
-    """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
-    where = f"rollout.server.urls: {url}"
-    fix = "start it with the options docs/rollout-engines.md shows"
-    answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
-    if not answer.is_success:
-        what = "the server takes no weights: vLLM's development mode is off"
-        raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
-    info = answer.json()
-    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
-    if mode != LOGPROBS_MODE:
-        what = f"the server reports {mode}, which are not of the distribution it samples from"
-        raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
-    if lora_rank and not _takes_adapters(info, lora_rank):
-        options = (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
-        )
-        what = f"the server takes no adapters of rank {lora_rank}"
-        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE}")
-
-
-def _takes_adapters(info: dict[str, Any], rank: int) -> bool:
-    lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
-    is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
-    return bool(is_open and lora and lora["max_lora_rank"] >= rank)
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -17,7 +17,8 @@ from rlctl.rollout.protocol import RolloutEngine
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.versions import Versions
 from rlctl.rollout.vllm import VLLM_DTYPES, TrainedVLLMRollout
-from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from rlctl.rollout.vllm_reachable import reachable
+from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import ExpectedWeights
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run import RunSpec

@@ -19,7 +19,8 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import handover, vllm_server
 from rlctl.rollout.handover import Handover
 from rlctl.rollout.turns import TakingTurns, Turns
-from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from rlctl.rollout.vllm_reachable import reachable
+from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
 from rlctl.train.rollout_engine import replica_settings

@@ -13,7 +13,8 @@ from torch import Tensor
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout import vllm_server
 from rlctl.rollout.versions import Versions
-from rlctl.rollout.vllm_server import VLLMServerRollout, reachable
+from rlctl.rollout.vllm_reachable import reachable
+from rlctl.rollout.vllm_server import VLLMServerRollout
 from tests.unit.rollout.stub_server import Server, engine_on, generate
 
 

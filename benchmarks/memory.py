@@ -55,15 +55,8 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        return Shape(
-            self.layers,
-            self.hidden,
-            self.inner,
-            self.heads,
-            self.kv_heads,
-            self.hidden // self.heads,
-            self.vocab,
-        )
+        widths = self.hidden, self.inner, self.heads, self.kv_heads, self.hidden // self.heads
+        return Shape(self.layers, *widths, self.vocab)
 
     @property
     def spec(self) -> Any:
@@ -84,7 +77,7 @@ def _states(hidden: int, dtype: str, stage: int) -> Case:
         heads=8,
         kv_heads=8,
         rows=2,
-        prompt=4,
+        prompt=6,
         response=8,
         overrides=overrides,
     )

@@ -181,6 +181,8 @@ class Replicas:
             while not self._is_closing.wait(_WATCH_S) and not self._failure:
                 for replica in self._replicas:
                     self._look(replica)
+        except OSError as error:  # no memory or no process left to start one
+            self._failure = RunFailure(f"a vLLM server cannot be started: {error}")
         finally:
             for replica in self._replicas:
                 replica.is_ready.clear()

@@ -89,8 +89,10 @@ def _norms(model: ModelSpec, shape: Shape, width: int) -> list[Term]:
     readers = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     outputs = sum(any(name in names for name in read) for read in readers) if model.lora_rank else 2
     each = width if model.use_liger else 4 + (0 if model.lora_rank else width)
-    norms = Term(2 * each + outputs * width, "hidden", shape.hidden)
-    return [norms, Term(len(names) * width, "rank", model.lora_rank)] if names else [norms]
+    terms = [Term(2 * each + outputs * width, "hidden", shape.hidden)]
+    if shape.norms_heads:  # their outputs are turned by their positions, for which nothing is kept
+        terms.append(Term(each, "(heads + kv heads) × head size", shape.queries + shape.keys))
+    return [*terms, Term(len(names) * width, "rank", model.lora_rank)] if names else terms
 
 
 def _attention(model: ModelSpec, shape: Shape, length: int, width: int) -> list[Term]:

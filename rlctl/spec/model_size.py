@@ -118,6 +118,7 @@ def _from_config(config: dict[str, Any], source: str) -> ModelSize:
         kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
+        norms_heads=config.get("model_type") == "qwen3",
     )
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())

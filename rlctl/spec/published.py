@@ -20,6 +20,7 @@ class Shape:
         kv_heads: of keys and values.
         head_dim: numbers per head.
         vocab: tokens.
+        norms_heads: queries and keys have norms of their own (Qwen3).
     """
 
     layers: int
@@ -29,6 +30,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    norms_heads: bool = False
 
     @property
     def queries(self) -> int:

@@ -102,6 +102,16 @@ def test_the_policys_pass(family: str, dtype: str, overrides: list[str]) -> None
     assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
 
 
+@pytest.mark.parametrize("overrides", [[], ["model.lora_rank=4"]])
+def test_norms_of_queries_and_keys(overrides: list[str]) -> None:
+    """Heads wider than the stream, as in the smaller ones of the family."""
+    shape = Shape(3, 64, 192, heads=4, kv_heads=2, head_dim=32, vocab=256, norms_heads=True)
+    spec = spec_of("engine.dtype=bf16", *overrides)
+    policy = PolicyModule(random_model("qwen3", shape, spec), 1.0, share_prompts=False)
+    wanted = predicted(spec, shape, {"head", "layers"})
+    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+
+
 def test_a_large_vocabulary() -> None:
     shape = Shape(1, 64, 128, heads=2, kv_heads=2, head_dim=32, vocab=8192)
     spec = spec_of("engine.dtype=bf16")

@@ -192,7 +192,7 @@ def test_memory_of_the_embedded_model_is_complete():
 
 
 def write_model(directory, *, with_weights: bool):
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     config = {
         "num_hidden_layers": 2,
         "hidden_size": 8,
@@ -219,6 +219,14 @@ def test_model_size_from_a_directory(tmp_path):
     write_model(tmp_path / "c", with_weights=False)
     attention, mlp = 8 * 8 * 2 + 8 * 4 * 2, 3 * 8 * 16
     assert model_size(ModelSpec(path=str(tmp_path / "c"))).num_parameters == 80 + 2 * (attention + mlp)
+
+
+def test_model_size_knows_norms_of_queries_and_keys(tmp_path):
+    write_model(tmp_path, with_weights=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not model_size(ModelSpec(path=str(tmp_path))).shape.norms_heads
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    assert model_size(ModelSpec(path=str(tmp_path))).shape.norms_heads
 
 
 def test_model_size_from_the_hubs_cache(tmp_path, monkeypatch):

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.errors import UsageError
+from rlctl.spec.model import ALL_LINEAR
 
 if TYPE_CHECKING:
     from rlctl.batch import TrainBatch
     from rlctl.engine.protocol import TrainEngine
-
-#: In `model.target_modules`: every linear layer but the output head.
-ALL_LINEAR = "all-linear"
 
 _ADAPTER = "default"
 #: Before the name of a module in the files PEFT writes.

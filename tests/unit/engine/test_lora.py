@@ -8,8 +8,9 @@ from peft import PeftModel
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rlctl.engine.lora import ALL_LINEAR, add_lora, plain_weights
+from rlctl.engine.lora import add_lora, plain_weights
 from rlctl.errors import UsageError
+from rlctl.spec.model import ALL_LINEAR
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import lora_jobs

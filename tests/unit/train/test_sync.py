@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from rlctl.engine.frozen import FrozenPolicy
-from rlctl.engine.lora import ALL_LINEAR, adapter_parameters, add_lora, plain_weights
+from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
+from rlctl.spec.model import ALL_LINEAR
 from rlctl.train.sync import confirm_sync
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 

@@ -123,20 +123,11 @@ ROLLOUT = ("rollout's weights", "key-value cache")
 
 def build(case: Case) -> Any:
     """A random model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    shape = case.shape
-    config = AutoConfig.for_model(
-        case.family,
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=False,
-    )
+    from tests.models import config_of
+
+    config = config_of(case.family, case.shape, tie_word_embeddings=False)
     attention = case.spec.model.attn_implementation
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 

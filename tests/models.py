@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from rlctl.batch import TrainBatch
+from rlctl.spec.published import Shape
 
 VOCABULARY = 23
 _SHAPE = {
@@ -41,6 +43,21 @@ def tiny_model(kind: str = "llama", *, tied: bool = False, seed: int = 0, vocabu
     assert kind == "gemma2"
     capped = {"final_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8}
     return Gemma2ForCausalLM(Gemma2Config(**shape, **capped)).eval()
+
+
+def config_of(family: str, shape: Shape, **options):
+    """The config of an architecture in the dimensions of `shape`."""
+    return AutoConfig.for_model(
+        family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        **options,
+    )
 
 
 def naive_log_probs(model, batch: TrainBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from rlctl.spec.published import PUBLISHED
 from rlctl.spec.yaml_source import read_yaml_file
 from rlctl.tiny.task import problem, write_parquet
 from tests import runs
+from tests.models import config_of
 from tests.own_model import save_tiny
 from tests.processes import Job
 
@@ -93,16 +94,8 @@ def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, 
     num_parameters, shape = PUBLISHED[str(path)]
     assert (size.num_parameters, size.shape) == (num_parameters, shape)
     config_class, options = FAMILIES[family]
-    config = config_class(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=options.get("tie_word_embeddings", False),
-    )
+    tied = options.get("tie_word_embeddings", False)
+    config = config_of(config_class.model_type, shape, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
@@ -15,6 +15,7 @@ from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import ModelSize
 from rlctl.spec.published import PUBLISHED, Shape
 from rlctl.spec.run import RunSpec
+from tests.models import config_of
 from tests.peak_memory import PeakMemory
 
 ROWS, PROMPT, RESPONSE = 3, 10, 90
@@ -41,17 +42,7 @@ def spec_of(*overrides: str) -> RunSpec:
 
 def random_model(family: str, shape: Shape, spec: RunSpec):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        pad_token_id=0,
-    )
+    config = config_of(family, shape, pad_token_id=0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.engine.dtype]
     kernel = spec.model.attn_implementation
     model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=dtype).eval()

@@ -101,12 +101,13 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     import torch
 
     from rlctl.engine.deepspeed import DeepSpeedEngine
-    from rlctl.engine.lora import ALL_LINEAR, BasePolicy, adapter_parameters, add_lora
+    from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.rollout.protocol import Sampling
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
     from rlctl.spec.embedded import RECIPE
+    from rlctl.spec.model import ALL_LINEAR
     from rlctl.tiny.model import build_tokenizer
     from rlctl.train.prepare import as_train_batch
 

@@ -2,10 +2,11 @@
 
     python benchmarks/card.py [--sizes 0.5b 1.5b 7b] [--engines hf vllm] [--steps 5] [--json FILE]
 
-Random weights in the shapes of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS;
-the 7B shape trains LoRA adapters. Every case runs in a process of its own and prints a row of Markdown:
-median seconds of generation, update, weight sync and the whole step, tokens per second, peak memory
-allocated by torch, the correction's share of the step. An engine that is not installed is left out.
+Random weights in the shapes of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS in
+its decoupled form, which scores every batch once before it is trained on; the 7B shape trains LoRA adapters.
+Every case runs in a process of its own and prints a row of Markdown: median seconds of generation, scoring,
+update, weight sync and the whole step, tokens per second, peak memory allocated by torch, the correction's
+share of the step. An engine that is not installed is left out.
 
 Without a CUDA card only `--sizes tiny` runs, which tries the script itself.
 """
@@ -33,7 +34,18 @@ SHAPES = {
     "7b": (28, 3584, 18_944, 28, 4, 152_064, False),
 }
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 128, 512
-COLUMNS = ("size", "engine", "gen s", "update s", "sync s", "step s", "tokens/s", "peak GiB", "correction")
+COLUMNS = (
+    "size",
+    "engine",
+    "gen s",
+    "score s",
+    "update s",
+    "sync s",
+    "step s",
+    "tokens/s",
+    "peak GiB",
+    "correction",
+)
 
 
 def write_model(size: str, where: Path) -> None:
@@ -97,6 +109,8 @@ def overrides_of(size: str, engine: str, where: Path) -> list[str]:
         "actor.ppo_mini_batch_size=16",
         "actor.ppo_micro_batch_size_per_gpu=8",
         "actor.lr=1e-6",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.rollout_correction.loss_type=ppo_clip",
         "actor.lr_warmup_steps=0",
         "engine.dtype=bf16",
         f"model.lora_rank={32 if size == '7b' else 0}",
@@ -123,6 +137,7 @@ def measure(size: str, engine: str, steps: int) -> dict[str, Any]:
         "size": size,
         "engine": engine,
         "gen s": round(phases["gen"], 3),
+        "score s": round(phases["old_log_prob"], 3),
         "update s": round(phases["update_actor"], 3),
         "sync s": round(phases["sync_weights"], 3),
         "step s": round(phases["step"], 3),

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -39,7 +39,8 @@ def listening() -> Iterator[StopRequest]:
         if request.signal_number is None:
             request.signal_number, heard_at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0":  # one rank speaks; a handler may only write, not print
-                os.write(2, _HEARD)
+                with suppress(OSError):  # nobody reads any more, as behind ssh that was cut off
+                    os.write(2, _HEARD)
         elif time.monotonic() - heard_at > _ECHO_S:
             os._exit(128 + number)
 

@@ -24,6 +24,14 @@ def asked(*numbers_and_pauses: float) -> int:
         return stop.exit_code if stop.signal_number else 0
 
 
+def asked_with_nobody_reading() -> int:
+    """As on a node behind ssh that was cut off."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    return asked(signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("plan", "code"),
     [
@@ -36,6 +44,10 @@ def asked(*numbers_and_pauses: float) -> int:
 )
 def test_heard(tmp_path: Path, plan: tuple[float, ...], code: int) -> None:
     assert Job(asked, *plan, log=tmp_path / "log").wait(30) == code
+
+
+def test_heard_though_nobody_reads_the_answer(tmp_path: Path) -> None:
+    assert Job(asked_with_nobody_reading, log=tmp_path / "log").wait(30) == 143
 
 
 def test_handlers_are_put_back() -> None:

@@ -189,12 +189,19 @@ def bypass_drifts(spec: RunSpec) -> list[Problem]:
 
 
 def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
-    """Stale data without any correction trains towards the wrong objective."""
+    """Stale data without any correction trains towards the wrong objective; sequence weights alone, which
+    are small for most of it, learn slowly (docs/off-policy.md)."""
     correction = spec.algorithm.rollout_correction
     uncorrected = correction.rollout_is is None and not correction.rollout_rs
     rollout = spec.rollout
     age, key = max((rollout.staleness, "staleness"), (rollout.max_staleness, "max_staleness"))
-    if not age or not uncorrected or correction.loss_type != "reinforce":
+    if correction.loss_type != "reinforce":
+        return []
+    if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
+        what = f"sequence weights alone learn slowly from responses that are up to {age} batches old"
+        fix = "set bypass_mode: false and loss_type: ppo_clip in algorithm.rollout_correction"
+        return [Problem("warning", f"rollout.{key}", what, fix)]
+    if not age or not uncorrected:
         return []
     what = f"responses are up to {age} batches old and nothing corrects for it"
     fix = "set rollout_is: sequence, unless this is the point"

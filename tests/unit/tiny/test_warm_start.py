@@ -27,7 +27,7 @@ def sampled_accuracy(task: EmbeddedTask, num_prompts: int, n: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_warm_start_stops_where_training_has_something_to_teach(seed: int, tmp_path: Path) -> None:
     """The accuracy it stops at was computed, not sampled: sample, and compare."""
     told: list[str] = []

@@ -16,10 +16,8 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-# Files in their order: integration, whose few tests are the longest, comes early. By their number of tests it
-# would come last, on one core while the other waits.
 test: setup-dev system check  ## Set everything up; lint, types, room boundaries, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup-dev  ## Lint, types and import directions only
 	$(BIN)/ruff check .

@@ -59,24 +59,33 @@ def servers(job: Job) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.parametrize("trained", [ALL_WEIGHTS, ADAPTER], ids=["all-weights", "adapter"])
-def test_a_server_that_is_killed_starts_again_with_the_newest_weights(
-    tmp_path: Path, trained: tuple[str, ...]
-) -> None:
-    handed_over = tmp_path / "weights"
-    job = runs.start_train(
+def start_on_a_server(tmp_path: Path, *trained: str) -> Job:
+    return runs.start_train(
         tmp_path / "run",
         *VLLM,
         *trained,
         "rollout.mode=server",
-        f"rollout.server.weights_dir={handed_over}",
-        "trainer.total_training_steps=4",
+        f"rollout.server.weights_dir={tmp_path / 'weights'}",
+        "trainer.total_training_steps=3",
         env=dict(os.environ),
     )
+
+
+def check_end(tmp_path: Path, job: Job) -> None:
+    """It ended well, and left nothing behind."""
+    assert job.wait() == 0, job.output[-4000:]
+    check_log_probs(tmp_path / "run", 3)
+    assert job.orphans() == []
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_server_that_is_killed_starts_again_with_the_newest_weights(tmp_path: Path) -> None:
+    job = start_on_a_server(tmp_path, *ALL_WEIGHTS)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
     (server,) = servers(job)
     server.send_signal(signal.SIGKILL)
-    assert job.wait() == 0, job.output[-4000:]
-    check_log_probs(tmp_path / "run", 4)
-    assert job.orphans() == []
-    assert list(handed_over.iterdir()) == []
+    check_end(tmp_path, job)
+
+
+def test_a_server_applies_the_adapter(tmp_path: Path) -> None:
+    check_end(tmp_path, start_on_a_server(tmp_path, *ADAPTER))

@@ -61,22 +61,15 @@ class Counted:
 def policy_model() -> Any:
     """18 layers of width 512, tied head."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=18,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    from rlctl.spec.published import Shape
+    from tests.models import config_of
+
+    shape = Shape(layers=18, hidden=512, inner=1536, heads=8, kv_heads=2, head_dim=64, vocab=8192)
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config_of("qwen2", shape, tie_word_embeddings=True, **tokens))
 
 
 def random_prompts() -> Prompts:

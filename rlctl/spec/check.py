@@ -11,6 +11,7 @@ from rlctl.metric_names import OVERLONG
 from rlctl.spec.check_algorithm import ALGORITHM_CHECKS, Check
 from rlctl.spec.check_rollout import ROLLOUT_CHECKS
 from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
+from rlctl.spec.model import ALL_LINEAR
 from rlctl.spec.resolve import (
     IS_THRESHOLD_KEY,
     RS_KEY,
@@ -190,7 +191,7 @@ def adapters_have_layers(spec: RunSpec) -> list[Problem]:
     if model.lora_rank and not model.target_modules:
         what = "LoRA without layers to adapt trains nothing"
         return [Problem("error", "model.target_modules", what, "name layers, or write all-linear")]
-    if not model.lora_rank and model.target_modules != ["all-linear"]:
+    if not model.lora_rank and model.target_modules != [ALL_LINEAR]:
         what = "has no effect: model.lora_rank is 0, all weights are trained"
         return [Problem("warning", "model.target_modules", what, "set model.lora_rank, 16 for example")]
     return []

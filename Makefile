@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check setup setup-dev system bench gpu clean
+.PHONY: help train test check setup setup-dev verl system bench gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,7 +16,7 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-test: setup-dev system check  ## Set everything up; lint, types, room boundaries, all tests
+test: setup-dev verl system check  ## Set everything up; lint, types, room boundaries, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup-dev  ## Lint, types and import directions only
@@ -56,6 +56,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	  || $(PIP) install -q -e ".[dev]"; \
 	fi
 	@touch $@
+
+verl: $(VENV)/.installed-verl  ## Install verl's mathematics beside .venv, where the tests compare with it
+
+# Without its dependencies: beside torch, which is ours, the tests need a few small packages of them. Nothing
+# but tests/reference/verl_helper.py looks there. No stamp where it cannot be had: the next call tries again.
+$(VENV)/.installed-verl: tests/reference/verl_requirements.txt | $(VENV)/.installed-dev
+	@rm -rf $(VENV)/verl; \
+	if $(PIP) install -q --no-deps --target $(VENV)/verl -r $<; then touch $@; \
+	else rm -rf $(VENV)/verl; echo "no verl: the tests that compare with it will be skipped"; fi
 
 # Daemons only where no systemd would start them at the next boot, as in a container; RUNLEVEL=1 keeps the
 # installation itself from starting them. The tests start their own.

@@ -10,8 +10,8 @@ hand freed blocks back, or the peak would include what earlier calls left). Host
 that would wait for a GPU (`item`, `tolist`, truth or conversion of a tensor, selection by a mask),
 counted by patching.
 
-Without verl only this project's figures are printed; tests/reference/verl_helper.py says how to
-make its sources importable.
+Without verl only this project's figures are printed; `make verl` installs what
+is needed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main() -> None:
             report[name]["ratio"] = ratios
             print(f"{'':>13} {'ratio':>6} {ratios['seconds']:9.2f} {ratios['extra_mib']:10.2f}")
         else:
-            print("verl is not importable; tests/reference/verl_helper.py says how to get its sources")
+            print("verl is not installed (make verl)")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

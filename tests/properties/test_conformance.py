@@ -82,7 +82,7 @@ def test_every_framework_rule_is_compared() -> None:
 def test_equals_verl(name: str) -> None:
     helper = verl_helper.load()
     if helper is None:
-        pytest.skip("verl 0.9 is not importable")
+        pytest.skip(verl_helper.why_not())
     spec = SETTINGS[name].spec
     proto, their_mask, _ = helper.compute_rollout_correction_and_rejection_mask(
         (ROLLOUT + LOG_RATIO).double(),

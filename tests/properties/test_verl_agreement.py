@@ -1,7 +1,6 @@
 """`dialect: verl` computes what verl 0.9.1 computes: weights, masks and every metric both have.
 
-Skipped unless verl's sources are importable; `tests/reference/verl_helper.py` says how to get them
-(two pip lines, no GPU, no vLLM, no ray).
+`make verl` installs what it needs (30 MB: no GPU, no vLLM, no ray); without that it is skipped.
 
 verl runs in float64 here, so that its own rounding (its variances are float32 differences of nearly
 equal squares) does not blur the comparison; ours runs as always. Log-probs are multiples of 2⁻¹²,
@@ -11,6 +10,8 @@ hence their differences are exact in both. No empty rows: verl counts them in it
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.properties.batches import Batch, factor_and_metrics, make_batch
 from tests.reference import verl_helper
 
 verl = verl_helper.load()
-pytestmark = [pytest.mark.verl, pytest.mark.skipif(verl is None, reason="verl 0.9 is not importable")]
+pytestmark = [pytest.mark.verl, pytest.mark.skipif(verl is None, reason=verl_helper.why_not())]
 
 #: Criterion → a threshold that rejects part of the batch.
 CRITERIA = {
@@ -122,3 +123,12 @@ def test_where_verl_divides_by_zero_there_is_an_answer() -> None:
     assert factor == 1.0
     assert not ours.weights.any()
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+
+
+def test_nothing_of_verls_environment_stays() -> None:
+    """The product's tests must not find a package that only verl needs."""
+    side = verl_helper.SIDE
+    files = {name: getattr(module, "__file__", None) or "/" for name, module in sys.modules.items()}
+    assert not [name for name, file in files.items() if side in Path(file).parents]
+    assert not [entry for entry in sys.path if side in (Path(entry), *Path(entry).parents)]
+    assert verl_helper.load() is verl

@@ -1,21 +1,31 @@
-"""verl's rollout correction as an oracle, wherever verl's sources can be imported.
+"""verl 0.9.1 as an oracle: its modules, from an environment beside the project's own.
 
-    pip install --no-deps verl==0.9.1
-    pip install tensordict omegaconf codetiming hydra-core
+`make test` installs `verl_requirements.txt` without dependencies into `.venv/verl`; by hand:
 
-Of all that verl imports, its correction helper runs only torch, tensordict and omegaconf. Modules
-that are missing (transformers, ray, …) are stood in for while it is imported, and removed again.
+    pip install --no-deps --target .venv/verl -r tests/reference/verl_requirements.txt
+
+That directory is on `sys.path`, and its modules are in `sys.modules`, only while verl is imported:
+nothing else sees them. Modules that verl imports and no test runs (ray, transformers, …) come from the
+project's environment, or are replaced by stand-ins for that time.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
+#: Where `make test` installs it: inside the environment that runs the tests.
+SIDE = Path(sys.prefix) / "verl"
 #: What the helper really runs: never stood in for.
 _NEEDED = {"verl", "torch", "tensordict", "omegaconf", "numpy"}
+#: Modules of the side environment, imported before: a second import would be other classes.
+_imported: dict[str, ModuleType] = {}
+_errors: dict[str, str] = {}
 
 
 class _Anything(type):
@@ -48,19 +58,41 @@ class _StandIn(ModuleType):
 
 
 def load(name: str = "verl.trainer.ppo.rollout_corr_helper") -> ModuleType | None:
-    """One of verl's modules; None where verl, or what it needs to run, is missing."""
+    """One of verl's modules; None where it cannot be imported (`why_not` says why)."""
     added: list[str] = []
+    with _side_environment():
+        try:
+            while True:
+                try:
+                    return importlib.import_module(name)
+                except ModuleNotFoundError as error:
+                    missing = error.name or ""
+                    if missing.partition(".")[0] in _NEEDED or missing in sys.modules:
+                        raise
+                    sys.modules[missing] = _StandIn(missing)
+                    added.append(missing)
+        except ImportError as error:
+            _errors[name] = str(error)
+            return None
+        finally:
+            for stand_in in added:
+                sys.modules.pop(stand_in, None)
+
+
+def why_not(name: str = "verl.trainer.ppo.rollout_corr_helper") -> str:
+    """Why a test that needs this module is skipped."""
+    return f"{_errors.get(name, name)}: verl 0.9.1 is not in {SIDE} (`make verl` installs it where it can be had)"
+
+
+@contextmanager
+def _side_environment() -> Iterator[None]:
+    """Its directory comes last: what the project's environment has is taken from there."""
+    sys.path.append(str(SIDE))
+    sys.modules.update(_imported)
     try:
-        for _ in range(100):
-            try:
-                return importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                missing = error.name or ""
-                if missing.partition(".")[0] in _NEEDED or missing in sys.modules:
-                    return None
-                sys.modules[missing] = _StandIn(missing)
-                added.append(missing)
-        return None
+        yield
     finally:
-        for stand_in in added:
-            sys.modules.pop(stand_in, None)
+        sys.path.remove(str(SIDE))
+        for name, module in list(sys.modules.items()):
+            if SIDE in Path(getattr(module, "__file__", None) or "/").parents:
+                _imported[name] = sys.modules.pop(name)

@@ -1,6 +1,6 @@
 """Estimators, losses and KL compute what verl 0.9.1 computes, where both define the same thing.
 
-Skipped unless verl's sources are importable, see `tests/reference/verl_helper.py`. Inputs keep away from
+Skipped where verl is not installed (`make verl`). Inputs keep away from
 what differs on purpose: groups of one (0 here, the plain score there), failed graders and empty rows
 (unknown there), k3 beyond 10 (cut off there), a baseline per token on masks with holes.
 """
@@ -28,8 +28,9 @@ from rlctl.algos.value_loss import value_loss
 from tests.properties.batches import make_batch
 from tests.reference import verl_helper
 
-verl = verl_helper.load("verl.trainer.ppo.core_algos")
-pytestmark = [pytest.mark.verl, pytest.mark.skipif(verl is None, reason="verl 0.9 is not importable")]
+CORE = "verl.trainer.ppo.core_algos"
+verl = verl_helper.load(CORE)
+pytestmark = [pytest.mark.verl, pytest.mark.skipif(verl is None, reason=verl_helper.why_not(CORE))]
 
 ROWS, HORIZON = 12, 8
 GROUPS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
+VALIDATION = re.compile(r"val/.+/reward_mean")
 #: Metrics kept of every run: means over its steps; of seconds the median, a shared machine has slow moments.
 KEPT = {
     "raw_ess": "rollout_corr/rollout_is_raw_eff_sample_size",
@@ -60,11 +62,13 @@ class Outcome:
         rewards: mean reward of every step.
         means: of `KEPT` over the steps.
         error: why it ended early; empty if it did not.
+        validation: mean validation reward of the final policy; None where the run did not validate at its end.
     """
 
     rewards: list[float]
     means: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    validation: float | None = None
 
     @property
     def first(self) -> float:
@@ -136,7 +140,8 @@ def _run(context: Any, job: Job) -> Outcome:
     means = {name: middle[name](row.get(key, 0.0) for row in steps) for name, key in KEPT.items() if steps}
     if process.exitcode and not error:
         error = f"exit code {process.exitcode}"
-    return Outcome([row[REWARD] for row in steps], means, error)
+    final = [value for key, value in (steps[-1] if steps else {}).items() if VALIDATION.fullmatch(key)]
+    return Outcome([row[REWARD] for row in steps], means, error, final[0] if final and not error else None)
 
 
 def _train(job: Job, run_dir: Path) -> None:

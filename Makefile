@@ -79,7 +79,7 @@ system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is 
 	|| { test ! -d /run/systemd/system && get openssh-server pdsh munge slurmctld slurmd slurm-client; } \
 	|| echo "no sshd, pdsh and Slurm: the tests that start nodes by them will be skipped"
 
-bench: setup-dev  ## Measure ours against the other side (see docs/benchmarks.md)
+bench: setup-dev  ## Measure ours against the other side (see docs/explanation/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/step.py

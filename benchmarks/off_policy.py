@@ -1,6 +1,6 @@
 """Does correction help? The embedded task, off-policy on purpose, with and without every correction.
 
-    python benchmarks/off_policy.py [--seeds 6-13] [--workers 2] [--memory FILE] [--out DIR]
+    python benchmarks/off_policy.py [--seeds 6-10] [--workers 2] [--memory FILE] [--out DIR]
 
 Every setting trains the same model on the same prompts with RLOO advantages. What differs is how old
 the responses are (`rollout.staleness`), how precise the copy that sampled them is (`rollout.dtype`),
@@ -64,7 +64,7 @@ PRECISION: dict[str, tuple[str, ...]] = {
 PRECISION_METHODS = ("none", "sequence IS")
 CONDITIONS = STALENESS | PRECISION
 RATES = (4e-4, 8e-4, 1.6e-3)
-TUNING_SEEDS = (101, 102)
+TUNING_SEEDS = (101,)
 #: Two settings are called equivalent when their difference in final reward is shown to be within ± this.
 MARGIN = 0.02
 #: A smaller embedded job, so that a run takes about twenty seconds on one core. Validation: 512 problems, 8
@@ -119,7 +119,7 @@ def tune(memory: Path, workers: int) -> tuple[Rates, dict[tuple[str, str], list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("6-13"), help="6-13 or 6,9; reported")
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("6-10"), help="6-10 or 6,9; reported")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, one core each")
     parser.add_argument("--memory", type=Path, default=Path("off_policy.jsonl"), help="finished runs")
     parser.add_argument("--out", type=Path, default=Path(), help="where table and plot go")
@@ -128,7 +128,11 @@ def main() -> None:
         parser.error(f"the rates were tuned on seeds {TUNING_SEEDS}: report others")
     rates, means = tune(options.memory, options.workers)
     jobs = {
-        (*cell, seed): job_of(*cell, rate, seed) for seed in options.seeds for cell, rate in rates.items()
+        (*cell, seed): job_of(*cell, rate, seed)
+        for conditions in (STALENESS, PRECISION)
+        for seed in options.seeds
+        for cell, rate in rates.items()
+        if cell[0] in conditions
     }
     outcomes = run_all(jobs.values(), options.memory, options.workers)
 

@@ -62,7 +62,7 @@ class Outcome:
         rewards: mean reward of every step.
         means: of `KEPT` over the steps.
         error: why it ended early; empty if it did not.
-        validation: mean validation reward of the final policy; None where the run did not validate at its end.
+        validation: mean validation reward of the final policy; None if the run did not validate at its end.
     """
 
     rewards: list[float]

@@ -1,6 +1,6 @@
 """Every metric a run may log: name, unit, definition, and what the neighbours call the same quantity.
 
-Tracking writes these keys, diagnosis reads them, `docs/metrics.md` is printed from them. No torch here.
+Tracking writes these keys, diagnosis reads them, `docs/reference/metrics.md` is printed from them. No torch.
 
 A peer's name is listed only where the quantity is the same; names that collide but differ (five
 different KLs, for one) are left to the readers of `rlctl.diagnose`.
@@ -296,7 +296,7 @@ def _validation() -> Iterator[Metric]:
     yield Metric("val/<data_source>/truncated_fraction", "fraction", cut)
 
 
-#: Section title → its metrics, in the order `docs/metrics.md` shows them.
+#: Section title → its metrics, in the order `docs/reference/metrics.md` shows them.
 SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Distance of the two policies": tuple(_correction()),
     "Importance weights, applied": tuple(_weights("", _APPLIED, peers=True)),
@@ -389,7 +389,7 @@ def _filled(name: str, match: re.Match[str]) -> str:
 
 
 def markdown() -> str:
-    """The tables of `docs/metrics.md`."""
+    """The tables of `docs/reference/metrics.md`."""
     lines: list[str] = []
     for title, metrics in SECTIONS.items():
         lines += [

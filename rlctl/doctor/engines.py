@@ -209,7 +209,7 @@ def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     log_probs = rollouts.rollout_log_probs[rollouts.response_mask]
     if not (log_probs.isfinite() & (log_probs <= 0)).all():
         raise RunFailure(
-            "sampled tokens have log-probs that are none", fix="compare engines: see docs/mismatch"
+            "sampled tokens have log-probs that are none", fix="compare engines: see docs/how-to/mismatch"
         )
     return f"{len(log_probs)} tokens sampled on {rollouts.responses.device}"
 

@@ -84,7 +84,7 @@ class PrepareSummary:
 
     Attributes:
         recipe: the one used, after `auto`.
-        counts: rows, by what became of them; see `decide.Fate` and docs/data.md.
+        counts: rows, by what became of them; see `decide.Fate` and docs/how-to/data.md.
         report: the rest of what the manifest says: near duplicates, leakage, lengths, findings.
         outputs: names of the Parquet files, per split.
         unchanged: the output was already there, byte for byte, and was left alone.

@@ -12,7 +12,7 @@ wanted, and variance = V|g|²/(G (m·g)²), noise over useful signal. The error 
 for one that has nothing to do with it, and cannot be lowered by shrinking every weight: c = 1, the plain
 mean-squared error, rewards rejecting everything once V/G exceeds |g|². It is reported beside it.
 
-How m, g and V are estimated, and how far that can be trusted, is in `docs/what-if.md`.
+How m, g and V are estimated, and how far that can be trusted, is in `docs/how-to/what-if.md`.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _rejections(normalize: bool) -> list[Setting]:
 
 
 def frameworks() -> list[Setting]:
-    """Rules of other frameworks at their default or recommended thresholds; `docs/conformance.md`."""
+    """Rules of other frameworks at their default or recommended thresholds; docs/reference/conformance.md."""
     bounded = {"rollout_is_batch_normalize": False}
     token: dict[str, Any] = bounded | {"rollout_is": "token"}
     sequence: dict[str, Any] = bounded | {"rollout_is": "sequence"}

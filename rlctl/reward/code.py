@@ -116,7 +116,7 @@ Tests = ScriptTests | StepTests
 
 @lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
 def parse_tests(ground_truth: str) -> Tests:
-    """Tests in one of three forms; see docs/rewards.md.
+    """Tests in one of three forms; see docs/how-to/rewards.md.
 
     Raises:
         ValueError: it is none of them.

@@ -39,7 +39,7 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
                 raise EnvironmentFailure(
                     f"no vLLM server answers: {words}",
                     where=f"rollout.server.urls: {url}",
-                    fix="start it there, with the options docs/rollout-engines.md shows",
+                    fix="start it there, with the options docs/how-to/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
 
@@ -47,7 +47,7 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
 def _check_settings(url: str, lora_rank: int) -> None:
     """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
     where = f"rollout.server.urls: {url}"
-    fix = "start it with the options docs/rollout-engines.md shows"
+    fix = "start it with the options docs/how-to/rollout-engines.md shows"
     answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)
     if not answer.is_success:
         what = "the server takes no weights: vLLM's development mode is off"

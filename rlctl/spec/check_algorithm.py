@@ -190,7 +190,7 @@ def bypass_drifts(spec: RunSpec) -> list[Problem]:
 
 def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
     """Stale data without any correction trains towards the wrong objective; sequence weights alone, which
-    are small for most of it, learn slowly (docs/off-policy.md)."""
+    are small for most of it, learn slowly (docs/explanation/off-policy.md)."""
     correction = spec.algorithm.rollout_correction
     uncorrected = correction.rollout_is is None and not correction.rollout_rs
     rollout = spec.rollout

@@ -1,6 +1,6 @@
 """Rollout correction the slow way: one sequence at a time, plain Python, float64.
 
-Written from the definitions (docs/rollout-correction.md), not from `rlctl.algos`, and shares no
+Written from the definitions (docs/explanation/rollout-correction.md), not from `rlctl.algos`, and shares no
 arithmetic with it. Only the log-ratio itself is rounded to float32, because the definition forms it
 there. Numbers go in as lists, numbers come out.
 """

@@ -1,4 +1,4 @@
-"""The metric registry: complete, unambiguous, and what docs/metrics.md prints."""
+"""The metric registry: complete, unambiguous, and what docs/reference/metrics.md prints."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch
 
 from rlctl.metric_names import METRICS, SECTIONS, describe, markdown
 
-DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOC = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 #: Keys the guides of this project and existing dashboards name: none may go missing.
 REQUIRED = [

@@ -1,6 +1,6 @@
 """Run a program nobody trusts in a process of its own, and see what it did. Linux only.
 
-What the process may do is written in `confine.py` and `seccomp.py`; `docs/rewards.md` says what that
+What the process may do is written in `confine.py` and `seccomp.py`; `docs/how-to/rewards.md` says what that
 does not prevent.
 """
 

@@ -322,7 +322,9 @@ def test_every_name_leads_to_a_described_metric():
 
 
 def test_the_page_lists_every_name_with_its_meaning():
-    page = (Path(__file__).parents[3] / "docs" / "diagnose-inputs.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md").read_text(
+        encoding="utf-8"
+    )
     for dialect in DIALECTS:
         for name, named in dialect.names.items():
             row = f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n"

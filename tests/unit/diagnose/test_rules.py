@@ -21,7 +21,7 @@ PPO = f"{RC}loss_type=ppo_clip"
 REJECTING = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")
 GAE = "algorithm.adv_estimator=gae"
 STEPS = 60
-DOCS = Path(__file__).parents[3] / "docs/diagnose-rules.md"
+DOCS = Path(__file__).parents[3] / "docs/reference/diagnose-rules.md"
 
 
 def always(**values):

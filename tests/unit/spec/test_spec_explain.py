@@ -159,7 +159,7 @@ def test_the_largest_phase_counts():
     ],
 )
 def test_memory_of_an_update_is_what_benchmarks_measure(overrides, bytes_each):
-    """`benchmarks/memory.py` and docs/scale.md: one rank, without the batch."""
+    """`benchmarks/memory.py` and docs/how-to/scale.md: one rank, without the batch."""
     parts = memory_parts(spec_of(*overrides), ModelSize("counted", 1000))
     known = [part.num_bytes for part in parts if part.num_bytes is not None and "rollout" not in part.name]
     assert sum(known) == 1000 * bytes_each

@@ -2,8 +2,9 @@
 
 Where in a response the answer stands is `rlctl.reward.answer`'s business, and how numbers are written in
 prose that of `rlctl.reward.numbers`; what an expression means and whether it equals the ground truth is
-math-verify's. Nothing here has a time limit: a response such as `9^9^9^9` keeps sympy busy for ever, so
-untrusted responses go through `rlctl.reward.pool`.
+math-verify's. What is too large to be computed is compared as text, see `rlctl.reward.limits`. Nothing here
+has a time limit, and not everything that takes sympy for ever is found from its text, so untrusted responses
+go through `rlctl.reward.pool`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from rlctl.reward.answer import MATHS, Place, places
+from rlctl.reward.limits import is_too_large, written_form
 from rlctl.reward.numbers import legible, measure, number_in, plain
 
 ANSWER_MARK = "####"
@@ -128,6 +130,8 @@ def _parse(text: str) -> list[Any]:
     """What math-verify extracts; empty when nothing in the text is mathematics."""
     if not text.strip():
         return []
+    if is_too_large(text):  # equal only to itself, as text
+        return [written_form(text)]
     parsed: list[Any] = _library().parse(
         text, _targets(), fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
     )

@@ -1,0 +1,393 @@
+r"""Expressions that are too large to compute, found from their text, before sympy reads it.
+
+sympy computes exactly: `9^{9^{9}}` never ends, nor does the expansion of `(x+1)^{100000}`. The size of an
+expression is estimated here in time linear in its length, from the inside out:
+
+    text ──▶ last formula ──▶ tokens ──▶ `Size` of every part ──▶ within the limits?
+
+A symbol counts as a number of about 3. Unknown commands are read as symbols, so that any text has a size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+#: Decimal digits of a value together with its denominator. Python prints integers of up to 4300 digits.
+MAX_DIGITS = 4000
+#: Terms of an expanded polynomial; degree of one that has to be expanded or divided.
+MAX_TERMS, MAX_DEGREE = 2000, 600
+#: Terms of `\sum` and `\prod`, those of nested ones multiplied; and of nested ones alone.
+MAX_ITERATIONS, MAX_NESTED_ITERATIONS = 20_000, 300
+#: Brackets inside brackets, and brackets with nothing else between them: the LaTeX parser's time grows
+#: exponentially with the latter.
+MAX_DEPTH, MAX_BARE_DEPTH = 24, 5
+#: Exponents of exponents.
+MAX_TOWERS = 6
+#: Characters and tokens of one formula.
+MAX_CHARS, MAX_TOKENS = 2000, 500
+#: Integrals and limits inside one formula.
+MAX_CALCULUS = 2
+#: Unions and intersections inside one formula.
+MAX_SET_OPERATIONS = 16
+#: Rows of `eye(n)`, `zeros(n)` and `ones(n)`.
+MAX_ROWS = 50
+
+_SYMBOL_DIGITS = 0.5
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
+)
+#: Plain arithmetic inside prose.
+_ARITHMETIC = re.compile(r"[\d(][\d.,\s+\-*/^()×÷!]*")
+#: Upright text: the LaTeX parser takes `\operatorname{gamma}` for the function.
+_UPRIGHT = re.compile(r"\\(?:operatorname|text\w*|math\w+|mbox|hbox)\*?\s*\{([^{}]*)\}")
+_TOKEN = re.compile(
+    r"(?P<skip>\\(?:left|right|[bB]igg?[lrm]?|displaystyle|q?quad|limits|nolimits)(?![A-Za-z])|\\[,!;: ]"
+    r"|\\?[\s$~&%])"
+    r"|(?P<number>\d+(?:(?:,|\{,\}|\\,|\\!)\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
+    r"|(?P<command>\\[A-Za-z]+|\\.)"
+    r"|(?P<word>[A-Za-z]+)"
+    r"|(?P<power>\*\*|\^)"
+    r"|(?P<sign>.)",
+    re.DOTALL,
+)
+_OPENING = frozenset({"(", "[", "{", "\\{", "\\lfloor", "\\lceil"})
+_CLOSING = frozenset({")", "]", "}", "\\}", "\\rfloor", "\\rceil"})
+_PLUS = frozenset({"+", "-", "\u2212", "\\pm", "\\mp", "\\cup", "\\cap"})
+_SET_OPERATIONS = frozenset({"\\cup", "\\cap"})
+_OVER = frozenset({"/", "÷", "\\div"})
+_TIMES = frozenset({"*", "·", "×", "\\cdot", "\\times", "\\ast", "\\bmod", "\\mod", "\\pmod"})
+_LISTING = frozenset(
+    {",", ";", ":", "=", "<", ">", "\\\\", "\\le", "\\leq", "\\ge", "\\geq", "\\ne", "\\neq"}
+)
+_CONSTANTS = {"\\pi": math.log10(math.pi), "pi": math.log10(math.pi), "e": math.log10(math.e)}
+_LOOKS = re.compile(
+    r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|\\[,!;: ]|(?<=\\)[dt](?=frac|binom)|[\s$~]"
+)
+
+
+class _TooLarge(Exception):
+    """A part is beyond the limits."""
+
+
+def is_too_large(text: str) -> bool:
+    r"""Whether the formula that a text holds is too large to be computed exactly.
+
+    The formula is the content of the last `\boxed{}`; without one, what stands between the last pair of
+    dollars, `\(` and `\)`, or `\[` and `\]`; without those, the last arithmetic in the text.
+    """
+    formula = _formula(text)
+    if len(formula) > MAX_CHARS:
+        return True
+    found = [
+        (str(match.lastgroup), match.group()) for match in _TOKEN.finditer(_UPRIGHT.sub(r" \1 ", formula))
+    ]
+    tokens = [token for token in found if token[0] != "skip"]
+    try:
+        if len(tokens) > MAX_TOKENS:
+            return True
+        _Reader(tokens).read()
+    except (_TooLarge, RecursionError):
+        return True
+    return False
+
+
+def written_form(text: str) -> str:
+    """The formula that `is_too_large` looks at, for comparison as text: white space and the like removed."""
+    form = _LOOKS.sub("", _formula(text))
+    form = form.replace("**", "^").replace("\\cdot", "*").replace("\\times", "*")
+    return re.sub(r"\{(\w)\}", r"\1", form).rstrip(".")
+
+
+def _formula(text: str) -> str:
+    boxes = list(_BOX.finditer(text))
+    if boxes:
+        start, depth = boxes[-1].end(), 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+        return text[start:]
+    found = ["".join(groups) for groups in _FORMULA.findall(text)] or _ARITHMETIC.findall(text)
+    return str(found[-1]) if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Upper bounds for one part of an expression.
+
+    Attributes:
+        digits: log10 of the magnitude, at least 0.
+        below: log10 of the denominator; 0 for an integer.
+        terms: of the expanded polynomial; 1 for a number.
+        degree: of the polynomial; 0 for a number.
+        symbols: those it holds.
+
+    Raises:
+        _TooLarge: one is beyond its limit.
+    """
+
+    digits: float
+    below: float = 0.0
+    terms: float = 1.0
+    degree: float = 0.0
+    symbols: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not (self.digits + self.below <= MAX_DIGITS and self.terms <= MAX_TERMS):
+            raise _TooLarge
+
+    @property
+    def value(self) -> float:
+        """The bound of the magnitude itself; inf where it is beyond floats."""
+        return 10.0**self.digits if self.digits < 300.0 else math.inf
+
+    def plus(self, other: Size) -> Size:
+        """Of a sum or difference."""
+        high, low = max(self.digits, other.digits), min(self.digits, other.digits)
+        symbols = self.symbols | other.symbols
+        return Size(
+            high + math.log10(1.0 + 10.0 ** (low - high)),
+            self.below + other.below,
+            self.terms + other.terms if symbols else 1.0,
+            max(self.degree, other.degree),
+            symbols,
+        )
+
+    def times(self, other: Size) -> Size:
+        """Of a product."""
+        degree, symbols = self.degree + other.degree, self.symbols | other.symbols
+        terms = min(self.terms * other.terms, _num_monomials(degree, len(symbols)))
+        return Size(self.digits + other.digits, self.below + other.below, terms, degree, symbols)
+
+    def over(self, other: Size) -> Size:
+        """Of a quotient; a rational number is 0, or at least one over its denominator."""
+        if self.terms > 1.0 and other.terms > 1.0 and self.degree > MAX_DEGREE:  # (xⁿ − 1) / (x − 1)
+            raise _TooLarge
+        return self.times(replace(other, digits=other.below, below=other.digits))
+
+    def to_the(self, exponent: Size) -> Size:
+        """Of a power, whatever the sign of the exponent."""
+        power, larger = exponent.value, max(self.digits, self.below)
+        digits = larger * power if larger else 0.0
+        degree = self.degree * (1.0 if exponent.symbols else power)
+        symbols, terms = self.symbols | exponent.symbols, self.terms
+        if terms > 1.0 and power > 1.0:
+            if degree > MAX_DEGREE:
+                raise _TooLarge
+            terms = _num_monomials(degree, len(symbols))
+        return Size(digits, digits if self.below else 0.0, terms, degree, symbols)
+
+    def factorial(self) -> Size:
+        """Of n!, and of Γ(n), which is less."""
+        if self.value > MAX_DIGITS:  # from 25 on, n! has more than n digits
+            raise _TooLarge
+        return Size(math.lgamma(self.value + 1.0) / math.log(10.0), symbols=self.symbols)
+
+    def choose(self, lower: Size) -> Size:
+        """Of a binomial coefficient: at most 2ⁿ, and at most nᵏ."""
+        digits = min(self.value * math.log10(2.0), lower.value * self.digits)
+        return Size(digits, symbols=self.symbols | lower.symbols)
+
+
+def _num_monomials(degree: float, num_symbols: int) -> float:
+    """C(degree + symbols, symbols): monomials of up to a degree; inf where that is certainly too many."""
+    if degree > 2 * MAX_DIGITS:
+        return math.inf
+    return float(min(math.comb(math.ceil(degree) + num_symbols, num_symbols), 10**9))
+
+
+class _Reader:
+    """Recursive descent over the tokens of a formula."""
+
+    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._depth = 0  # brackets that are open
+        self._bare_depth = 0  # of them those that began with a bracket
+        self._calculus = 0
+        self._set_operations = 0
+        self._towers = 0  # exponents that are open
+        self._iterations = 1.0  # of the sums and products that are open
+        self._symbol_digits = _SYMBOL_DIGITS
+
+    def read(self) -> None:
+        """Find the size of everything.
+
+        Raises:
+            _TooLarge: a part is beyond the limits.
+        """
+        self._list()
+        while self._at < len(self._tokens):
+            self._at += 1  # a bracket that closes nothing
+            self._list()
+
+    def _next(self) -> str:
+        return self._tokens[self._at][1] if self._at < len(self._tokens) else ""
+
+    def _list(self) -> Size:
+        """What commas and relations part, up to a closing bracket."""
+        size = self._sum()
+        while self._next() in _LISTING:
+            self._at += 1
+            size = size.plus(self._sum())
+        return size
+
+    def _sum(self) -> Size:
+        while self._next() in _PLUS:  # signs
+            self._at += 1
+        size = self._product()
+        while (token := self._next()) in _PLUS:
+            self._at += 1
+            self._set_operations += token in _SET_OPERATIONS
+            if self._set_operations > MAX_SET_OPERATIONS:
+                raise _TooLarge
+            size = size.plus(self._product())
+        return size
+
+    def _product(self) -> Size:
+        size, divides = Size(0.0), False
+        while (token := self._next()) and token not in _CLOSING | _LISTING | _PLUS:
+            if token in _OVER or token in _TIMES:
+                divides = token in _OVER
+                self._at += 1
+            elif token == "\\choose":
+                self._at += 1
+                size = size.choose(self._product())
+            else:
+                factor = self._power()
+                size, divides = size.over(factor) if divides else size.times(factor), False
+        return size
+
+    def _power(self) -> Size:
+        """An atom with its exponents, indices and factorials."""
+        size = self._atom()
+        while token := self._next():
+            if token == "!":
+                self._at += 1
+                size = size.factorial()
+            elif token in {"^", "**"}:
+                self._at += 1
+                self._towers += 1
+                if self._towers > MAX_TOWERS:
+                    raise _TooLarge
+                size = size.to_the(self._power())  # from the right: 9^9^9 is 9^(9^9)
+                self._towers -= 1
+            elif token == "_":
+                self._at += 1
+                self._atom()
+            else:
+                break
+        return size
+
+    def _atom(self) -> Size:
+        if self._at >= len(self._tokens):
+            return Size(0.0)
+        kind, token = self._tokens[self._at]
+        self._at += 1
+        if kind == "number":
+            return _number(token)
+        if token in _CONSTANTS:
+            return Size(_CONSTANTS[token])
+        if token in _READERS:
+            return _READERS[token](self)
+        return Size(self._symbol_digits, degree=1.0, symbols=frozenset({token}))
+
+    def _fraction(self) -> Size:
+        return self._argument().over(self._argument())
+
+    def _binomial(self) -> Size:
+        return self._argument().choose(self._argument())
+
+    def _factorial(self) -> Size:
+        return self._argument().factorial()
+
+    def _root(self) -> Size:
+        if self._next() == "[":
+            self._atom()
+        return self._argument()
+
+    def _matrix(self) -> Size:
+        """`eye(n)` and the like."""
+        size = self._argument()
+        if size.value > MAX_ROWS:
+            raise _TooLarge
+        return size
+
+    def _integral(self) -> Size:
+        """The sign alone, or that of a limit; what follows is a factor."""
+        self._calculus += 1
+        if self._calculus > MAX_CALCULUS:
+            raise _TooLarge
+        return Size(self._symbol_digits, degree=1.0, symbols=frozenset({"\\int"}))
+
+    def _bracket(self) -> Size:
+        is_bare = self._next() in _OPENING
+        self._depth += 1
+        self._bare_depth += is_bare
+        if self._depth > MAX_DEPTH or self._bare_depth > MAX_BARE_DEPTH:
+            raise _TooLarge
+        size = self._list()
+        if self._next() in _CLOSING:
+            self._at += 1
+        self._depth -= 1
+        self._bare_depth -= is_bare
+        return size
+
+    def _argument(self) -> Size:
+        r"""What a command takes: a bracket or one token, of a number its first digit, as in \\frac12."""
+        kind, token = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
+        if kind == "number" and len(token) > 1:
+            self._tokens[self._at] = (kind, token[1:])
+            return _number(token[0])
+        return self._atom()
+
+    def _sum_of_many(self) -> Size:
+        body, count = self._iteration()
+        return replace(body, digits=body.digits + math.log10(count), below=body.below * count)
+
+    def _product_of_many(self) -> Size:
+        body, count = self._iteration()
+        return body.to_the(Size(math.log10(count)))
+
+    def _iteration(self) -> tuple[Size, float]:
+        r"""What follows \sum or \prod and its bounds, and how often it is evaluated."""
+        bounds = Size(0.0)
+        while self._next() in {"_", "^"}:
+            self._at += 1
+            bounds = bounds.plus(self._atom())
+        outer = self._iterations, self._symbol_digits
+        count = max(1.0, bounds.value)
+        is_nested = self._iterations > 1.0
+        self._iterations *= count
+        if self._iterations > (MAX_NESTED_ITERATIONS if is_nested else MAX_ITERATIONS):
+            raise _TooLarge
+        self._symbol_digits = max(_SYMBOL_DIGITS, bounds.digits)
+        body = self._product()
+        self._iterations, self._symbol_digits = outer
+        return body, count
+
+
+_READERS: dict[str, Callable[[_Reader], Size]] = {
+    **dict.fromkeys(_OPENING, _Reader._bracket),
+    **dict.fromkeys(_PLUS, _Reader._power),  # a sign
+    **dict.fromkeys(("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"), _Reader._fraction),
+    **dict.fromkeys(("\\binom", "\\dbinom", "\\tbinom"), _Reader._binomial),
+    **dict.fromkeys(("\\Gamma", "Gamma", "gamma", "factorial"), _Reader._factorial),
+    **dict.fromkeys(("eye", "zeros", "ones"), _Reader._matrix),
+    **dict.fromkeys(("\\int", "\\iint", "\\iiint", "\\oint", "\\lim"), _Reader._integral),
+    "\\sqrt": _Reader._root,
+    "\\sum": _Reader._sum_of_many,
+    "\\prod": _Reader._product_of_many,
+}
+
+
+def _number(token: str) -> Size:
+    """Of a number, thousands separators and decimals included."""
+    whole, _, decimals = re.sub(r"[^\d.]", "", token).partition(".")
+    whole = whole.lstrip("0")
+    digits = len(whole) - 1 + math.log10(float(f"{whole[0]}.{whole[1:17] or 0}")) if whole else 0.0
+    return Size(digits, float(len(decimals)))

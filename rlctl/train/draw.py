@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from rlctl.batch import Prompts, Rollouts
 from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
@@ -30,8 +32,11 @@ def sample_batch(
     )
 
 
-def greedy_baseline(run: Run, step: int, timer: StepTimer) -> RewardResult | None:
-    """Grades of the greedy response to each of this rank's prompts of one step; None unless for ReMax."""
+def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> RewardResult | None:
+    """For every response (B,) of one step, the grade of the greedy response to its prompt.
+
+    Which one that is, `group_ids` say. None unless the estimator is ReMax.
+    """
     spec = run.spec
     if spec.algorithm.adv_estimator != "remax":
         return None
@@ -44,7 +49,10 @@ def greedy_baseline(run: Run, step: int, timer: StepTimer) -> RewardResult | Non
             num_groups_total=spec.data.train_batch_size,
         )
     with timer("reward"):
-        return run.reward.score(greedy)
+        graded = run.reward.score(greedy)
+    places = {group: place for place, group in enumerate(greedy.group_ids.tolist())}
+    own = torch.tensor([places[group] for group in rollouts.group_ids.tolist()])
+    return RewardResult(graded.scores[own], graded.valid[own], errors=graded.errors)
 
 
 def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:

@@ -59,7 +59,7 @@ def train(run: Run) -> None:
                 rollouts = run.stream.take(step)
             with timer("reward"):
                 rewards = run.reward.score(rollouts)
-            baseline = greedy_baseline(run, step, timer)
+            baseline = greedy_baseline(run, step, rollouts, timer)
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)

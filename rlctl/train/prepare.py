@@ -50,7 +50,8 @@ def score_batch(
         run: the models; those a spec does not need are None and not asked.
         rollouts: this rank's responses.
         rewards: their grades.
-        baseline: grades of the greedy response to each prompt; None unless ReMax asks for them.
+        baseline: for each response, the grade of the greedy response to its prompt; None unless ReMax
+            asks for them. A response is left out where either could not be graded.
         timer: gets the seconds of each model.
 
     Raises:
@@ -65,8 +66,8 @@ def score_batch(
     scores, valid = rewards.scores.to(device), rewards.valid.to(device)
     baseline_scores = None
     if baseline is not None:
-        baseline_scores = baseline.scores.to(device).repeat_interleave(spec.rollout.n)
-        valid = valid & baseline.valid.to(device).repeat_interleave(spec.rollout.n)
+        baseline_scores = baseline.scores.to(device)
+        valid = valid & baseline.valid.to(device)
 
     old_log_probs, score_norms = _policy(run, rollouts, unscored, parts, timer)
     ref_log_probs = None

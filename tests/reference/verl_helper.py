@@ -81,7 +81,7 @@ def load(name: str = "verl.trainer.ppo.rollout_corr_helper") -> ModuleType | Non
 
 def why_not(name: str = "verl.trainer.ppo.rollout_corr_helper") -> str:
     """Why a test that needs this module is skipped."""
-    return f"{_errors.get(name, name)}: verl 0.9.1 is not in {SIDE} (`make verl` installs it where it can be had)"
+    return f"{_errors.get(name, name)}: verl 0.9.1 is not in {SIDE} (`make verl` installs it, if it can)"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.data.sources import find_sources
 from rlctl.prepare.file_check import FileCheck, FileReport, Probes
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, agree, rows, worst_first
 from rlctl.prepare.histogram import Histogram
@@ -18,7 +19,6 @@ from rlctl.prepare.leakage import Reference
 from rlctl.prepare.leaks import questions_of
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.sources import find_sources
 from rlctl.prepare.tokenizer import template_findings
 
 

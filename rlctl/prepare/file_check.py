@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.data.blocks import Block, Record, records_of
 from rlctl.data.checks import RowError
+from rlctl.data.recipes import Recipe, RecipeName, recognise
 from rlctl.data.schema import Row
+from rlctl.data.sources import Source, read_blocks
 from rlctl.prepare import findings
-from rlctl.prepare.blocks import Block, Record, records_of
 from rlctl.prepare.columns import column_findings, is_verl, read_schema
 from rlctl.prepare.findings import Finding, Places
 from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.leakage import Kind, Reference
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.recipes import Recipe, RecipeName, recognise
 from rlctl.prepare.row_checks import BadRows, Questions, SplitChecks, TextChecks
-from rlctl.prepare.sources import Source, read_blocks
 from rlctl.reward.graders import knows_source
 from rlctl.reward.round_trip import check_ground_truths
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rlctl.data.blocks import Block, records_of
+from rlctl.data.recipes import Recipe
+from rlctl.data.sources import Source, read_blocks
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
-from rlctl.prepare.blocks import Block, records_of
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import Finding, Places
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.sources import Source, read_blocks
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BadRow, Plan, Transformed, transform
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlctl.data.checks import RowError
+from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.decide import Decision, Fate
@@ -17,9 +19,7 @@ from rlctl.prepare.engines import run
 from rlctl.prepare.findings import EXAMPLES_SHOWN
 from rlctl.prepare.leakage import HASHED_AT_ONCE, Kind, Reference
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.recipes import Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.sources import Source, find_sources, read_records
 from rlctl.prepare.staging import StagedBlock, Staging
 
 if TYPE_CHECKING:

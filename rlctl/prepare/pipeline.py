@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from rlctl.data.checks import RowError, check_text
+from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
@@ -35,9 +37,7 @@ from rlctl.prepare.manifest import (
 )
 from rlctl.prepare.output import write_split
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.recipes import Recipe, recognise
 from rlctl.prepare.request import PrepareRequest, PrepareSummary
-from rlctl.prepare.sources import Source, find_sources, read_records
 from rlctl.prepare.split import limit_for_fraction
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import Plan

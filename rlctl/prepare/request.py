@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rlctl.prepare.recipes import RecipeName
+    from rlctl.data.recipes import RecipeName
 
 #: Rows of one output file.
 ROWS_PER_SHARD = 1_000_000

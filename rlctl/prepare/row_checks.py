@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
+from rlctl.data.asked import is_integer
 from rlctl.data.schema import Row
-from rlctl.prepare.asked import is_integer
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, Places, conflicts, duplicates, rows, rows_that
 from rlctl.prepare.words import mixed

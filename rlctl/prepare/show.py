@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rlctl.data.checks import RowError
+from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.schema import Row
+from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.lengths import PromptLengths
-from rlctl.prepare.recipes import Recipe, recognise
-from rlctl.prepare.sources import Source, find_sources, read_records
 
 #: Rows the length histogram is drawn from.
 MEASURED_ROWS = 20_000

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rlctl.prepare.blocks import Block
+from rlctl.data.blocks import Block
 from rlctl.prepare.transform import Transformed
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from zlib import crc32
 import numpy as np
 
 from rlctl.data.batches import batch_of
+from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.checks import RowError
+from rlctl.data.recipes import Recipe
 from rlctl.data.schema import Row
-from rlctl.prepare.blocks import Block, Record, records_of, to_stream
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
-from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.split import row_hash
 
 if TYPE_CHECKING:

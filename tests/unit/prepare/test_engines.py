@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.data import sources
+from rlctl.data.blocks import Block, FileRange
+from rlctl.data.recipes import Recipe
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.prepare import engines, sources
-from rlctl.prepare.blocks import Block, FileRange
+from rlctl.prepare import engines
 from rlctl.prepare.pipeline import prepare
-from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest
 from rlctl.prepare.transform import Plan, transform
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl

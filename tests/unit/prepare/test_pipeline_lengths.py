@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.data import sources
 from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
-from rlctl.prepare import sources
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl

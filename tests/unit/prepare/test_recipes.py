@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.data.boxed import last_boxed
 from rlctl.data.checks import RowError
+from rlctl.data.layouts import LAYOUTS
+from rlctl.data.recipes import Recipe, recognise
 from rlctl.errors import UsageError
-from rlctl.prepare.boxed import last_boxed
-from rlctl.prepare.layouts import LAYOUTS
-from rlctl.prepare.recipes import Recipe, recognise
 
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form "

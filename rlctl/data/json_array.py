@@ -9,8 +9,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from rlctl.data.blocks import MAX_LINE_BYTES
 from rlctl.errors import UsageError
-from rlctl.prepare.blocks import MAX_LINE_BYTES
 
 READ_BYTES = 1 << 20
 BLANK = " \t\r\n"

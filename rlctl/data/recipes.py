@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.data.asked import source_named
+from rlctl.data.layouts import LAYOUTS, RecipeName
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
-from rlctl.prepare.asked import source_named
-from rlctl.prepare.layouts import LAYOUTS, RecipeName
 
 __all__ = ["Recipe", "RecipeName", "recognise"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl.data import frameworks, tasks
+from rlctl.data.asked import Asked, Values
 from rlctl.data.schema import GSM8K_SOURCE
-from rlctl.prepare import frameworks, tasks
-from rlctl.prepare.asked import Asked, Values
 
 RecipeName = Literal[
     "gsm8k", "math", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"

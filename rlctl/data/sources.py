@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlctl.errors import UsageError
-from rlctl.prepare.blocks import (
+from rlctl.data.blocks import (
     BOM,
     MAX_LINE_BYTES,
     ArrowRows,
@@ -25,8 +24,9 @@ from rlctl.prepare.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.prepare.hub import HUB, hub_files, is_dataset, saved_files
-from rlctl.prepare.json_array import array_elements
+from rlctl.data.hub import HUB, hub_files, is_dataset, saved_files
+from rlctl.data.json_array import array_elements
+from rlctl.errors import UsageError
 
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20

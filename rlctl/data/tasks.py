@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from rlctl.data.asked import Asked, Values, columns_of, is_integer, lookup
+from rlctl.data.boxed import last_boxed
 from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import Message
-from rlctl.prepare.asked import Asked, Values, columns_of, is_integer, lookup
-from rlctl.prepare.boxed import last_boxed
 
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

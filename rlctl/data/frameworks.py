@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rlctl.data.asked import Asked, Values, extra_info, is_integer, lookup, source_named, text_of
 from rlctl.data.checks import parse_answer, parse_messages
-from rlctl.prepare.asked import Asked, Values, extra_info, is_integer, lookup, source_named, text_of
 
 #: The problem inside the instructions that DAPO-Math-17k puts around each.
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pathologies import FORMATS, Log, add_arguments, logged, logs
-from rlctl.diagnose.selftest.writers import VERL, jsonl, renamed
+from tests.simulated_logs.writers import VERL, jsonl, renamed
 
 _ROOT = Path(__file__).parents[1]
 _GAP = ("kl_drift", "clip_saturation")

@@ -95,7 +95,10 @@ def diagnose(
     ] = False,
     selftest: Annotated[
         bool,
-        typer.Option("--selftest", help="Try all rules on simulated logs, of sick runs and of healthy ones."),
+        typer.Option(
+            "--selftest",
+            help="Test all rules on the simulated logs of faulty and of healthy runs that come with rlctl.",
+        ),
     ] = False,
 ) -> None:
     """Say what is wrong with a run, why, and which change of its spec to try.

@@ -9,7 +9,7 @@ import struct
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.diagnose.selftest import writers
+from tests.simulated_logs import writers
 
 
 def _present(row):

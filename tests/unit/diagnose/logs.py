@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rlctl.diagnose.selftest.simulate import CORR, healthy_rows
 from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from tests.simulated_logs.simulate import CORR, healthy_rows
 
 __all__ = ["CORR", "healthy_rows", "run_log", "spec_of", "write_run"]
 

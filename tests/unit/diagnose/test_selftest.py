@@ -1,5 +1,6 @@
 """The detection matrix: whole and clean, and red as soon as a rule or a reader is not what it was."""
 
+import gzip
 import itertools
 import json
 
@@ -10,11 +11,12 @@ from rlctl.cli.app import run as rlctl
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, RULES
-from rlctl.diagnose.selftest import matrix
-from rlctl.diagnose.selftest.faults import FAULTS
-from rlctl.diagnose.selftest.healthy import KINDS
-from rlctl.diagnose.selftest.simulate import healthy_rows, interrupted
-from rlctl.diagnose.selftest.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
+from rlctl.diagnose.selftest import DATA
+from tests.simulated_logs import export, matrix
+from tests.simulated_logs.faults import FAULTS
+from tests.simulated_logs.healthy import KINDS
+from tests.simulated_logs.simulate import healthy_rows, interrupted
+from tests.simulated_logs.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
 
 
 def of(*rules):
@@ -41,7 +43,7 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
     assert len(quiet) == 3 * len(KINDS)
 
 
-def test_a_rule_that_goes_blind_is_seen(monkeypatch, capsys):
+def test_a_rule_that_goes_blind_is_seen(monkeypatch):
     small(monkeypatch, "truncated", "chi2")
     monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 0.4),), "a test"))
     failures = matrix.run(2, lambda *counts: None).failures
@@ -50,10 +52,6 @@ def test_a_rule_that_goes_blind_is_seen(monkeypatch, capsys):
         ("truncated", "severe"),
     }
     assert {trial.problem.partition(":")[0] for trial in failures} == {"nothing found", "only warning"}
-    assert rlctl(["diagnose", "--selftest"]) == 1
-    shown = capsys.readouterr().out
-    assert "0/4" in shown
-    assert "truncated, mild, trl, seed 1: wanted warning, nothing found" in shown
 
 
 def test_a_rule_that_cries_wolf_is_seen(monkeypatch):
@@ -68,24 +66,54 @@ def test_a_rule_that_cries_wolf_is_seen(monkeypatch):
 def test_a_reader_that_forgets_a_name_is_seen(monkeypatch):
     small(monkeypatch, "truncated")
     renamed = {**TRL, "response_length/clip_ratio": "completions/cut_off"}
-    monkeypatch.setattr("rlctl.diagnose.selftest.writers.TRL", renamed)
+    monkeypatch.setattr("tests.simulated_logs.writers.TRL", renamed)
     assert {trial.form for trial in matrix.run(1, lambda *counts: None).failures} == {"trl"}
 
 
 def test_a_rule_that_judges_without_its_metrics_is_seen(monkeypatch):
     small(monkeypatch, "dead-groups")
     named = {**VERL, "reward/zero_spread_groups": "reward/zero_spread_groups"}
-    monkeypatch.setattr("rlctl.diagnose.selftest.writers.VERL", named)
+    monkeypatch.setattr("tests.simulated_logs.writers.VERL", named)
     [failure] = matrix.run(1, lambda *counts: None).failures
     assert (failure.form, failure.wanted) == ("verl", "skipped")
 
 
-def test_json_tells_every_trial(monkeypatch, capsys):
-    small(monkeypatch, "chi2", kinds=("short: 30 steps",))
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """The shipped data with these rules and kinds of healthy runs only."""
+
+    def keep(*names):
+        data = json.loads(gzip.decompress(DATA.read_bytes()))
+        data["cases"] = [case for case in data["cases"] if case["rule"] in names or case["kind"] in names]
+        path = tmp_path / "data.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(data).encode()))
+        monkeypatch.setattr("rlctl.diagnose.selftest.DATA", path)
+
+    return keep
+
+
+def test_the_shipped_logs_are_the_simulated_ones():
+    shipped = json.loads(gzip.decompress(DATA.read_bytes()))
+    assert repr(shipped) == repr(json.loads(json.dumps(export.document())))
+    tried = {case["rule"] for case in shipped["cases"]}
+    assert tried == {rule.name for rule in RULES} | {""}
+
+
+def test_the_command_passes_on_all_of_them(capsys):
     assert rlctl(["diagnose", "--selftest", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["failures"] == 0
-    assert {trial["form"] for trial in document["trials"]} == {"rlctl", "verl", "trl"}
+    assert {one["framework"] for one in document["results"]} == set(FORMATS)
+
+
+def test_the_command_names_a_missed_fault_and_a_false_alarm(shipped, monkeypatch, capsys):
+    shipped("truncated", "chi2", "long reasoning")
+    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 0.4),), "a test"))
+    monkeypatch.setattr(th, "CHI2_TOKEN", th.Levels(th.CHI2_TOKEN.key, (("warning", 1e-9),), "a test"))
+    assert rlctl(["diagnose", "--selftest"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "truncated, mild, trl: expected warning, found nothing" in shown
+    assert "healthy run, long reasoning, rlctl: expected quiet, found warning chi2" in shown
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlctl.diagnose.finding import Severity
-from rlctl.diagnose.selftest.simulate import CORR, Row
-from rlctl.diagnose.selftest.writers import Format
+from tests.simulated_logs.simulate import CORR, Row
+from tests.simulated_logs.writers import Format
 
 STEPS = 100
 #: The first 40 steps of most faulty runs are healthy: rules compare with a run's own start.

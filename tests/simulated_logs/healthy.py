@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.diagnose.selftest.faults import (
+from tests.simulated_logs.faults import (
     DECOUPLED,
     GAE,
     ONE_UPDATE,
@@ -23,7 +23,7 @@ from rlctl.diagnose.selftest.faults import (
     ramp,
     validated,
 )
-from rlctl.diagnose.selftest.simulate import CORR, Row
+from tests.simulated_logs.simulate import CORR, Row
 
 
 @dataclass(frozen=True, slots=True)

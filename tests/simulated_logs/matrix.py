@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlctl.diagnose.finding import SEVERITIES, Diagnosis, Finding, Rule, Severity
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, RULES, examine, judge
-from rlctl.diagnose.selftest.faults import FAULTS, STEPS, Fault
-from rlctl.diagnose.selftest.healthy import KINDS, Kind
-from rlctl.diagnose.selftest.simulate import Row, healthy_rows, interrupted, roughen, settle
-from rlctl.diagnose.selftest.writers import FORMATS, Format, write_log
 from rlctl.diagnose.table import RunLog
 from rlctl.spec.load import load_spec
+from tests.simulated_logs.faults import FAULTS, STEPS, Fault
+from tests.simulated_logs.healthy import KINDS, Kind
+from tests.simulated_logs.simulate import Row, healthy_rows, interrupted, roughen, settle
+from tests.simulated_logs.writers import FORMATS, Format, write_log
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: Called with the logs done and the logs in all.
 Progress = Callable[[int, int], None]
 
-_HEALTHY_FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl")
+HEALTHY_FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +90,12 @@ class Matrix:
             table.add_row(rule.name, *(_detected(own, form) for form in FORMATS), late)
         table.add_section()
         table.add_row(
-            "[bold]healthy run[/]", *("[bold]alarms[/]" if f in _HEALTHY_FORMATS else "" for f in FORMATS)
+            "[bold]healthy run[/]", *("[bold]alarms[/]" if f in HEALTHY_FORMATS else "" for f in FORMATS)
         )
         for kind in KINDS:
             own = [trial for trial in self.trials if not trial.rule and trial.kind == kind.name]
             table.add_row(kind.name, *(_alarms(own, form) for form in FORMATS))
         return table
-
-    def as_document(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {
-            "trials": [{name: getattr(trial, name) for name in Trial.__slots__} for trial in self.trials],
-            "failures": len(self.failures),
-        }
 
     def summary(self) -> str:
         """Counts, in a line."""
@@ -161,9 +154,9 @@ def _jobs(seeds: int) -> Iterator[tuple[Fault | Kind, Format, int]]:
     for fault in FAULTS:
         yield from ((fault, form, seed) for form in fault.formats for seed in range(seeds))
         if fault.degree == "severe":
-            yield from ((fault, form, 0) for form in _HEALTHY_FORMATS if form not in fault.formats)
+            yield from ((fault, form, 0) for form in HEALTHY_FORMATS if form not in fault.formats)
     for kind in KINDS:
-        yield from ((kind, form, seed) for form in _HEALTHY_FORMATS for seed in range(seeds))
+        yield from ((kind, form, seed) for form in HEALTHY_FORMATS for seed in range(seeds))
 
 
 def _try(planned: Fault | Kind, form: Format, seed: int, directory: Path) -> Trial:
@@ -221,3 +214,10 @@ def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
     places = range(int((run.table.steps < onset).sum()) + 1, len(run.table.steps) + 1)
     first = bisect_left(places, True, key=lambda place: _reaches(judge(rule, run.until(place)), wanted))
     return int(run.table.steps[places[first] - 1]) - onset
+
+
+if __name__ == "__main__":  # the table of docs/diagnose-validation.md
+    from rich.console import Console
+
+    found = run(2, lambda done, total: None)
+    Console().print(found.table(), f"\n{found.summary()}")

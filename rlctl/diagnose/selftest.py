@@ -1,0 +1,145 @@
+"""`rlctl diagnose --selftest`: simulated logs of faulty and of healthy runs, through readers and rules.
+
+`selftest.json.gz` holds one healthy run and, per case, what differs from it, the overrides of its spec and
+what each framework's log of it must yield. `tests/simulated_logs` generates it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pprint
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlctl.diagnose.finding import SEVERITIES
+from rlctl.diagnose.readers.choose import LOG_FILE
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+
+DATA = Path(__file__).parent / "selftest.json.gz"
+FRAMEWORKS = ("rlctl", "verl", "trl", "nemo-rl")
+#: Only asynchronous runs of other frameworks log it.
+_STALENESS = "training/staleness_max"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SelftestResult:
+    """One simulated log.
+
+    Attributes:
+        rule: the rule whose fault is simulated; empty for a healthy run.
+        kind: `mild` or `severe`; for a healthy run its description.
+        framework: whose format and names the log has.
+        expected: the least severity of the rule's finding; `skipped`; for a healthy run `quiet`.
+        found: the same in fact.
+        passed: whether this is what was expected.
+    """
+
+    rule: str
+    kind: str
+    framework: str
+    expected: str
+    found: str
+    passed: bool
+
+
+def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
+    """Write, read and examine every simulated log.
+
+    Args:
+        progress: called with (logs done, all logs) after each.
+    """
+    data = json.loads(gzip.decompress(DATA.read_bytes()))
+    results = []
+    with tempfile.TemporaryDirectory(prefix="rlctl-selftest-") as directory:
+        for done, (case, framework) in enumerate(logs := list(_logs(data))):
+            folder = Path(directory) / framework
+            folder.mkdir(exist_ok=True)
+            log = _write(framework, _rows(data["base"] | case["changes"]), case, data, folder)
+            results.append(_check(case, framework, log))
+            progress(done + 1, len(logs))
+    return results
+
+
+def _logs(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    for case in data["cases"]:
+        yield from ((case, framework) for framework in FRAMEWORKS if framework in case["expected"])
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> list[Row]:
+    """Columns → one row per step; None was not logged."""
+    steps = range(len(columns["step"]))
+    return [{key: column[at] for key, column in columns.items() if column[at] is not None} for at in steps]
+
+
+def _write(
+    framework: str, rows: list[Row], case: Mapping[str, Any], data: Mapping[str, Any], folder: Path
+) -> Path:
+    """The rows as the framework logs them; returns the log."""
+    log = folder / LOG_FILE
+    if framework == "rlctl":
+        (folder / RUN_SPEC_FILE).write_text(_spec_text(tuple(case["overrides"])), encoding="utf-8")
+        own = ({k: v for k, v in row.items() if not k.startswith(("mismatch/", "rollout/"))} for row in rows)
+        log.write_text(_json_lines(own), encoding="utf-8")
+        return log
+    names = data["names"][framework]
+    if not any(row.get(_STALENESS) for row in rows):
+        names = {key: name for key, name in names.items() if key != _STALENESS}
+    rows = [{names[key]: value for key, value in row.items() if key in names} for row in rows]
+    if framework != "verl":
+        log.write_text(_json_lines(rows), encoding="utf-8")
+        return log
+    lines = pprint.pformat(data["verl_configs"][" ".join(case["overrides"])]).splitlines()
+    lines += [" - ".join(f"{name}:{value}" for name, value in row.items()) for row in rows]
+    log.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return log
+
+
+def _json_lines(rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@lru_cache(maxsize=64)
+def _spec_text(overrides: tuple[str, ...]) -> str:
+    return dump_spec(load_spec([], [], list(overrides)).spec)
+
+
+def _check(case: Mapping[str, Any], framework: str, log: Path) -> SelftestResult:
+    diagnosis = examine(read_run(log, METRICS_READ))
+    rule, expected = case["rule"], case["expected"][framework]
+    if not rule:
+        alarms = [f"{one.severity} {one.rule}" for one in diagnosis.findings if one.severity != "info"]
+        return SelftestResult("", case["kind"], framework, expected, ", ".join(alarms) or "quiet", not alarms)
+    severity = next((one.severity for one in diagnosis.findings if one.rule == rule), None)
+    skipped = any(one.rule == rule for one in diagnosis.skipped)
+    if expected == "skipped":
+        passed = skipped
+    else:
+        passed = severity is not None and SEVERITIES.index(severity) <= SEVERITIES.index(expected)
+    found = severity or ("skipped" if skipped else "nothing")
+    return SelftestResult(rule, case["kind"], framework, expected, found, passed)
+
+
+def selftest_document(results: list[SelftestResult]) -> dict[str, Any]:
+    """Plain values, ready for JSON."""
+    return {"results": [asdict(one) for one in results], "failures": sum(not one.passed for one in results)}
+
+
+def selftest_summary(results: list[SelftestResult]) -> str:
+    """Counts, in one line."""
+    healthy = [one for one in results if not one.rule]
+    unable = [one for one in results if one.expected == "skipped"]
+    faults = [one for one in results if one.rule and one.expected != "skipped"]
+    passed, able = sum(one.passed for one in faults), sum(one.passed for one in unable)
+    return (
+        f"{passed} of {len(faults)} faults found; {able} of {len(unable)} rules skipped where the log lacks "
+        f"the metric; {sum(not one.passed for one in healthy)} false alarms in {len(healthy)} healthy logs"
+    )

@@ -1,6 +1,7 @@
 """Policy losses: per-token values (B, T), to be aggregated by `rlctl.algos.aggregate`.
 
-Every loss is `loss(rule, log_probs, old_log_probs, advantages, loss_mask, weights)`:
+Every loss is `loss(rule, log_probs, old_log_probs, advantages, loss_mask, weights) -> TokenLoss`, registered
+by its name (`rlctl.registry`). One that forms a ratio π_θ/π_old says so: `needs={"old_log_probs"}`.
 
 - `log_probs`: π_θ with gradient; `old_log_probs`: π_old, a constant; both (B, T), nats;
 - `advantages` (B, T), constants; `loss_mask` (B, T) bool, the tokens that count;
@@ -13,13 +14,18 @@ that NaN there reaches neither value nor gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
+from rlctl.lazy import torch
+from rlctl.registry import POLICY_LOSSES
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, LossType
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,12 @@ class TokenLoss:
     clipped_lower: Tensor | None = None
 
 
-PolicyLoss = Callable[[LossRule, Tensor, Tensor, Tensor, Tensor, Tensor | None], TokenLoss]
-
-
+@POLICY_LOSSES.register(
+    label="REINFORCE",
+    formula="−w · A · log π_θ",
+    source="Williams 1992",
+    unbiased=True,
+)
 def reinforce(
     rule: LossRule,
     log_probs: Tensor,
@@ -58,6 +67,14 @@ def reinforce(
     return TokenLoss(_weighted(values, weights, loss_mask))
 
 
+@POLICY_LOSSES.register(
+    label="PPO clip, and dual clip with clip_ratio_c",
+    formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
+    source="Schulman et al. 2017, eq. 7; Ye et al. 2020; Yu et al. 2025, eq. 10",
+    needs={"old_log_probs"},
+    options=_CLIP | {"actor.clip_ratio_c"},
+    unbiased=True,
+)
 def ppo_clip(
     rule: LossRule,
     log_probs: Tensor,
@@ -85,6 +102,14 @@ def ppo_clip(
     return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask, lower)
 
 
+@POLICY_LOSSES.register(
+    label="GSPO: PPO clip of one ratio per sequence",
+    formula="ppo_clip with s = exp(mean_t log r_t)",
+    source="Zheng et al. 2025, eqs. 5, 7 and 13",
+    needs={"old_log_probs"},
+    options=_CLIP,
+    unbiased=True,
+)
 def gspo(
     rule: LossRule,
     log_probs: Tensor,
@@ -111,6 +136,14 @@ def gspo(
     return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask)
 
 
+@POLICY_LOSSES.register(
+    label="CISPO: REINFORCE weighted by the clipped ratio",
+    formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
+    source="MiniMax 2025, eqs. 4 and 5",
+    needs={"old_log_probs"},
+    options=_CLIP,
+    unbiased=True,
+)
 def cispo(
     rule: LossRule,
     log_probs: Tensor,
@@ -131,6 +164,14 @@ def cispo(
     return TokenLoss(_weighted(values, weights, loss_mask), (held != ratio) & loss_mask)
 
 
+@POLICY_LOSSES.register(
+    label="SAPO: a smooth gate instead of a clip",
+    formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
+    source="Gao et al. 2025",
+    needs={"old_log_probs"},
+    options={"actor.tau_pos", "actor.tau_neg"},
+    unbiased=True,
+)
 def sapo(
     rule: LossRule,
     log_probs: Tensor,
@@ -151,6 +192,14 @@ def sapo(
     return TokenLoss(_weighted(-gate * advantages, weights, loss_mask))
 
 
+@POLICY_LOSSES.register(
+    label="DPPO: REINFORCE in a trust region of divergence",
+    formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
+    source="Qi et al. 2026",
+    needs={"old_log_probs"},
+    options=_CLIP | {"actor.clip_ratio_c", "actor.dppo_divergence"},
+    unbiased=True,
+)
 def dppo(
     rule: LossRule,
     log_probs: Tensor,
@@ -180,17 +229,6 @@ def dppo(
         ratio = ratio.clamp(max=rule.clip_c)
     values = -torch.where(clipped, 0.0, ratio) * advantages * kept
     return TokenLoss(_weighted(values, weights, loss_mask), clipped, lower)
-
-
-#: By `algorithm.rollout_correction.loss_type`.
-POLICY_LOSSES: dict[LossType, PolicyLoss] = {
-    "reinforce": reinforce,
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo": dppo,
-}
 
 
 def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:

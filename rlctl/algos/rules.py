@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from rlctl.registry import POLICY_LOSSES
 
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
@@ -21,7 +23,6 @@ Statistic = Literal["ratio", "k1", "k2", "k3"]
 Reduction = Literal["none", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
-LossType = Literal["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"]
 KLLossType = Literal["k1", "k2", "k3", "unbiased"]
 MetricConvention = Literal["applied", "verl"]
 
@@ -114,27 +115,29 @@ class LossRule:
     """The policy loss and its numbers; each loss reads those it knows.
 
     Attributes:
-        name: which loss, see `rlctl.algos.losses.POLICY_LOSSES`.
+        name: which loss, as registered in `rlctl.registry.POLICY_LOSSES`.
         clip_low, clip_high: `ppo_clip`, `gspo`, `cispo`: the ratio's interval is
             [1 − clip_low, 1 + clip_high]; `dppo`: largest divergence downwards and upwards.
         clip_c: `ppo_clip`: dual clip, the surrogate of a negative advantage is at least clip_c · A;
             `dppo`: upper bound of the ratio. None: neither.
         tau_pos, tau_neg: `sapo`: temperature of the gate for positive and negative advantages.
         divergence: `dppo`: total variation or KL of the binary distribution (sampled token, all others).
+        params: the registered parameters of a loss that has some, validated; None: it has none.
     """
 
-    name: LossType
+    name: str
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_c: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     divergence: Literal["tv", "kl"] = "tv"
+    params: Any = None
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss contains π_θ/π_old, which in bypass mode is itself the correction."""
-        return self.name != "reinforce"
+        return "old_log_probs" in POLICY_LOSSES.part(self.name).needs
 
 
 @dataclass(frozen=True, slots=True)

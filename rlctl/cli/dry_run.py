@@ -47,6 +47,8 @@ def show(value: object) -> str:
         return str(value).lower()
     if isinstance(value, BaseModel):
         return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value)}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(item) for item in value)}]"
     return str(value)

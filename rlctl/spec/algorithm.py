@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.algos.rules import LossType
-from rlctl.spec.base import NullWord, Section
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.spec.base import NullWord, OpenMapping, Section
+from rlctl.spec.parts import Registered
 
 
 def _number_as_text(value: object) -> object:
@@ -23,21 +24,6 @@ def _kl_name(value: object) -> object:
 
 
 KLNames = BeforeValidator(_kl_name)
-AdvEstimator = Literal[
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "optimal_token_baseline",
-]
-#: Estimators that compare the responses of one prompt with one another.
-GROUP_ESTIMATORS: frozenset[AdvEstimator] = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "optimal_token_baseline"}
-)
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
 
@@ -60,8 +46,10 @@ class RolloutCorrectionSpec(Section):
     """One threshold per criterion, comma separated, in the same order."""
     bypass_mode: bool = True
     """Take the rollout's own log-probs for π_old (no extra pass); false: decoupled."""
-    loss_type: LossType = "reinforce"
-    """Policy loss. In `bypass_mode` every loss but `reinforce` corrects by its own ratio π_θ/π_rollout."""
+    loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
+    """Policy loss. In `bypass_mode` a loss with a ratio of its own corrects by it, π_θ/π_rollout."""
+    loss_params: OpenMapping = Field(default={})
+    """Parameters of the loss, where it has some of its own."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
     """Whether rejected samples count in the loss's denominator (weight zero) or not (mean over survivors)."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
@@ -84,9 +72,11 @@ class KLCtrlSpec(Section):
 class AlgorithmSpec(Section):
     """From rewards to advantages, and what is done about off-policyness."""
 
-    adv_estimator: AdvEstimator = "rloo"
+    adv_estimator: Annotated[str, Registered(ADVANTAGE_ESTIMATORS)] = "rloo"
     """`gae` trains a critic; `remax` compares with a greedy response; `reinforce_plus_plus` with the batch;
     the others compare the responses of one prompt."""
+    adv_params: OpenMapping = Field(default={})
+    """Parameters of the estimator, where it has some of its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -99,3 +89,7 @@ class AlgorithmSpec(Section):
     """Estimator of that KL: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()
+
+    def estimator_needs(self, what: str) -> bool:
+        """Whether the advantage estimator reads `what` of the batch, e.g. `values`, `group_ids`."""
+        return what in ADVANTAGE_ESTIMATORS.part(self.adv_estimator).needs

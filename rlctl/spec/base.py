@@ -30,4 +30,6 @@ def _one_or_many(value: Any) -> Any:
 
 
 NullWord = BeforeValidator(_null_word)
+#: A mapping whose keys the spec does not know: `key.anything=value` sets one of them.
+OpenMapping = dict[str, Any]
 StrList = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=list[str] | str)]

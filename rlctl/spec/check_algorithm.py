@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
 
 from rlctl.errors import Problem
-from rlctl.spec.algorithm import GROUP_ESTIMATORS
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.model import EMBEDDED
+from rlctl.spec.parts import param_problems
 from rlctl.spec.run import RunSpec
 
 Check = Callable[[RunSpec], list[Problem]]
 
 _CORRECTION = "algorithm.rollout_correction."
 _ESTIMATOR = "algorithm.adv_estimator"
+_LOSS_OPTIONS = (
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.clip_ratio_c",
+    "actor.tau_pos",
+    "actor.tau_neg",
+    "actor.dppo_divergence",
+)
 
 
 def groups_have_siblings(spec: RunSpec) -> list[Problem]:
     """Group estimators compare the responses of one prompt; a single one has nothing to be compared with."""
     estimator = spec.algorithm.adv_estimator
-    if estimator not in GROUP_ESTIMATORS or spec.rollout.n > 1:
+    if not spec.algorithm.estimator_needs("group_ids") or spec.rollout.n > 1:
         return []
     what = f"{estimator} with one response per prompt: every advantage would be zero or undefined"
     fix = "set rollout.n to 2 or more (5 to 16 is usual), or use reinforce_plus_plus, remax or gae"
@@ -29,12 +38,7 @@ def groups_have_siblings(spec: RunSpec) -> list[Problem]:
 def discount_is_used(spec: RunSpec) -> list[Problem]:
     """`gamma` and `lam` belong to estimators with a time axis; the others score whole responses."""
     estimator = spec.algorithm.adv_estimator
-    used = {"gae": ("gamma", "lam"), "reinforce_plus_plus": ("gamma",)}.get(estimator, ())
-    return [
-        Problem("warning", f"algorithm.{key}", f"has no effect with {estimator}", "leave it out")
-        for key in ("gamma", "lam")
-        if getattr(spec.algorithm, key) != 1.0 and key not in used
-    ]
+    return _unread(spec, ADVANTAGE_ESTIMATORS.part(estimator), ("algorithm.gamma", "algorithm.lam"))
 
 
 def critic_has_a_use(spec: RunSpec) -> list[Problem]:
@@ -133,19 +137,33 @@ def embedded_is_the_policys(spec: RunSpec) -> list[Problem]:
 
 def clips_are_used(spec: RunSpec) -> list[Problem]:
     """Numbers of a loss that is not chosen change nothing."""
-    actor, loss = spec.actor, spec.algorithm.rollout_correction.loss_type
-    users = {
-        "clip_ratio_low": ({"ppo_clip", "gspo", "cispo", "dppo"}, None),
-        "clip_ratio_high": ({"ppo_clip", "gspo", "cispo", "dppo"}, None),
-        "clip_ratio_c": ({"ppo_clip", "dppo"}, None),
-        "tau_pos": ({"sapo"}, 1.0),
-        "tau_neg": ({"sapo"}, 1.05),
-        "dppo_divergence": ({"dppo"}, "tv"),
-    }
+    loss = POLICY_LOSSES.part(spec.algorithm.rollout_correction.loss_type)
+    return _unread(spec, loss, _LOSS_OPTIONS)
+
+
+def _unread(spec: RunSpec, part: Part, keys: Iterable[str]) -> list[Problem]:
+    """A warning for each key that was changed and that this part does not read."""
     return [
-        Problem("warning", f"actor.{key}", f"has no effect with loss_type {loss}", "leave it out")
-        for key, (losses, default) in users.items()
-        if getattr(actor, key) != default and loss not in losses
+        Problem("warning", key, f"has no effect with {part.name}", "leave it out")
+        for key in keys
+        if key not in part.options and _value(spec, key) != _value(RunSpec(), key)
+    ]
+
+
+def _has_ratio(spec: RunSpec) -> bool:
+    return "old_log_probs" in POLICY_LOSSES.part(spec.algorithm.rollout_correction.loss_type).needs
+
+
+def params_fit(spec: RunSpec) -> list[Problem]:
+    """Parameters of a registered loss or estimator are those that it declares."""
+    algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
+    return [
+        *param_problems(
+            POLICY_LOSSES, correction.loss_type, f"{_CORRECTION}loss_params", correction.loss_params
+        ),
+        *param_problems(
+            ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, "algorithm.adv_params", algorithm.adv_params
+        ),
     ]
 
 
@@ -181,7 +199,7 @@ def bypass_drifts(spec: RunSpec) -> list[Problem]:
         return [Problem("warning", "actor.ppo_epochs", what, fix)]
     steps = spec.data.train_batch_size // spec.ppo_mini_batch_size
     uncorrected = correction.rollout_is is None and not correction.rollout_rs
-    if steps > 1 and uncorrected and correction.loss_type == "reinforce":
+    if steps > 1 and uncorrected and not _has_ratio(spec):
         what = f"{steps} steps per batch, and from the second on nothing corrects for the policy's change"
         fix = "set rollout_is: sequence, or ppo_mini_batch_size: null for one step per batch"
         return [Problem("warning", "actor.ppo_mini_batch_size", what, fix)]
@@ -195,7 +213,7 @@ def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
     uncorrected = correction.rollout_is is None and not correction.rollout_rs
     rollout = spec.rollout
     age, key = max((rollout.staleness, "staleness"), (rollout.max_staleness, "max_staleness"))
-    if correction.loss_type != "reinforce":
+    if _has_ratio(spec):
         return []
     if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
         what = f"sequence weights alone learn slowly from responses that are up to {age} batches old"
@@ -211,7 +229,7 @@ def staleness_is_corrected(spec: RunSpec) -> list[Problem]:
 def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:
     """Decoupled weights are fixed once per batch; REINFORCE has no ratio to notice later passes."""
     correction = spec.algorithm.rollout_correction
-    if correction.bypass_mode or correction.loss_type != "reinforce" or spec.actor.ppo_epochs == 1:
+    if correction.bypass_mode or _has_ratio(spec) or spec.actor.ppo_epochs == 1:
         return []
     what = (
         f"{spec.actor.ppo_epochs} passes of decoupled reinforce: the weights are those of before the first "
@@ -224,7 +242,7 @@ def decoupled_reinforce_repeats(spec: RunSpec) -> list[Problem]:
 def weights_measured_only(spec: RunSpec) -> list[Problem]:
     """In bypass mode the loss's own ratio already is π_θ/π_rollout; a weight on top would count it twice."""
     correction = spec.algorithm.rollout_correction
-    if not correction.bypass_mode or correction.loss_type == "reinforce" or not correction.rollout_is:
+    if not correction.bypass_mode or not _has_ratio(spec) or not correction.rollout_is:
         return []
     what = (
         f"the ratio of {correction.loss_type} is the correction here, so IS weights (and their "
@@ -256,15 +274,8 @@ ALGORITHM_CHECKS: dict[Check, tuple[str, ...]] = {
         "ref.path",
     ),
     embedded_is_the_policys: ("critic.path", "ref.path"),
-    clips_are_used: (
-        f"{_CORRECTION}loss_type",
-        "actor.clip_ratio_low",
-        "actor.clip_ratio_high",
-        "actor.clip_ratio_c",
-        "actor.tau_pos",
-        "actor.tau_neg",
-        "actor.dppo_divergence",
-    ),
+    clips_are_used: (f"{_CORRECTION}loss_type", *_LOSS_OPTIONS),
+    params_fit: (_ESTIMATOR, f"{_CORRECTION}loss_type", "algorithm.adv_params", f"{_CORRECTION}loss_params"),
     gspo_clip_is_narrow: (
         f"{_CORRECTION}loss_type",
         "actor.clip_ratio",

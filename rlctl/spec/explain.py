@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, LossType, RejectRule, WeightRule
+from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run import RunSpec
 
 #: Losses that clip a ratio: what the clip is called, and what it bounds.
-_CLIPPED: dict[LossType, tuple[str, str]] = {
+_CLIPPED: dict[str, tuple[str, str]] = {
     "ppo_clip": ("PPO clip", "each token's ratio"),
     "gspo": ("GSPO clip", "the geometric mean of a response's ratios"),
     "cispo": ("CISPO clip", "each token's ratio"),

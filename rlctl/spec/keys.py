@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -67,6 +67,19 @@ def known_sections() -> frozenset[str]:
     return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part) + 1))
 
 
+@cache
+def open_leaves() -> frozenset[str]:
+    """Keys that hold a mapping with keys of its own choice, such as `rollout.engine_kwargs`."""
+    return frozenset(key for key, info in known_leaves().items() if get_origin(info.annotation) is dict)
+
+
+def leaf_of(key: str) -> str | None:
+    """The known key that `key` sets or lies below; None: it is unknown."""
+    if key in known_leaves():
+        return key
+    return next((leaf for leaf in open_leaves() if key.startswith(f"{leaf}.")), None)
+
+
 def section_class(name: str) -> type[Section] | None:
     """The model of a section by its dotted name, e.g. `algorithm.rollout_correction`."""
     section: type[Section] = RunSpec
@@ -81,6 +94,8 @@ def section_class(name: str) -> type[Section] | None:
 
 def accepts(key: str, kind: type) -> bool:
     """Whether `kind` is among the types that the value of `key` may have."""
+    if key not in known_leaves():  # below an open mapping: as it is written
+        return kind is not str
     return _mentions(known_leaves()[key].annotation, kind)
 
 

@@ -20,7 +20,15 @@ from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.check import check_spec
-from rlctl.spec.keys import accepts, advice_for, known_leaves, known_sections, nearest_key
+from rlctl.spec.keys import (
+    accepts,
+    advice_for,
+    known_leaves,
+    known_sections,
+    leaf_of,
+    nearest_key,
+    open_leaves,
+)
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run import RunSpec
@@ -102,13 +110,15 @@ def load_spec(
     if _is_embedded(entries):
         path = all_presets()[EMBEDDED].path
         entries = _read_file(path, Origin("embedded", EMBEDDED), problems) | entries
-    known = {key: entry for key, entry in entries.items() if key in known_leaves()}
+    known = {key: entry for key, entry in entries.items() if leaf_of(key)}
     problems += _unknown_keys(entries)
     spec, invalid = _validate(known)
     problems += invalid
     # A contradiction that involves a value nobody could read is not worth reporting.
     found = check_spec(spec, skip=left_open.union(problem.key for problem in invalid))
-    origins = {key: entries[key].origin if key in entries else DEFAULT for key in known_leaves()}
+    origins = dict.fromkeys(known_leaves(), DEFAULT) | {
+        leaf: entry.origin for key, entry in entries.items() if (leaf := leaf_of(key))
+    }
     problems += [_located(problem, origins) for problem in found]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
@@ -139,7 +149,7 @@ def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
 
 def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
     """Entries of one YAML file, each with its own line."""
-    source: Source = read_yaml_file(path, known_leaves())
+    source: Source = read_yaml_file(path, known_leaves().keys() - open_leaves())
     for fault in source.faults:
         where = str(replace(origin, line=fault.line))
         problems.append(Problem("error", "", fault.what, fault.fix, where))
@@ -193,7 +203,7 @@ def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
     """A problem for each key that is no value of a RunSpec."""
     problems = []
     for key, entry in entries.items():
-        if key in known_leaves():
+        if leaf_of(key):
             continue
         where = str(entry.origin)
         if key not in known_sections():
@@ -232,6 +242,8 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
         fix = f"did you mean `{close[0]}`?" if close else None
+    elif details["type"] == "part_error":
+        return _problem(key, entry, what, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list
         what = "unknown key"
     within = _within(key, details["loc"])

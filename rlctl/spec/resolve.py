@@ -22,7 +22,9 @@ from rlctl.algos.rules import (
     WeightRule,
 )
 from rlctl.errors import Problem, SpecError
+from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.parts import params_of
 from rlctl.spec.run import RunSpec
 
 _PREFIX = "algorithm.rollout_correction."
@@ -54,15 +56,16 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
 
 def loss_rule(spec: RunSpec) -> LossRule:
     """The policy loss with its numbers; a half of the clip left null is `clip_ratio`."""
-    actor = spec.actor
+    actor, correction = spec.actor, spec.algorithm.rollout_correction
     return LossRule(
-        name=spec.algorithm.rollout_correction.loss_type,
+        name=correction.loss_type,
         clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
         clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_c=actor.clip_ratio_c,
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
         divergence=actor.dppo_divergence,
+        params=params_of(POLICY_LOSSES.part(correction.loss_type), correction.loss_params),
     )
 
 

@@ -62,7 +62,7 @@ class RunSpec(Section):
     @property
     def trains_critic(self) -> bool:
         """Whether a critic is built and trained."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.estimator_needs("values")
 
     @property
     def needs_reference(self) -> bool:

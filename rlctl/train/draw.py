@@ -38,7 +38,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
     Which one that is, `group_ids` say. None unless the estimator is ReMax.
     """
     spec = run.spec
-    if spec.algorithm.adv_estimator != "remax":
+    if not spec.algorithm.estimator_needs("baseline_scores"):
         return None
     with timer("gen_max"):
         greedy = run.rollout.generate(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.reward.build import refuse_errors
-from rlctl.spec.algorithm import GROUP_ESTIMATORS
 from rlctl.train.batch_metrics import batch_metrics, batch_tally
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.guardrails import Guardrails
@@ -117,7 +116,7 @@ def describe_batch(
     """
     ranks, spec = run.ranks, run.spec
     tally = ranks.to_host(batch_tally(scored, batch, rewards, run.policy_version))
-    metrics = batch_metrics(tally, compares_siblings=spec.algorithm.adv_estimator in GROUP_ESTIMATORS)
+    metrics = batch_metrics(tally, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = rewards.errors + (baseline.errors if baseline else [])
     refuse_errors(
         metrics["reward/num_errors"],

@@ -10,11 +10,12 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import Correction
 from rlctl.algos.kl import kl_loss
-from rlctl.algos.losses import POLICY_LOSSES, TokenLoss
+from rlctl.algos.losses import TokenLoss
 from rlctl.algos.tally import Tally
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
+from rlctl.registry import POLICY_LOSSES
 from rlctl.train.settings import UpdateSettings
 
 

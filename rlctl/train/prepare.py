@@ -104,7 +104,7 @@ def _policy(
 ) -> tuple[Tensor, Tensor | None]:
     """π_old (B, T), and where the estimator weighs tokens by it ‖∇ log π‖² (B, T)."""
     algorithm = run.spec.algorithm
-    needs_norms = algorithm.adv_estimator == "optimal_token_baseline"
+    needs_norms = algorithm.estimator_needs("score_norms")
     bypass = algorithm.rollout_correction.bypass_mode
     if bypass and not needs_norms:
         return rollouts.rollout_log_probs, None

@@ -9,8 +9,8 @@ import torch
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import POLICY_LOSSES
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import Batch, factor_and_metrics, make_batch, weight_rules
 
 RULES = (

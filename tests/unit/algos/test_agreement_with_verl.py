@@ -14,7 +14,6 @@ from torch import Tensor
 from rlctl.algos.advantages import grpo, opo, remax, rloo
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.losses import POLICY_LOSSES
 from rlctl.algos.rules import LossRule
 from rlctl.algos.token_advantages import (
     gae,
@@ -25,6 +24,7 @@ from rlctl.algos.token_advantages import (
     whitening_tally,
 )
 from rlctl.algos.value_loss import value_loss
+from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import make_batch
 from tests.reference import verl_helper
 

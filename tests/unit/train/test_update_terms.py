@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
-from rlctl.algos.rules import KLLossType, LossType
+from rlctl.algos.rules import KLLossType
 from rlctl.errors import RunFailure
+from rlctl.registry import POLICY_LOSSES
 from rlctl.train.update import update
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.unit.train.slow import slow_loss
@@ -25,7 +26,7 @@ from tests.unit.train.updates import (
 )
 
 LR = 0.05
-RATIO_LOSSES = [name for name in get_args(LossType) if name != "reinforce"]
+RATIO_LOSSES = [name for name in POLICY_LOSSES if name != "reinforce"]
 
 
 def updated(correction, batch=None, *, hold: bool = False, **settings):
@@ -45,7 +46,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 
 def test_the_cases_have_every_loss_and_every_kl() -> None:
-    assert {case.correction["loss_type"] for case in CASES.values()} == set(get_args(LossType))
+    assert {case.correction["loss_type"] for case in CASES.values()} == set(POLICY_LOSSES)
     kinds = {case.terms.get("kl_loss_type") for case in CASES.values()}
     assert kinds == {None, *get_args(KLLossType)}
 
@@ -64,9 +65,9 @@ def test_the_cases_clip(name: str, key: str) -> None:
     assert 0.01 < outcome.metrics[f"actor/{key}"] < 0.9
 
 
-@pytest.mark.parametrize("loss", get_args(LossType))
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_a_ratio_of_its_own_is_the_correction_in_bypass_mode(loss: LossType, level: str) -> None:
+def test_a_ratio_of_its_own_is_the_correction_in_bypass_mode(loss: str, level: str) -> None:
     """Weights on top would count twice: they are measured, and change nothing; decoupled they apply."""
     for mode in (BYPASS, DECOUPLED):
         correction = mode | {"loss_type": loss}

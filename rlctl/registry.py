@@ -1,0 +1,253 @@
+"""The parts of a run that have a name: losses, advantage estimators, KL estimators.
+
+A part is registered where it is defined:
+
+    @POLICY_LOSSES.register(label="REINFORCE", formula="−w · A · log π_θ", source="Williams 1992")
+    def reinforce(…): …
+
+The spec validates names against the registry; the JSON Schema, the dry run, the docs' tables and the tests
+of every part read it too. Beside the built-in parts a name can be
+
+- an entry point of an installed package, in the registry's group, e.g. `rlctl.policy_losses`;
+- `path/to/file.py:function`, a function of the user's, decorated as above or not.
+
+No torch: modules that define parts import it through `rlctl.lazy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from rlctl.errors import UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One registered part.
+
+    Attributes:
+        name: what the spec calls it.
+        function: what it does; its signature is the registry's.
+        label: a few words for people.
+        formula: what it computes, in the notation of docs/algorithms.md.
+        source: the paper or the code that the formula comes from.
+        needs: what it reads of the batch beyond what every batch has.
+        options: dotted spec keys that it reads; the spec warns where others are set.
+        params: its own parameters, validated and handed to it; None: it has none.
+        unbiased: on-policy its expected gradient is that of the expected reward (tested by enumeration).
+        experimental: not yet proven on real runs.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    label: str
+    formula: str = ""
+    source: str = ""
+    needs: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+    params: type[BaseModel] | None = None
+    unbiased: bool = False
+    experimental: bool = False
+
+
+class Registry(Mapping[str, Callable[..., Any]]):
+    """Name → function of one kind of part; `part` gives the rest.
+
+    Iterating gives the built-in parts and those of installed packages, not the user's files.
+
+    Args:
+        kind: what a part is, for messages: `policy loss`.
+        key: the spec key that names one, for messages.
+        module: where the built-in parts are defined: a module, or a package of which every module is read.
+    """
+
+    def __init__(self, kind: str, *, key: str, module: str) -> None:
+        self.kind, self.key, self.module = kind, key, module
+        self.group = "rlctl." + kind.replace(" ", "_") + ("es" if kind.endswith("s") else "s")
+        self._parts: dict[str, Part] = {}
+        self._is_loaded = False
+        self._prefix = ""  # of the user's file that is being imported
+
+    def register(
+        self,
+        name: str | None = None,
+        *,
+        label: str = "",
+        formula: str = "",
+        source: str = "",
+        needs: Iterable[str] = (),
+        options: Iterable[str] = (),
+        params: type[BaseModel] | None = None,
+        unbiased: bool = False,
+        experimental: bool = False,
+    ) -> Callable[[Function], Function]:
+        """Decorator that registers a function; arguments as in `Part`, the name is the function's own.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+
+        def decorate(function: Function) -> Function:
+            known = self._prefix + (name or function.__name__)
+            if known in self._parts and not self._prefix:
+                raise ValueError(f"{self.kind} {known} is registered twice")
+            self._parts[known] = Part(
+                name=known,
+                function=function,
+                label=label or _first_line(function) or known,
+                formula=formula,
+                source=source,
+                needs=frozenset(needs),
+                options=frozenset(options),
+                params=params,
+                unbiased=unbiased,
+                experimental=experimental,
+            )
+            return function
+
+        return decorate
+
+    def part(self, name: str) -> Part:
+        """The part of that name; a user's file is imported at the first call.
+
+        Raises:
+            UsageError: there is none, or the user's file cannot be imported.
+        """
+        self._load()
+        if name not in self._parts and is_file_function(name):
+            self._load_file(name)
+        if name not in self._parts:
+            self._load_entry_point(name)
+        if name not in self._parts:
+            raise UsageError(f"no {self.kind} `{name}`", where=self.key, fix=f"one of {', '.join(self)}")
+        return self._parts[name]
+
+    def parts(self) -> list[Part]:
+        """Every part that iterating names."""
+        return [self.part(name) for name in self]
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self.part(name).function
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        known = [name for name in self._parts if not is_file_function(name)]
+        yield from known
+        yield from (point.name for point in self._entry_points() if point.name not in known)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _load(self) -> None:
+        """Import the modules that define the built-in parts."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        module = importlib.import_module(self.module)
+        for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
+            importlib.import_module(f"{self.module}.{found.name}")
+
+    def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
+        return importlib.metadata.entry_points(group=self.group)
+
+    def _load_entry_point(self, name: str) -> None:
+        for point in self._entry_points():
+            if point.name == name:
+                try:
+                    function = point.load()
+                except Exception as error:
+                    what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
+                    fix = f"fix or uninstall {point.dist.name if point.dist else point.value}"
+                    raise UsageError(what, where=point.value, fix=fix) from error
+                if name not in self._parts:
+                    self.register(name)(function)
+
+    def _load_file(self, name: str) -> None:
+        file, _, function_name = name.rpartition(":")
+        self._prefix = f"{file}:"
+        try:
+            function = load_function(name, key=self.key)
+        finally:
+            self._prefix = ""
+        if name not in self._parts:
+            self._prefix = f"{file}:"
+            self.register(function_name)(function)
+            self._prefix = ""
+
+
+def is_file_function(name: str) -> bool:
+    """Whether a name has the form `path/to/file.py:function`."""
+    file, colon, function = name.rpartition(":")
+    return bool(colon) and file.endswith(".py") and function.isidentifier()
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Import the user's `path/to/file.py:function`, the path as seen from the working directory.
+
+    Args:
+        name: of that form.
+        key: the spec key that names it, for messages.
+
+    Raises:
+        UsageError: no such file or function, or an error while importing it (with file and line).
+    """
+    file, _, function_name = name.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"{file}: no such file", where=key, fix=f"paths are relative to {Path.cwd()}")
+    function = getattr(_import_file(path), function_name, None)
+    if not callable(function):
+        what = "no such function" if function is None else f"{function_name} is not a function"
+        raise UsageError(what, where=name, fix=f"define `def {function_name}(…)` in {file}")
+    return function  # type: ignore[no-any-return]
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"rlctl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError("not a Python file", where=str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    sys.path.insert(0, str(path.parent))  # so that it can import the files beside it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        what = f"importing it failed: {type(error).__name__}: {error}"
+        raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
+    return module
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """`file:line` of the innermost line of the user's file that the error came through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+
+
+POLICY_LOSSES = Registry(
+    "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"
+)
+ADVANTAGE_ESTIMATORS = Registry(
+    "advantage estimator", key="algorithm.adv_estimator", module="rlctl.algos.estimators"
+)

@@ -1,0 +1,85 @@
+"""Names of registered parts, and the parameters of such parts, as values of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from rlctl.errors import Problem, UsageError
+from rlctl.registry import Part, Registry, is_file_function
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Annotation of a text field: the name of a part, or `path/to/file.py:function`."""
+
+    registry: Registry
+
+    def check(self, name: str) -> str:
+        """The name, if there is such a part; a user's file is imported."""
+        if not is_file_function(name) and name not in set(self.registry):
+            names = [f"'{known}'" for known in self.registry]
+            expected = f"{', '.join(names)} or path/to/file.py:function"
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        try:
+            self.registry.part(name)
+        except UsageError as error:
+            what = f"{error.where}: {error.what}" if error.where else error.what
+            raise PydanticCustomError(
+                "part_error", "{what}", {"what": what, "fix": error.fix or ""}
+            ) from None
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {
+            "anyOf": [
+                {"type": "string", "enum": list(self.registry)},
+                {"type": "string", "pattern": r"^.+\.py:[A-Za-z_]\w*$"},
+            ]
+        }
+
+
+def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
+    """The part's own parameters with their defaults; None: it has none.
+
+    Raises:
+        ValidationError: a value does not fit; `param_problems` says it in words.
+    """
+    return None if part.params is None else part.params.model_validate(dict(given))
+
+
+def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the parameters at `key` for the part `name`."""
+    part = registry.part(name)
+    if part.params is None:
+        what, fix = f"{name} has no parameters of its own", "leave it out"
+        return [Problem("error", f"{key}.{param}", what, fix) for param in given]
+    try:
+        params_of(part, given)
+    except ValidationError as error:
+        known = ", ".join(part.params.model_fields)
+        return [
+            Problem(
+                "error",
+                ".".join([key, *map(str, details["loc"])]),
+                str(details["msg"]).replace("Input should", "must"),
+                f"the parameters of {name} are {known}",
+            )
+            for details in error.errors()
+        ]
+    unknown = given.keys() - part.params.model_fields.keys()
+    known = ", ".join(part.params.model_fields)
+    return [
+        Problem("error", f"{key}.{param}", "unknown parameter", f"the parameters of {name} are {known}")
+        for param in sorted(unknown)
+        if part.params.model_config.get("extra", "ignore") == "ignore"
+    ]

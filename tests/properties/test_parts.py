@@ -1,0 +1,216 @@
+"""What every registered loss and estimator must satisfy, whoever wrote it: a new part is tested by being there.
+
+Order of the rows, padding, how a batch is divided and how groups are numbered change nothing; a part that
+says `unbiased` has the gradient of the expected reward on-policy, by enumeration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
+from rlctl.algos.rules import LossRule
+from rlctl.algos.token_advantages import whiten, whitening_tally
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+ROWS, HORIZON = 8, 5
+ORDER = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+MASK = torch.tensor(
+    [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 1, 0]] * 2, dtype=torch.bool
+)  # holes too: tool output
+
+
+def in_one_process(values: Tensor, mask: Tensor) -> Tensor:
+    moments = whitening_tally(values, mask).to_host().moments("whitened")
+    return whiten(values, mask, moments.mean, moments.sample_std)
+
+
+def inputs() -> AdvantageInputs:
+    draw = torch.Generator().manual_seed(3)
+    rewards = torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0)
+    return AdvantageInputs(
+        token_level_rewards=rewards,
+        response_mask=MASK,
+        group_ids=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        valid=torch.tensor([True, True, False, True, True, True, True, True]),
+        gamma=0.9,
+        lam=0.8,
+        divide_by_std=True,
+        whiten=in_one_process,
+        values=torch.where(MASK, torch.randn(ROWS, HORIZON, generator=draw), 0.0),
+        baseline_scores=torch.randn(ROWS, generator=draw),
+        score_norms=torch.where(MASK, torch.rand(ROWS, HORIZON, generator=draw) + 0.1, 0.0),
+    )
+
+
+def changed(given: AdvantageInputs, how: Callable[[Tensor], Tensor]) -> AdvantageInputs:
+    """Every tensor of the batch transformed alike."""
+    names = ("token_level_rewards", "response_mask", "group_ids", "valid", "values", "score_norms")
+    return replace(given, **{name: how(getattr(given, name)) for name in (*names, "baseline_scores")})
+
+
+def advantages_of(name: str, given: AdvantageInputs) -> Tensor:
+    """(B, T) as training uses them: 0.0 where a response was not graded."""
+    part = ADVANTAGE_ESTIMATORS.part(name)
+    found = part.function(given if part.params is None else replace(given, params=part.params()))
+    found = found.advantages if isinstance(found, Estimate) else found
+    found = spread(found, given.response_mask) if found.ndim == 1 else found
+    return torch.where(given.valid_mask, found, 0.0)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+class TestEstimators:
+    def test_order_changes_nothing(self, name: str) -> None:
+        plain = advantages_of(name, inputs())
+        torch.testing.assert_close(advantages_of(name, changed(inputs(), lambda x: x[ORDER])), plain[ORDER])
+
+    def test_padding_changes_nothing(self, name: str) -> None:
+        def widened(values: Tensor) -> Tensor:
+            if values.ndim == 1:
+                return values
+            fill = False if values.dtype == torch.bool else float("nan")
+            return torch.nn.functional.pad(values, (0, 3), value=fill)
+
+        wide = replace(
+            changed(inputs(), widened), token_level_rewards=widened(inputs().token_level_rewards).nan_to_num()
+        )
+        found = advantages_of(name, wide)
+        torch.testing.assert_close(found[:, :HORIZON], advantages_of(name, inputs()))
+        assert (found[:, HORIZON:] == 0.0).all()
+
+    def test_numbers_of_groups_mean_nothing(self, name: str) -> None:
+        given = inputs()
+        other = replace(given, group_ids=torch.tensor([90, 7])[given.group_ids])
+        assert torch.equal(advantages_of(name, other), advantages_of(name, given))
+
+    def test_responses_that_were_not_graded_count_nowhere(self, name: str) -> None:
+        given = inputs()
+        wild = given.token_level_rewards.clone()
+        wild[2] = torch.where(MASK[2], 1e6, 0.0)
+        clean = advantages_of(name, given)
+        assert torch.equal(advantages_of(name, replace(given, token_level_rewards=wild)), clean)
+        assert (clean[2] == 0.0).all()
+
+
+def tensors() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(4)
+    log_probs = -torch.rand(ROWS, HORIZON, generator=draw) - 0.1
+    gap = 0.5 * torch.randn(ROWS, HORIZON, generator=draw)
+    return {
+        "log_probs": log_probs,
+        "old_log_probs": log_probs + gap,
+        "advantages": torch.randn(ROWS, HORIZON, generator=draw),
+        "loss_mask": MASK,
+        "weights": torch.rand(ROWS, HORIZON, generator=draw) + 0.5,
+    }
+
+
+def rule_of(name: str) -> LossRule:
+    params = POLICY_LOSSES.part(name).params
+    return LossRule(name, params=params() if params else None)
+
+
+def values_and_gradient(name: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    leaf = given["log_probs"].clone().requires_grad_()
+    rest = [given[key] for key in ("old_log_probs", "advantages", "loss_mask", "weights")]
+    values = POLICY_LOSSES[name](rule_of(name), leaf, *rest).values
+    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    return values.detach(), gradient
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+class TestLosses:
+    def test_order_and_division_change_nothing(self, name: str) -> None:
+        whole = values_and_gradient(name, tensors())
+        shuffled = values_and_gradient(name, {key: x[ORDER] for key, x in tensors().items()})
+        for rows in (slice(0, 3), slice(3, 8)):
+            part = values_and_gradient(name, {key: x[rows] for key, x in tensors().items()})
+            for found, wanted in zip(part, whole, strict=True):
+                torch.testing.assert_close(found, wanted[rows])
+        for found, wanted in zip(shuffled, whole, strict=True):
+            torch.testing.assert_close(found, wanted[ORDER])
+
+    def test_what_is_off_mask_is_never_read(self, name: str) -> None:
+        wild = {
+            key: x if x.dtype == torch.bool else x.masked_fill(~MASK, torch.nan)
+            for key, x in tensors().items()
+        }
+        wild["advantages"] = tensors()["advantages"].masked_fill(~MASK, 0.0)
+        for found, wanted in zip(
+            values_and_gradient(name, wild), values_and_gradient(name, tensors()), strict=True
+        ):
+            assert torch.equal(found, wanted)
+            assert (found[~MASK] == 0.0).all()
+
+    def test_a_weight_multiplies_the_gradient(self, name: str) -> None:
+        given = tensors()
+        doubled = given | {"weights": 2.0 * given["weights"]}
+        torch.testing.assert_close(
+            values_and_gradient(name, doubled)[1], 2.0 * values_and_gradient(name, given)[1]
+        )
+
+
+# --- enumeration ------------------------------------------------------------------------------------------------------
+
+VOCABULARY, LENGTH = 3, 2
+RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 0.7, 1.1, -0.4, 0.9, 0.2], dtype=torch.float64)
+LOGITS = torch.tensor([[0.2, -0.5, 0.9], [1.0, 0.1, -0.3]], dtype=torch.float64)
+
+
+def token_log_probs(logits: Tensor) -> Tensor:
+    """(9, 2) log π of both tokens of every response; the positions are independent."""
+    return logits.log_softmax(-1)[torch.arange(LENGTH), RESPONSES]
+
+
+def true_gradient() -> Tensor:
+    """∇ E[reward]."""
+    logits = LOGITS.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((token_log_probs(logits).sum(-1).exp() * REWARDS).sum(), logits)
+    return gradient
+
+
+@pytest.mark.parametrize("name", [part.name for part in POLICY_LOSSES.parts() if part.unbiased])
+def test_an_unbiased_loss_has_the_gradient_of_the_expected_reward(name: str) -> None:
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = token_log_probs(logits)
+    chance = log_probs.detach().sum(-1).exp()
+    advantages = REWARDS[:, None].expand(-1, LENGTH)
+    every = torch.ones_like(advantages, dtype=torch.bool)
+    loss = POLICY_LOSSES[name](rule_of(name), log_probs, log_probs.detach(), advantages, every, None)
+    (gradient,) = torch.autograd.grad((chance * loss.values.sum(-1)).sum(), logits)
+    torch.testing.assert_close(-gradient, true_gradient())
+
+
+@pytest.mark.parametrize("name", [part.name for part in ADVANTAGE_ESTIMATORS.parts() if part.unbiased])
+def test_an_unbiased_estimator_has_it_too(name: str) -> None:
+    """Over all pairs of responses to one prompt; the baseline score is that of some fixed response."""
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = token_log_probs(logits).sum(-1)
+    chance = log_probs.detach().exp()
+    objective = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(range(len(RESPONSES)), repeat=2):
+        rows = list(pair)
+        rewards = torch.zeros(2, LENGTH)
+        rewards[:, -1] = REWARDS[rows].float()
+        given = AdvantageInputs(
+            token_level_rewards=rewards,
+            response_mask=torch.ones(2, LENGTH, dtype=torch.bool),
+            group_ids=torch.tensor([0, 0]),
+            valid=torch.tensor([True, True]),
+            gamma=1.0,
+            lam=1.0,
+            divide_by_std=True,
+            whiten=in_one_process,
+            baseline_scores=torch.full((2,), 0.7),
+        )
+        advantages = advantages_of(name, given)[:, 0].double()
+        objective = objective + chance[rows].prod() * (advantages * log_probs[rows]).mean()
+    (gradient,) = torch.autograd.grad(objective, logits)
+    torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)

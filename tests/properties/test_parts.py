@@ -1,4 +1,4 @@
-"""What every registered loss and estimator must satisfy, whoever wrote it: a new part is tested by being there.
+"""What every registered loss and estimator must satisfy; a new part is tested by being registered.
 
 Order of the rows, padding, how a batch is divided and how groups are numbered change nothing; a part that
 says `unbiased` has the gradient of the expected reward on-policy, by enumeration.
@@ -156,7 +156,7 @@ class TestLosses:
         )
 
 
-# --- enumeration ------------------------------------------------------------------------------------------------------
+# --- enumeration ------------------------------------------------------------------------------------
 
 VOCABULARY, LENGTH = 3, 2
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))

@@ -1,0 +1,28 @@
+"""An advantage estimator in one file: the reward minus the best sibling's.
+
+rlctl train --preset rloo-seq-is algorithm.adv_estimator=examples/custom_estimator.py:minus_best
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.estimators import AdvantageInputs
+from rlctl.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    label="Reward minus the best sibling's",
+    formula="A_i = r_i − max over the other valid responses to the prompt",
+    source="an example",
+    needs={"group_ids"},
+    experimental=True,
+)
+def minus_best(inputs: AdvantageInputs) -> Tensor:
+    """(B,) one advantage per response; 0.0 without a valid sibling."""
+    rewards = inputs.rewards
+    siblings = inputs.group_ids[:, None] == inputs.group_ids[None, :]
+    siblings = siblings & inputs.valid[None, :] & ~torch.eye(len(rewards), dtype=torch.bool)
+    best = torch.where(siblings, rewards[None, :], -torch.inf).amax(-1)
+    return torch.where(inputs.valid & siblings.any(-1), rewards - best, 0.0)

@@ -22,7 +22,8 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 def minus_best(inputs: AdvantageInputs) -> Tensor:
     """(B,) one advantage per response; 0.0 without a valid sibling."""
     rewards = inputs.rewards
-    siblings = inputs.group_ids[:, None] == inputs.group_ids[None, :]
-    siblings = siblings & inputs.valid[None, :] & ~torch.eye(len(rewards), dtype=torch.bool)
+    index = torch.arange(len(rewards), device=rewards.device)
+    others = (index[:, None] != index[None, :]) & inputs.valid[None, :]
+    siblings = (inputs.group_ids[:, None] == inputs.group_ids[None, :]) & others
     best = torch.where(siblings, rewards[None, :], -torch.inf).amax(-1)
     return torch.where(inputs.valid & siblings.any(-1), rewards - best, 0.0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlctl.data.schema import EXTRA_COLUMNS, Row, arrow_schema
+from rlctl.data.schema import Row, large_schema
 
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
-    """An Arrow record batch of `arrow_schema()`.
+    """An Arrow record batch of `large_schema()`.
 
     Args:
         rows: what to lay out.
@@ -18,15 +17,15 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
     """
     import pyarrow as pa
 
-    schema = arrow_schema()
+    schema = large_schema()
     splits = (row.split for row in rows) if split is None else [split] * len(rows)
     judged = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
     extra = [
         _text(splits),
         pa.array([row.index for row in rows], pa.int64()),
-        _text(row.question for row in rows),
         _text(row.answer for row in rows),
-        _text(_other(row) for row in rows),
+        _text(row.question for row in rows),
+        _text(row.other for row in rows),
     ]
     columns = {
         "data_source": _text(row.data_source for row in rows),
@@ -42,7 +41,7 @@ def placed(batch: Any, split: str, index: Any) -> Any:
     """The batch with every row's `split` and `index` replaced."""
     import pyarrow as pa
 
-    schema = arrow_schema()
+    schema = large_schema()
     place = schema.get_field_index("extra_info")
     extra = batch.column(place)
     fields = dict(zip((field.name for field in extra.type), extra.flatten(), strict=True))
@@ -72,8 +71,3 @@ def _struct(columns: Sequence[Any], kind: Any) -> Any:
     import pyarrow as pa
 
     return pa.StructArray.from_arrays(columns, fields=list(kind))
-
-
-def _other(row: Row) -> str:
-    other = {name: value for name, value in row.extra.items() if name not in EXTRA_COLUMNS}
-    return json.dumps(other, ensure_ascii=False, sort_keys=True) if other else ""

@@ -55,9 +55,14 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
 
+    @property
+    def other(self) -> str:
+        """The fields of `extra` without a column of their own, as JSON text; "" for none."""
+        other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
+        return json.dumps(other, ensure_ascii=False, sort_keys=True) if other else ""
+
     def to_arrow(self, split: str) -> dict[str, Any]:
         """The nested values `arrow_schema()` describes, as a row of `split`."""
-        other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
         return {
             "data_source": self.data_source,
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
@@ -66,37 +71,46 @@ class Row:
             "extra_info": {
                 "split": split,
                 "index": self.index,
-                "question": self.question,
                 "answer": self.answer,
-                OTHER: json.dumps(other, ensure_ascii=False, sort_keys=True) if other else "",
+                "question": self.question,
+                OTHER: self.other,
             },
         }
 
 
 @cache
-def arrow_schema() -> pa.Schema:
-    """The explicit schema: large strings, so that no file overflows 32-bit offsets; no nulls are written."""
+def arrow_schema(*, with_other: bool = False) -> pa.Schema:
+    """The schema of files: verl's own, field by field, so that `datasets.concatenate_datasets` takes both.
+
+    No nulls are written. Strings have 32-bit offsets: `BatchWriter` keeps row groups far below 2 GiB.
+
+    Args:
+        with_other: `extra_info` also has the field `OTHER`.
+    """
     import pyarrow as pa
 
-    text = pa.large_string()
+    return _schema(pa.string(), with_other=with_other)
+
+
+@cache
+def large_schema() -> pa.Schema:
+    """The same with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
+    import pyarrow as pa
+
+    return _schema(pa.large_string(), with_other=True)
+
+
+def _schema(text: pa.DataType, *, with_other: bool) -> pa.Schema:
+    import pyarrow as pa
+
     message = pa.struct([("role", text), ("content", text)])
+    extra = [("split", text), ("index", pa.int64()), ("answer", text), ("question", text), (OTHER, text)]
     return pa.schema(
         [
             ("data_source", text),
             ("prompt", pa.list_(message)),
             ("ability", text),
             ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            (
-                "extra_info",
-                pa.struct(
-                    [
-                        ("split", text),
-                        ("index", pa.int64()),
-                        ("question", text),
-                        ("answer", text),
-                        (OTHER, text),
-                    ]
-                ),
-            ),
+            ("extra_info", pa.struct(extra if with_other else extra[:-1])),
         ]
     )

@@ -40,7 +40,7 @@ class BatchWriter:
 
     Args:
         path: the file.
-        schema: Arrow schema of all batches.
+        schema: Arrow schema of the file.
     """
 
     def __init__(self, path: Path, schema: Any) -> None:
@@ -52,8 +52,16 @@ class BatchWriter:
         self._pending_bytes = 0
 
     def add(self, batch: Any) -> None:
-        """Append an Arrow record batch."""
-        self._pending.append(batch)
+        """Append an Arrow record batch whose columns can be cast to the file's; large ones in pieces.
+
+        A struct loses the fields that the file's has not.
+        """
+        if batch.nbytes > ROW_GROUP_BYTES and batch.num_rows > 1:
+            half = batch.num_rows // 2
+            self.add(batch.slice(0, half))
+            self.add(batch.slice(half))
+            return
+        self._pending.append(batch.cast(self._schema))
         self._pending_rows += batch.num_rows
         self._pending_bytes += batch.nbytes
         if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
@@ -88,7 +96,7 @@ class BatchWriter:
 
 
 class RowWriter:
-    """One split's Parquet file in the row schema, for few rows made one by one.
+    """One split's Parquet file in the row schema, for few rows made one by one; written at the end.
 
     Args:
         path: the file.
@@ -96,19 +104,12 @@ class RowWriter:
     """
 
     def __init__(self, path: Path, split: str) -> None:
-        self._batches = BatchWriter(path, arrow_schema())
-        self._split = split
-        self._pending: list[Row] = []
+        self._path, self._split = path, split
+        self._rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Append a row."""
-        self._pending.append(row)
-        if len(self._pending) == ROW_GROUP_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._batches.add(batch_of(self._pending, self._split))
-        self._pending = []
+        self._rows.append(row)
 
     def __enter__(self) -> Self:
         return self
@@ -116,9 +117,12 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._pending:
-            self._flush()
-        self._batches.__exit__(kind, error, trace)
+        if kind is not None or not self._rows:
+            return
+        schema = arrow_schema(with_other=any(row.other for row in self._rows))
+        with BatchWriter(self._path, schema) as batches:
+            for start in range(0, len(self._rows), ROW_GROUP_ROWS):
+                batches.add(batch_of(self._rows[start : start + ROW_GROUP_ROWS], self._split))
 
 
 @contextmanager

@@ -38,25 +38,25 @@ _COLUMNS: dict[Format, dict[str, str]] = {
 
 
 @cache
-def schema(to: Format) -> pa.Schema:
-    """The Arrow schema of a format's files."""
+def schema(to: Format, *, with_other: bool) -> pa.Schema:
+    """The Arrow schema of a format's files; `with_other` as of `arrow_schema`."""
     import pyarrow as pa
 
-    return pa.schema([(name, _type(place)) for name, place in _COLUMNS[to].items()])
+    rows = arrow_schema(with_other=with_other)
+    return pa.schema([(name, _type(rows, place)) for name, place in _COLUMNS[to].items()])
 
 
 def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
-    """A batch in verl's layout in another; no text is copied."""
+    """A batch of `large_schema()` with another format's columns; no text is copied."""
     import pyarrow as pa
 
-    return pa.RecordBatch.from_arrays(
-        [_column(batch, place) for place in _COLUMNS[to].values()], schema=schema(to)
-    )
+    columns = [_column(batch, place) for place in _COLUMNS[to].values()]
+    return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
 
 
-def _type(place: str) -> pa.DataType:
+def _type(rows: pa.Schema, place: str) -> pa.DataType:
     column, _, inside = place.partition(".")
-    found = arrow_schema().field(column).type
+    found = rows.field(column).type
     return found.field(inside).type if inside else found
 
 

@@ -17,7 +17,12 @@ from rlctl.prepare.progress import Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from numpy.typing import NDArray
+
+
+#: Text of one output file, about: a reader that holds a column in one piece has 32-bit offsets for 2 GiB.
+SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def write_split(
         is_in: (rows,) those of the split.
         stage: the directory to write to.
         to: columns of the files.
-        rows_per_shard: rows of one file; a split that fits is one file named after it.
+        rows_per_shard: rows of one file, at most; a split that fits is one file named after it.
         workers: processes that write.
         progress: told of the rows.
 
@@ -67,7 +72,7 @@ def write_split(
         Names of the files: none if there are no rows.
     """
     num_rows = int(is_in.sum())
-    num_shards = -(-num_rows // rows_per_shard)
+    num_shards = sum(1 for _ in _shards(staging, is_in, rows_per_shard))
     names = (
         [f"{split}.parquet"]
         if num_shards == 1
@@ -76,14 +81,16 @@ def write_split(
     progress.phase(f"writing {split}", num_rows)
     shards = _shards(staging, is_in, rows_per_shard)
     tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
-    for shard, _ in run("local", write_shard, to, tasks, min(workers, num_shards)):
+    shared = (to, schema(to, with_other=staging.has_other))
+    for shard, _ in run("local", write_shard, shared, tasks, min(workers, num_shards)):
         progress.advance(shard.num_rows)
     return names
 
 
-def write_shard(to: Format, shard: Shard) -> None:
-    """Write one file."""
-    with BatchWriter(shard.path, schema(to)) as writer:
+def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
+    """Write one file in a format, with its schema."""
+    to, schema_of_file = shared
+    with BatchWriter(shard.path, schema_of_file) as writer:
         for block, places in shard.parts:
             batch, index = block.read()
             if len(places) < block.num_rows:
@@ -95,14 +102,18 @@ def _shards(
     staging: Staging, is_in: NDArray[np.bool_], rows_per_shard: int
 ) -> Iterator[list[tuple[StagedBlock, NDArray[np.int32]]]]:
     parts: list[tuple[StagedBlock, NDArray[np.int32]]] = []
-    room = rows_per_shard
+    rows, num_bytes = 0, 0.0
     for block in staging.blocks:
         places = np.flatnonzero(is_in[block.rows]).astype(np.int32)
+        row_bytes = block.num_bytes / block.num_rows
         while len(places):
-            parts.append((block, places[:room]))
-            places, room = places[room:], room - len(parts[-1][1])
-            if not room:
+            room = min(rows_per_shard - rows, int((SHARD_BYTES - num_bytes) / row_bytes))
+            if room <= 0 and parts:
                 yield parts
-                parts, room = [], rows_per_shard
+                parts, rows, num_bytes = [], 0, 0.0
+                continue
+            parts.append((block, places[: max(1, room)]))
+            taken = len(parts[-1][1])
+            places, rows, num_bytes = places[taken:], rows + taken, num_bytes + taken * row_bytes
     if parts:
         yield parts

@@ -35,6 +35,7 @@ class StagedBlock:
         num_rows: how many there are.
         first_index: records of the whole input before it.
         source: the input file.
+        num_bytes: of its rows in memory.
     """
 
     file: Path
@@ -44,6 +45,7 @@ class StagedBlock:
     num_rows: int
     first_index: int
     source: Path
+    num_bytes: int
 
     @property
     def rows(self) -> slice:
@@ -70,6 +72,7 @@ class Staging:
         blocks: in the order of the input.
         num_records: rows of the input.
         num_rows: those that were usable.
+        has_other: some of them have fields of `extra_info` without a column of their own.
     """
 
     def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
@@ -79,6 +82,7 @@ class Staging:
         self.blocks: list[StagedBlock] = []
         self.num_records = 0
         self.num_rows = 0
+        self.has_other = False
 
     def __enter__(self) -> Self:
         self._directory.mkdir()
@@ -95,12 +99,13 @@ class Staging:
         rows = self._files["rows"]
         if done.num_rows:
             place = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
-            self.blocks.append(StagedBlock(self._directory / "rows", *place, block.path))
+            self.blocks.append(StagedBlock(self._directory / "rows", *place, block.path, done.num_bytes))
             rows.write(done.rows)
             for name, values in done.keys.items():
                 self._files[name].write(np.ascontiguousarray(values).tobytes())
         self.num_records += done.num_records
         self.num_rows += done.num_rows
+        self.has_other |= done.has_other
 
     def finish(self) -> None:
         """No more rows will come."""

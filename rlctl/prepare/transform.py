@@ -15,7 +15,7 @@ from rlctl.data.batches import batch_of
 from rlctl.data.blocks import Block, Record, records_of, to_stream
 from rlctl.data.checks import RowError
 from rlctl.data.recipes import Recipe
-from rlctl.data.schema import Row
+from rlctl.data.schema import EXTRA_COLUMNS, Row
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.split import row_hash
 
@@ -86,6 +86,8 @@ class Transformed:
         truths: the distinct (data source, ground truth) of rows that are judged by rule.
         truth_of: (rows,) place in `truths`; −1 for a row that is judged otherwise.
         sources: rows per data source.
+        num_bytes: of the usable rows in memory.
+        has_other: some have fields of `extra_info` without a column of their own.
     """
 
     num_records: int
@@ -95,6 +97,8 @@ class Transformed:
     truths: list[tuple[str, str]]
     truth_of: Any
     sources: Counter[str]
+    num_bytes: int
+    has_other: bool
 
     @property
     def num_rows(self) -> int:
@@ -145,10 +149,12 @@ def _transform(plan: Plan, block: Block) -> Transformed:
         bands, signature = signatures(texts)
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
     truths, truth_of = _truths(rows)
-    stream = to_stream(batch_of(rows), compression="lz4")
+    batch = batch_of(rows)
+    stream = to_stream(batch, compression="lz4")
     bad.sort(key=lambda row: row.number)
     sources = Counter(row.data_source for row in rows)
-    return Transformed(num_records, stream, keys, bad, truths, truth_of, sources)
+    has_other = any(row.extra.keys() - EXTRA_COLUMNS for row in rows)
+    return Transformed(num_records, stream, keys, bad, truths, truth_of, sources, batch.nbytes, has_other)
 
 
 def _rows(recipe: Recipe, block: Block, bad: list[BadRow]) -> tuple[list[Row], list[Record], int]:

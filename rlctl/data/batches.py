@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlctl.data.schema import Row, large_schema
 
 
@@ -22,7 +24,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
     judged = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
     extra = [
         _text(splits),
-        pa.array([row.index for row in rows], pa.int64()),
+        integers([row.index for row in rows], pa.int64()),
         _text(row.answer for row in rows),
         _text(row.question for row in rows),
         _text(row.other for row in rows),
@@ -45,7 +47,7 @@ def placed(batch: Any, split: str, index: Any) -> Any:
     place = schema.get_field_index("extra_info")
     extra = batch.column(place)
     fields = dict(zip((field.name for field in extra.type), extra.flatten(), strict=True))
-    fields |= {"split": pa.repeat(pa.scalar(split, pa.large_string()), len(batch)), "index": index}
+    fields |= {"split": pa.repeat(_text([split])[0], len(batch)), "index": index}
     return batch.set_column(place, schema.field(place), _struct(list(fields.values()), extra.type))
 
 
@@ -57,14 +59,27 @@ def _prompts(rows: Sequence[Row], kind: Any) -> Any:
         ends.append(ends[-1] + len(row.prompt))
     messages = [message for row in rows for message in row.prompt]
     turns = [_text(message.role for message in messages), _text(message.content for message in messages)]
-    offsets = pa.array(ends, pa.int32())
+    offsets = integers(ends, pa.int32())
     return pa.ListArray.from_arrays(offsets, _struct(turns, kind.value_type), type=kind)
 
 
+# `pa.array` imports pandas where it is installed, which takes longer than the rows of a small input.
 def _text(values: Iterable[str]) -> Any:
     import pyarrow as pa
 
-    return pa.array(list(values), pa.large_string())
+    encoded = [value.encode() for value in values]
+    ends = np.zeros(len(encoded) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=ends[1:])
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers)
+
+
+def integers(values: Any, kind: Any) -> Any:
+    """An Arrow array of this type from numbers or a numpy array."""
+    import pyarrow as pa
+
+    content = np.array(values, dtype=kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(content), [None, pa.py_buffer(content)])
 
 
 def _struct(columns: Sequence[Any], kind: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import OTHER, Row
 from rlctl.errors import UsageError
-from rlctl.spec.paths import matches
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -30,6 +29,10 @@ def load_rows(files: Sequence[str]) -> list[Row]:
 
 
 def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
+    from rlctl.spec.paths import (
+        matches,
+    )  # the spec takes a while to load, and preparing data has no need of it
+
     for name in files:
         found = matches(name)
         if not found:

@@ -40,21 +40,18 @@ SENTENCE_MARKS = ".,;:?"
 Pairs = tuple["NDArray[np.uint32]", "NDArray[np.uint32]"]
 
 
-def normalise(text: str) -> str:
-    """What counts of a question when two are compared."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    text = f"{_spaced(text.casefold())} "
+def normalise(texts: Sequence[str]) -> list[str]:
+    """What counts of each question when two are compared; done on all in one string, which is faster."""
+    if not texts:
+        return []
+    plain = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
+    joined = " \0 ".join([text.replace("\0", " ") for text in plain]).casefold()
+    joined = f" {' '.join(joined.split())} "
     for mark in SENTENCE_MARKS:
-        text = text.replace(f"{mark} ", " ")
-    return _spaced(text)
-
-
-def _spaced(text: str) -> str:
-    """One space for all white space; it is looked for first, since splitting takes ten times as long."""
-    if "  " in text or not text.isprintable():  # of all white space only the space is printable
-        return " ".join(text.split())
-    return text.strip()
+        joined = joined.replace(f"{mark} ", " ")
+    while "  " in joined:
+        joined = joined.replace("  ", " ")
+    return [text.strip() for text in joined.split("\0")]
 
 
 def text_key(text: str) -> int:

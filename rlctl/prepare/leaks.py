@@ -73,12 +73,9 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
 
 def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
     """Places in a block of the wanted rows that occur in the saved reference, by file and kind."""
-    import pyarrow as pa
-
     reference = _reference(directory)
     block, wanted = task
-    batch, _ = block.read()
-    questions = batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()
+    questions = block.questions(wanted)
     places = np.flatnonzero(wanted).tolist()
     found: Found = {}
     for start in range(0, len(questions), HASHED_AT_ONCE):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.data.batches import placed
+from rlctl.data.batches import integers, placed
 from rlctl.data.write import BatchWriter
 from rlctl.prepare.engines import run
 from rlctl.prepare.formats import Format, convert, schema
@@ -89,12 +89,15 @@ def write_split(
 
 def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
     """Write one file in a format, with its schema."""
+    import pyarrow as pa
+
     to, schema_of_file = shared
     with BatchWriter(shard.path, schema_of_file) as writer:
         for block, places in shard.parts:
             batch, index = block.read()
             if len(places) < block.num_rows:
-                batch, index = batch.take(places), index.take(places)
+                chosen = integers(places, pa.int32())
+                batch, index = batch.take(chosen), index.take(chosen)
             writer.add(convert(placed(batch, shard.split, index), to))
 
 

@@ -139,7 +139,9 @@ class Questions:
 
     def add(self, block: Sequence[Row], numbers: Sequence[int]) -> None:
         """Some more rows, and the number each stands on."""
-        keys = np.array([text_key(normalise(row.question)) for row in block], dtype=np.uint64)
+        keys = np.array(
+            [text_key(text) for text in normalise([row.question for row in block])], dtype=np.uint64
+        )
         truths = np.array([crc32(row.ground_truth.encode()) for row in block], dtype=np.uint32)
         self._parts.append((keys, truths, np.array(numbers, dtype=np.int64)))
 

@@ -14,7 +14,9 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from rlctl.data.batches import integers
 from rlctl.data.blocks import Block
+from rlctl.data.schema import large_schema
 from rlctl.prepare.transform import Transformed
 
 if TYPE_CHECKING:
@@ -55,14 +57,35 @@ class StagedBlock:
     def read(self) -> tuple[Any, Any]:
         """The rows as an Arrow record batch, and their final indices."""
         import pyarrow as pa
-        import pyarrow.compute as pc
+
+        batch = self._batch()
+        stored = batch.column("extra_info").field("index")
+        index = np.frombuffer(stored.buffers()[1], np.int64, len(stored))  # `to_numpy` imports pandas
+        by_place = self.first_index - 1 - index  # −1 is the block's first record
+        return batch, integers(np.where(index < 0, by_place, index), pa.int64())
+
+    def questions(self, is_wanted: NDArray[np.bool_]) -> list[str]:
+        """The questions of some rows.
+
+        Args:
+            is_wanted: (num_rows,).
+        """
+        import pyarrow as pa
+
+        questions = self._batch("extra_info").column("extra_info").field("question")
+        wanted: list[str] = questions.take(integers(np.flatnonzero(is_wanted), pa.int64())).to_pylist()
+        return wanted
+
+    def _batch(self, *columns: str) -> Any:
+        """The stored batch, or these columns of it."""
+        import pyarrow as pa
 
         with self.file.open("rb") as file:
             file.seek(self.offset)
-            batch = pa.ipc.open_stream(file.read(self.length)).read_next_batch()
-        index = batch.column("extra_info").field("index")
-        by_place = pc.subtract(self.first_index - 1, index)  # −1 is the block's first record
-        return batch, pc.if_else(pc.less(index, 0), by_place, index)
+            stream = file.read(self.length)
+        places = [large_schema().get_field_index(name) for name in columns]
+        options = pa.ipc.IpcReadOptions(included_fields=places)
+        return pa.ipc.open_stream(stream, options=options).read_next_batch()
 
 
 class Staging:
@@ -130,10 +153,7 @@ class Staging:
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> Iterator[str]:
         """Questions of some rows, in order."""
-        import pyarrow as pa
-
         for block in self.blocks:
             wanted = is_wanted[block.rows]
             if wanted.any():
-                batch, _ = block.read()
-                yield from batch.column("extra_info").field("question").filter(pa.array(wanted)).to_pylist()
+                yield from block.questions(wanted)

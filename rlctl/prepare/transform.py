@@ -135,7 +135,7 @@ def _transform(plan: Plan, block: Block) -> Transformed:
         if len(fine) < len(rows):
             rows, records = [rows[i] for i in fine], [records[i] for i in fine]
             tokens, is_cut = [tokens[i] for i in fine], [is_cut[i] for i in fine]
-    texts = [normalise(row.question) for row in rows]
+    texts = normalise([row.question for row in rows])
     found = {
         "number": [record.number for record in records],
         "split": [row_hash(row.question, plan.seed) for row in rows],

@@ -26,7 +26,7 @@ from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
     ],
 )
 def test_what_does_not_count(one, other):
-    assert normalise(one) == normalise(other)
+    assert normalise([one]) == normalise([other])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_does_not_count(one, other):
     ],
 )
 def test_what_makes_another_question(one, other):
-    assert normalise(one) != normalise(other)
+    assert normalise([one]) != normalise([other])
 
 
 @pytest.mark.parametrize("sorted_rows", [1, 7, 1 << 22])
@@ -187,5 +187,10 @@ def test_near_duplicates_by_policy(tmp_path, policy, kept):
 @given(st.text("aB .,;:?!-\n\t\u00a0\u2003é", max_size=30))
 def test_white_space_of_any_kind_and_amount_is_one_space(text):
     spaced = " ".join(text.split())
-    assert normalise(text) == normalise(spaced) == normalise(f"\n{spaced}  ")
-    assert "  " not in normalise(text)
+    assert normalise([text]) == normalise([spaced]) == normalise([f"\n{spaced}  "])
+    assert "  " not in normalise([text])[0]
+
+
+@given(st.lists(st.text("aZé .,;:?!\0\n\u2003ß", max_size=9)))
+def test_a_text_is_normalised_alike_alone_and_among_others(texts):
+    assert normalise(texts) == [normalise([text])[0] for text in texts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -68,11 +68,20 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
     if lengths and lengths.get("quantiles"):
         median, high = lengths["quantiles"]["0.5"], lengths["quantiles"]["0.99"]
         result.append(f"  prompt tokens: median {median:,}, 99 % up to {high:,}, longest {lengths['max']:,}")
+    result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
     found = [
         Finding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
     ]
     result += [f"  {line}" for line in lines(found)]
     return [*result, *_next(request, summary)]
+
+
+def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`leakage: 0 of 285 rows of train occur in aime.jsonl`, a line each."""
+    return [
+        f"leakage: {one['rows']:,} of {one['of']:,} rows of {one['rows_of']} occur in {one['against']}"
+        for one in comparisons
+    ]
 
 
 def _place(out: Path, files: list[str]) -> Path:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from rlctl.cli.prepare_data_output import comparison_lines
 from rlctl.prepare.findings import rows
 from rlctl.prepare.visible import visible
 
@@ -72,6 +73,8 @@ def _print_text(report: Report) -> None:
         console.print(Text(f"prompt lengths in {report.lengths.unit}", style="bold"))
         for line in _histogram(report.lengths):
             console.print(Text(f"  {line}"))
+    for line in comparison_lines([one.to_json() for one in report.leakage]):
+        console.print(Text(visible(line)), soft_wrap=True)
     for finding in report.findings:
         label = (f"{finding.severity}: ", _COLOURS[finding.severity])
         code = (f"  [{finding.code}]", "dim")
@@ -123,6 +126,8 @@ def _markdown(report: Report) -> Iterator[str]:
     if report.lengths.total:
         summary = ", ".join(f"{name} {length:,}" for name, length in report.lengths.summary().items())
         yield f"\nPrompt lengths in {report.lengths.unit}: {summary}."
+    for line in comparison_lines([one.to_json() for one in report.leakage]):
+        yield f"\n{_cell(line)}"
     yield f"\n**{_verdict(report.findings)}**\n"
     if report.findings:
         yield "| | what | count | first | fix |"

@@ -15,7 +15,7 @@ from rlctl.data.sources import find_sources
 from rlctl.prepare.file_check import FileCheck, FileReport, Probes
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, agree, rows, worst_first
 from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.leakage import Reference
+from rlctl.prepare.leakage import Comparison, Reference
 from rlctl.prepare.leaks import questions_of
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.progress import Progress
@@ -50,12 +50,14 @@ class Report:
         findings: worst first.
         lengths: of all usable prompts.
         model: what the lengths depend on; None: no model was given.
+        leakage: how many rows of each file occur in each file of `against`.
     """
 
     files: list[FileReport]
     findings: list[Finding]
     lengths: Histogram
     model: dict[str, Any] | None = None
+    leakage: tuple[Comparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -64,6 +66,7 @@ class Report:
             "findings": [finding.to_json() for finding in self.findings],
             "lengths": self.lengths.to_json() if self.lengths.total else None,
             "model": self.model,
+            "leakage": [comparison.to_json() for comparison in self.leakage],
         }
 
 
@@ -86,7 +89,9 @@ def check(request: CheckRequest, progress: Progress | None = None) -> Report:
     if probes.lengths is not None:
         found += template_findings(probes.lengths.renderer)
     described = probes.lengths.describe() if probes.lengths else None
-    return Report([one.report() for one in checks], worst_first(found), probes.histogram, described)
+    compared = tuple(comparison for one in checks for comparison in one.comparisons())
+    reports = [one.report() for one in checks]
+    return Report(reports, worst_first(found), probes.histogram, described, compared)
 
 
 def _probes(request: CheckRequest) -> Probes:

@@ -16,7 +16,7 @@ from rlctl.prepare import findings
 from rlctl.prepare.columns import column_findings, is_verl, read_schema
 from rlctl.prepare.findings import Finding, Places
 from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.leakage import Kind, Reference
+from rlctl.prepare.leakage import KINDS, Comparison, Kind, Reference
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.progress import Progress
 from rlctl.prepare.row_checks import BadRows, Questions, SplitChecks, TextChecks
@@ -100,6 +100,19 @@ class FileCheck:
         """What the file is."""
         name = self._recipe.name if self._recipe else None
         return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
+
+    def comparisons(self) -> list[Comparison]:
+        """How many usable rows occur in each file they must not occur in."""
+        num_rows = self._sources.total()
+        return [
+            Comparison(
+                str(self.path),
+                name,
+                num_rows,
+                {kind: self._leaks[kind, name].count for kind in KINDS if (kind, name) in self._leaks},
+            )
+            for name in self._probes.reference.names
+        ]
 
     def findings(self) -> list[Finding]:
         """What is wrong with it."""

@@ -162,7 +162,9 @@ _LEAKS: dict[str, tuple[Severity, str]] = {
 }
 
 
-def leaked(kind: str, file: str, count: int, examples: Sequence[str] = ()) -> list[Finding]:
+def leaked(
+    kind: str, file: str, count: int, examples: Sequence[str] = (), split: str = "train"
+) -> list[Finding]:
     """Rows that occur in the test split or a benchmark.
 
     Args:
@@ -170,10 +172,16 @@ def leaked(kind: str, file: str, count: int, examples: Sequence[str] = ()) -> li
         file: where they occur.
         count: rows.
         examples: the first few.
+        split: the rows are of; `test`: they are not trained on.
     """
     if not count:
         return []
     severity, words = _LEAKS[kind]
+    if split == "test":
+        what = f"of the test split {agree(count, words)} {file}"
+        fix = "the test split is then no measure apart from that file: remove them from the input"
+        examples = tuple(examples[:EXAMPLES_SHOWN])
+        return [Finding(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)]
     return [
         Finding(
             f"leak-{kind}",

@@ -24,11 +24,41 @@ if TYPE_CHECKING:
     Hashes = NDArray[np.uint64]
 
 Kind = Literal["exact", "masked", "ngram"]
+#: From sure to suspicious.
+KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
 
 #: An n-gram in more questions of a file than both of these is a phrase of the file's prompts, not a question.
 COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
 HASHED_AT_ONCE = 1024
 _NAMES = "names.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many rows of one set occur in a file; also where none does.
+
+    Attributes:
+        rows_of: the rows that were compared: a split, or a file.
+        against: the file.
+        num_rows: rows compared.
+        counts: rows that occur, by the surest way in which each does.
+    """
+
+    rows_of: str
+    against: str
+    num_rows: int
+    counts: Mapping[Kind, int]
+
+    @property
+    def num_leaked(self) -> int:
+        """Rows that occur in one of the ways."""
+        return sum(self.counts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        counts = {kind: self.counts.get(kind, 0) for kind in KINDS}
+        sides = {"rows_of": self.rows_of, "against": self.against}
+        return sides | {"of": self.num_rows, "rows": self.num_leaked, **counts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +90,11 @@ class Reference:
         for file, questions in waiting.items():
             builders[file].add(questions)
         return cls({file: builder.finish() for file, builder in builders.items()})
+
+    @property
+    def names(self) -> list[str]:
+        """The files."""
+        return list(self._files)
 
     def save(self, directory: Path) -> None:
         """Write it to a directory that does not exist yet."""

@@ -17,7 +17,7 @@ from rlctl.prepare import findings
 from rlctl.prepare.decide import Decision, Fate
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import EXAMPLES_SHOWN
-from rlctl.prepare.leakage import HASHED_AT_ONCE, Kind, Reference
+from rlctl.prepare.leakage import HASHED_AT_ONCE, KINDS, Comparison, Kind, Reference
 from rlctl.prepare.progress import Progress
 from rlctl.prepare.request import PrepareRequest
 from rlctl.prepare.staging import StagedBlock, Staging
@@ -29,35 +29,52 @@ TEST = "the test split"
 REFERENCE = "reference"
 #: So many rows are compared here and not in processes of their own.
 LOCAL_ROWS = 20_000
-#: From sure to suspicious.
-KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
-
 Found = dict[tuple[str, Kind], list[int]]
 
 
 def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
     """Compare the training rows with the test split and `request.against`, and do with them what was asked.
 
+    The test rows are compared with `request.against` too. Those that occur there are reported only: they
+    are not trained on.
+
     Raises:
         UsageError: a file of `against` cannot be read, or rows leak and `refuse` was asked for.
     """
     is_train = decision.is_kept & ~decision.is_test
     is_test = decision.is_kept & decision.is_test
-    progress.phase("leakage", int(is_train.sum()))
+    is_compared = decision.is_kept if request.against else is_train
+    progress.phase("leakage", int(is_compared.sum()))
     directory = staging.file(REFERENCE)
-    Reference.build(_guarded(request, staging, is_test)).save(directory)
+    reference = Reference.build(_guarded(request, staging, is_test))
+    reference.save(directory)
     _reference.cache_clear()  # this process may have had another one under that name
-    tasks = ((block, is_train[block.rows]) for block in staging.blocks if is_train[block.rows].any())
+    tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     found: Found = {}
-    for (block, wanted), matches in run("local", scan, directory, tasks, _workers(request, is_train)):
-        for key, places in matches.items():
-            found.setdefault(key, []).extend(block.first_row + place for place in places)
+    found_in_test: Found = {}
+    for (block, wanted), matches in run("local", scan, directory, tasks, _workers(request, is_compared)):
+        for (file, kind), places in matches.items():
+            rows = block.first_row + np.array(places)
+            found.setdefault((file, kind), []).extend(rows[is_train[rows]].tolist())
+            if file != TEST:
+                found_in_test.setdefault((file, kind), []).extend(rows[is_test[rows]].tolist())
         progress.advance(int(wanted.sum()))
     rows = np.unique(np.array([row for places in found.values() for row in places], dtype=np.int64))
     by_file: dict[str, dict[str, int]] = {}
     for (file, kind), places in sorted(found.items()):
-        by_file.setdefault(file, {})[kind] = len(places)
+        if places:
+            by_file.setdefault(file, {})[kind] = len(places)
     decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
+    sides = (("train", is_train, found), ("test", is_test, found_in_test))
+    decision.report["leakage_checks"] = [
+        Comparison(
+            name, file, int(is_in.sum()), {kind: len(side.get((file, kind), ())) for kind in KINDS}
+        ).to_json()
+        for name, is_in, side in sides
+        for file in reference.names
+        if is_in.any() and (name, file) != ("test", TEST)
+    ]
+    decision.findings += _findings(staging, found_in_test, "test")
     if len(rows) and request.leakage == "refuse":
         lines = "".join(f"\n  {line}" for line in findings.lines(_findings(staging, found)))
         occur = findings.agree(len(rows), "occur")
@@ -128,11 +145,11 @@ def _workers(request: PrepareRequest, is_train: NDArray[np.bool_]) -> int:
     return request.num_workers if request.workers or is_train.sum() > LOCAL_ROWS else 1
 
 
-def _findings(staging: Staging, found: Found) -> list[findings.Finding]:
+def _findings(staging: Staging, found: Found, split: str = "train") -> list[findings.Finding]:
     return [
         finding
         for (file, kind), places in sorted(found.items(), key=lambda item: KINDS.index(item[0][1]))
         for finding in findings.leaked(
-            kind, file, len(places), [staging.where(row) for row in sorted(places)[:EXAMPLES_SHOWN]]
+            kind, file, len(places), [staging.where(row) for row in sorted(places)[:EXAMPLES_SHOWN]], split
         )
     ]

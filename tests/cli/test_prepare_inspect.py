@@ -165,3 +165,22 @@ def test_help_teaches_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "--fail-on" in done.stdout
     assert "--ids" in done.stdout
+
+
+def test_leakage_is_reported_where_there_is_none(good, tmp_path, capsys):
+    benchmark = write_jsonl(tmp_path / "bench.jsonl", [{"prompt": "Wo ist der Hund?", "answer": "1"}])
+    line = f"leakage: 0 of 6 rows of {good} occur in {benchmark}"
+    assert command("check", good, "--against", benchmark) == 0
+    assert line in capsys.readouterr().out
+    assert command("check", good, "--against", benchmark, "--format", "json") == 0
+    (entry,) = json.loads(capsys.readouterr().out)["leakage"]
+    sides = {"rows_of": str(good), "against": str(benchmark), "of": 6}
+    assert entry == {**sides, "rows": 0, "exact": 0, "masked": 0, "ngram": 0}
+    assert command("check", good, "--against", benchmark, "--format", "markdown") == 0
+    assert "leakage: 0 of 6 rows" in capsys.readouterr().out
+    source = write_jsonl(tmp_path / "in.jsonl", gsm8k_rows(copies=5))
+    options = ("--out", tmp_path / "out", "--val-size", 3, "--against", benchmark)
+    assert command("parquet", source, *options) == 0
+    printed = capsys.readouterr().out
+    assert f"leakage: 0 of 3 rows of test occur in {benchmark}" in printed
+    assert f"leakage: 0 of 27 rows of train occur in {benchmark}" in printed

@@ -73,6 +73,38 @@ def test_the_test_split_is_guarded_too(tmp_path):
     assert summary.report["leakage"] == {"rows": 16, "by_file": {"the test split": {"ngram": 16}}}
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("policy", ["report", "drop"])
+def test_the_test_split_is_compared_with_each_benchmark(tmp_path, workers, policy):
+    rows = [{"question": f"An honest question number {i}", "answer": "#### 1"} for i in range(30)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    base = PrepareRequest(
+        (str(source),), tmp_path / "a", val_size=6, check_graders=False, near_duplicates="off"
+    )
+    prepare(base)
+    inside = load_rows([str(tmp_path / "a" / "test.parquet")])[:2]
+    known = write_jsonl(
+        tmp_path / "known.jsonl", [{"prompt": row.extra["question"], "answer": "1"} for row in inside]
+    )
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "Wo ist der Hund?", "answer": "1"}])
+    against = (str(known), str(other))
+    summary = prepare(replace(base, out=tmp_path / "b", against=against, workers=workers, leakage=policy))
+    none = {"exact": 0, "masked": 0, "ngram": 0}
+    assert summary.report["leakage_checks"] == [
+        {"rows_of": "train", "against": "the test split", "of": 24, "rows": 0, **none},
+        {"rows_of": "train", "against": str(known), "of": 24, "rows": 0, **none},
+        {"rows_of": "train", "against": str(other), "of": 24, "rows": 0, **none},
+        {"rows_of": "test", "against": str(known), "of": 6, "rows": 2, **none, "exact": 2},
+        {"rows_of": "test", "against": str(other), "of": 6, "rows": 0, **none},
+    ]
+    assert summary.report == json.loads((tmp_path / "b" / "manifest.json").read_text())["report"]
+    assert summary.counts["test"] == 6
+    assert summary.report["leakage"]["rows"] == summary.counts["leaked_dropped"] == 0
+    (finding,) = [one for one in summary.report["findings"] if one["code"].startswith("test-leak")]
+    assert (finding["code"], finding["count"]) == ("test-leak-exact", 2)
+    assert finding["examples"] == [f"{source}:{row.index + 1}" for row in inside]
+
+
 def test_a_second_run_in_one_process_compares_with_its_own_files(request_, tmp_path):
     prepare(request_)
     write_jsonl(tmp_path / "bench.jsonl", [{"prompt": "Something else entirely", "answer": "1"}])

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
@@ -28,8 +28,9 @@ from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.values import ValueModule
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, UsageError
 from rlctl.spec.memory import REDUCE_BUCKET
+from rlctl.spec.passthrough import merged
 
 _STATE = "engine"
 
@@ -46,6 +47,7 @@ class Settings(TypedDict):
         grad_clip: largest global gradient norm, 0 for none.
         gradient_checkpointing: run layers again in the backward pass instead of keeping activations.
         offload: what lies in the host's memory, see `_config`.
+        more_config: merged into DeepSpeed's configuration.
     """
 
     zero_stage: int
@@ -55,6 +57,7 @@ class Settings(TypedDict):
     grad_clip: float
     gradient_checkpointing: NotRequired[bool]
     offload: NotRequired[Offload]
+    more_config: NotRequired[Mapping[str, Any]]
 
 
 class _Engine:
@@ -86,9 +89,9 @@ class _Engine:
         plain = stage == 0
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
-        config = _config(stage, dtype, settings.get("offload", "none")) | {
-            "gradient_clipping": 0.0 if plain else grad_clip
-        }
+        own = _config(stage, dtype, settings.get("offload", "none"))
+        own["gradient_clipping"] = 0.0 if plain else grad_clip
+        config = merged(own, settings.get("more_config", {}))
         with keeping_buffers(model), _quiet():
             module = wrap(model.to(device=ranks.device, dtype=dtype))
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -98,9 +101,15 @@ class _Engine:
             if plain:  # DeepSpeed's plain path clips but does not report the norm.
                 self._optimizer.clip_norm = grad_clip
             self._deepspeed = _import_deepspeed()
-            self._engine, *_ = self._deepspeed.initialize(
-                model=module, optimizer=self._optimizer, config=config
-            )
+            try:
+                self._engine, *_ = self._deepspeed.initialize(
+                    model=module, optimizer=self._optimizer, config=config
+                )
+            except Exception as error:
+                if not settings.get("more_config"):
+                    raise
+                what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
+                raise UsageError(what, where="engine.deepspeed") from error
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
         self._engine.eval()
 

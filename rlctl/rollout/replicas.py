@@ -54,6 +54,7 @@ class ReplicaSettings:
         max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
         start_timeout: seconds until a replica must answer.
         max_restarts: of all replicas together.
+        more_arguments: further ones of `vllm serve`, after all others.
     """
 
     dtype: str
@@ -66,6 +67,7 @@ class ReplicaSettings:
     max_lora_rank: int = 0
     start_timeout: float = 600.0
     max_restarts: int = 3
+    more_arguments: tuple[str, ...] = ()
 
     def arguments(self, model: Path | str) -> list[str]:
         """Of `vllm serve`, host and port apart."""
@@ -82,7 +84,7 @@ class ReplicaSettings:
             arguments += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
         if self.trust_remote_code:
             arguments.append("--trust-remote-code")
-        return arguments
+        return [*arguments, *self.more_arguments]
 
 
 @dataclass(slots=True)

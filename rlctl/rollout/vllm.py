@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,7 @@ class VLLMRollout(CompletionRollout):
         gpu_memory_utilization: float = 0.9,
         sleeps: bool = False,
         device: torch.device | str = "cpu",
+        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the model into an engine of its own.
 
@@ -64,6 +65,7 @@ class VLLMRollout(CompletionRollout):
             gpu_memory_utilization: share of the GPU's memory for weights and cache.
             sleeps: give the GPU's memory back between calls.
             device: where the tensors lie that `generate` returns.
+            engine_kwargs: further arguments of vLLM's `LLM`; they win over those above.
 
         Raises:
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
@@ -78,22 +80,23 @@ class VLLMRollout(CompletionRollout):
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
         try:
-            self._llm: Any = LLM(
-                model=model_path,
-                dtype=VLLM_DTYPES[dtype],
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs or 256,
-                seed=seed,
-                trust_remote_code=trust_remote_code,
+            arguments: dict[str, Any] = {
+                "model": model_path,
+                "dtype": VLLM_DTYPES[dtype],
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs or 256,
+                "seed": seed,
+                "trust_remote_code": trust_remote_code,
                 # The model's own generation config may hold a top_p or a repetition penalty (Qwen's does).
-                generation_config="vllm",
-                logprobs_mode=LOGPROBS_MODE,
-                enforce_eager=not torch.cuda.is_available(),
-                gpu_memory_utilization=gpu_memory_utilization,
-                enable_sleep_mode=self._sleeps,
+                "generation_config": "vllm",
+                "logprobs_mode": LOGPROBS_MODE,
+                "enforce_eager": not torch.cuda.is_available(),
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "enable_sleep_mode": self._sleeps,
                 **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
                 **({} if reads_weights else _trained()),
-            )
+            }
+            self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
         except Exception as error:
             raise _not_started(model_path, error) from error
         config = _generation_config(model_path, trust_remote_code)

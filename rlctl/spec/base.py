@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -30,6 +32,26 @@ def _one_or_many(value: Any) -> Any:
 
 
 NullWord = BeforeValidator(_null_word)
+
+
+def json_file(value: Any) -> Any:
+    """The mapping in a JSON file, where a path is given for a mapping.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    if not isinstance(value, str):
+        return value
+    path = Path(value).expanduser()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object")
+    return content
+
+
 #: A mapping whose keys the spec does not know: `key.anything=value` sets one of them.
 OpenMapping = dict[str, Any]
 StrList = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=list[str] | str)]

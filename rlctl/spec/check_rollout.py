@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlctl.errors import Problem
 from rlctl.spec.check_algorithm import Check
+from rlctl.spec.passthrough import passthrough_is_free
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run import RunSpec
 
@@ -127,5 +128,6 @@ ROLLOUT_CHECKS: dict[Check, tuple[str, ...]] = {
         "rollout.server.urls",
     ),
     ahead_is_possible: ("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode"),
+    passthrough_is_free: ("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.server.urls"),
     adapter_can_be_sampled_with: ("model.lora_rank", "rollout.name", "rollout.merge_lora"),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rlctl.spec.base import Section
+from pydantic import BeforeValidator, Field
+
+from rlctl.spec.base import OpenMapping, Section, json_file
 
 
 class EngineSpec(Section):
@@ -17,3 +19,5 @@ class EngineSpec(Section):
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lies in the host's memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
     parameters too; stage 3). Saves memory on the GPU and costs time."""
+    deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
+    """Merged into DeepSpeed's configuration, as it is: a mapping, or the path of a JSON file with one."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.spec.base import NullWord, Section, StrList
+from rlctl.spec.base import NullWord, OpenMapping, Section, StrList
 
 #: Ranks for which vLLM's engines can be built; they apply adapters of any rank up to that.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -70,6 +70,8 @@ class RolloutSpec(Section):
     merge_lora: bool = False
     """Of `vllm` under LoRA: bring all weights with the adapter merged in, instead of the adapter alone."""
     server: ServerSpec = ServerSpec()
+    engine_kwargs: OpenMapping = Field(default={})
+    """Further arguments of vLLM's engine, as they are: `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
     """Sample up to so many batches ahead while the trainer trains, with the newest weights; 0: never."""
     staleness: int = Field(default=0, ge=0)

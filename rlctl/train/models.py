@@ -93,6 +93,7 @@ def build_models(
         grad_clip=spec.actor.grad_clip,
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
         offload=spec.engine.offload,
+        more_config=spec.engine.deepspeed,
     )
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
@@ -132,6 +133,7 @@ def _critic(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> Dee
         grad_clip=spec.critic.grad_clip,
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
         offload=spec.engine.offload,
+        more_config=spec.engine.deepspeed,
     )
 
 

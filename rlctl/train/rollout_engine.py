@@ -20,6 +20,7 @@ from rlctl.rollout.vllm import VLLM_DTYPES, TrainedVLLMRollout
 from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import ExpectedWeights
+from rlctl.spec.passthrough import as_arguments
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run import RunSpec
 
@@ -65,6 +66,7 @@ def build_rollout(
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleeps=rollout.free_cache_engine,
         device=ranks.device,
+        engine_kwargs=rollout.engine_kwargs,
     )
 
 
@@ -125,6 +127,7 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         max_lora_rank=_max_lora_rank(spec),
         start_timeout=rollout.server.start_timeout,
         max_restarts=rollout.server.max_restarts,
+        more_arguments=tuple(as_arguments(rollout.engine_kwargs)),
     )
 
 

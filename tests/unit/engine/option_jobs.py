@@ -7,6 +7,7 @@ import torch
 from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
+from rlctl.errors import UsageError
 from rlctl.train.update_critic import update_critic
 from tests.models import tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, take_step, weights_of
@@ -52,6 +53,18 @@ def steps(ranks: Ranks, cases: list[Case]):
             "applied": [result.applied for result in results],
         }
     return found
+
+
+def with_config(ranks: Ranks, given: dict[str, object]) -> tuple[int, str]:
+    """The bucket size in effect; and where the configuration is refused, the message."""
+    settings = {"zero_stage": 2, "dtype": torch.float32, "weight_decay": 0.0, "betas": (0.9, 0.95)}
+    try:
+        engine = DeepSpeedEngine(
+            tiny_model(), ranks, temperature=1.0, grad_clip=1.0, more_config=given, **settings
+        )
+    except UsageError as error:
+        return 0, str(error)
+    return engine._engine.zero_reduce_bucket_size(), ""
 
 
 def critic_updates(ranks: Ranks, options: list[dict[str, object]]):

@@ -99,3 +99,16 @@ def test_layers_keep_their_inputs_only(kind: str) -> None:
 def test_a_model_that_does_not_mark_its_layers_is_refused() -> None:
     with pytest.raises(UsageError, match="recomputed"):
         recompute_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "bucket", "words"),
+    [
+        ({"zero_optimization": {"reduce_bucket_size": 4096}}, 4096, ""),
+        ({"zero_optimization": {"reduce_bucket_size": "large"}}, 0, "engine.deepspeed: DeepSpeed refuses"),
+    ],
+)
+def test_options_reach_deepspeed(given: dict[str, object], bucket: int, words: str, tmp_path: Path) -> None:
+    (found,) = on_ranks(1, option_jobs.with_config, given, where=tmp_path)
+    assert found[0] == bucket
+    assert found[1].startswith(words)

@@ -30,3 +30,8 @@ def test_a_machine_that_starts_no_process_ends_the_run_at_once(
     assert time.monotonic() - begun < 30
     with pytest.raises(RunFailure, match="cannot be started"):
         servers.check()
+
+
+def test_further_arguments_come_last() -> None:
+    settings = ReplicaSettings(dtype="float32", max_model_len=8, more_arguments=("--block-size", "32"))
+    assert settings.arguments("model")[-2:] == ["--block-size", "32"]

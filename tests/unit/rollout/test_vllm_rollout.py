@@ -24,7 +24,13 @@ NUCLEUS = Sampling(max_response_length=9, temperature=0.7, top_p=0.9)
 
 def ask(path: str, answers: str) -> int:
     """In the engine's process: sample in several ways; leave what came out."""
-    engine = VLLMRollout(path, TOKENIZER, dtype="fp32", max_model_len=64, max_num_seqs=8)
+    engine = VLLMRollout(
+        *(path, TOKENIZER),
+        dtype="fp32",
+        max_model_len=64,
+        max_num_seqs=8,
+        engine_kwargs={"block_size": 32},
+    )
 
     def sample(rows, sampling=NUCLEUS, n=4):
         prompts = take(make_prompts(), rows)
@@ -38,6 +44,7 @@ def ask(path: str, answers: str) -> int:
         "plain": sample(everything, Sampling(max_response_length=9)),
         "greedy": sample(everything, Sampling(max_response_length=9, greedy=True), n=1),
     }
+    found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
     engine.close()
     torch.save(found, answers)
     return 0
@@ -85,6 +92,11 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, na
     mask = rollouts.response_mask
     torch.testing.assert_close(rollouts.rollout_log_probs[mask], expected[mask], atol=2e-5, rtol=0)
     assert (rollouts.rollout_log_probs[~mask] == 0).all()
+
+
+@needs_vllm
+def test_options_reach_the_engine(answers):
+    assert answers["block_size"] == 32
 
 
 @needs_vllm

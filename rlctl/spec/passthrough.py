@@ -1,0 +1,116 @@
+"""Options that go to vLLM and DeepSpeed as they are, and which of them the spec sets itself.
+
+`rollout.engine_kwargs` is merged into the arguments of vLLM's `LLM`, or of `vllm serve`; `engine.deepspeed`
+into DeepSpeed's configuration. An option that rlctl owns would silently contradict the spec: it is refused,
+and both sides are named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlctl.errors import Problem
+from rlctl.spec.run import RunSpec
+
+_LENGTH = "data.max_prompt_length + data.max_response_length"
+_LORA = "model.lora_rank and rollout.merge_lora"
+_OWN_BATCHES = "rlctl forms mini-batches and micro-batches itself"
+_OWN_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
+
+#: Argument of vLLM's `LLM` → the spec key that sets it, or why rlctl must.
+VLLM_OWNERS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "max_model_len": _LENGTH,
+    "max_num_seqs": "rollout.max_num_seqs",
+    "seed": "trainer.seed",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "enable_sleep_mode": "rollout.free_cache_engine",
+    "enable_lora": _LORA,
+    "max_lora_rank": _LORA,
+    "generation_config": "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p",
+    "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
+    "served_model_name": "rlctl names the model of its servers",
+    "host": "rlctl chooses the address of its servers",
+    "port": "rlctl chooses the address of its servers",
+}
+#: The same for DeepSpeed's configuration; a key that ends in a dot stands for everything below it.
+DEEPSPEED_OWNERS = {
+    "train_batch_size": _OWN_BATCHES,
+    "train_micro_batch_size_per_gpu": _OWN_BATCHES,
+    "gradient_accumulation_steps": _OWN_BATCHES,
+    "optimizer.": _OWN_OPTIMIZER,
+    "scheduler.": "actor.lr_scheduler_type",
+    "gradient_clipping": "actor.grad_clip",
+    "zero_optimization.stage": "engine.zero_stage",
+    "zero_optimization.offload_optimizer.device": "engine.offload",
+    "zero_optimization.offload_param.device": "engine.offload",
+    "bf16.enabled": "engine.dtype",
+    "fp16.": "engine.dtype (fp32 or bf16)",
+    "amp.": "engine.dtype (fp32 or bf16)",
+    "zero_allow_untested_optimizer": _OWN_OPTIMIZER,
+    "zero_force_ds_cpu_optimizer": _OWN_OPTIMIZER,
+}
+
+
+def passthrough_is_free(spec: RunSpec) -> list[Problem]:
+    """What goes to an engine as it is must not be what the spec says already."""
+    problems = []
+    if spec.rollout.engine_kwargs and spec.rollout.name != "vllm":
+        what = f"has no effect: rollout.name is {spec.rollout.name}"
+        problems.append(
+            Problem("error", "rollout.engine_kwargs", what, "set rollout.name: vllm, or leave it out")
+        )
+    elif spec.rollout.engine_kwargs and spec.rollout.server.urls:
+        what = "has no effect on servers that run already"
+        fix = "start them with these options, and leave it out"
+        problems.append(Problem("error", "rollout.engine_kwargs", what, fix))
+    problems += _owned("rollout.engine_kwargs", spec.rollout.engine_kwargs, VLLM_OWNERS, "vLLM's")
+    return problems + _owned("engine.deepspeed", spec.engine.deepspeed, DEEPSPEED_OWNERS, "DeepSpeed's")
+
+
+def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `more` on top, mapping by mapping."""
+    result = dict(base)
+    for key, value in more.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of vLLM as `vllm serve` reads them: `--name value`, `--flag` and `--no-flag`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments
+
+
+def _owned(key: str, given: Mapping[str, Any], owners: Mapping[str, str], whose: str) -> list[Problem]:
+    problems = []
+    for option, value in _flat(given, ""):
+        for owner, ours in owners.items():
+            if option == owner or (owner.endswith(".") and f"{option}.".startswith(owner)):
+                what = f"{whose} {option} ({value}) contradicts what sets it here: {ours}"
+                problems.append(Problem("error", f"{key}.{option}", what, "leave it out"))
+    return problems
+
+
+def _flat(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,114 @@
+"""Which settings give the gradient of the expected reward: `update` on DeepSpeed, every batch enumerated.
+
+RLOO baselines, groups of two. A setting is
+
+- exact, if the mean gradient over mini-batches is the expected reward's times a known constant, however
+  small the mini-batch;
+- consistent, if only ever larger mini-batches tend to that;
+- biased, if they tend to something else.
+
+The table of `docs/explanation/rollout-correction.md` is what comes out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.algos.rules import RejectRule, WeightRule
+from rlctl.registry import POLICY_LOSSES
+from tests.processes import on_ranks
+from tests.properties.enumerated_updates import (
+    AGGREGATIONS,
+    HORIZON,
+    RESPONSES,
+    ROUNDING,
+    SIXTEENTHS,
+    UNBOUNDED,
+    Found,
+    Setting,
+    enumerate_updates,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "rollout-correction.md"
+LOSSES = list(POLICY_LOSSES)
+MEAN_LENGTH = sum(count * len(response) for response, count in SIXTEENTHS.items()) / 16
+BAND = RejectRule("sequence", "ratio", "sum", 0.5, 2.0, "sequence")
+
+
+def both(weight: WeightRule, *reject: RejectRule, after: bool = False) -> list[Setting]:
+    """Bypass mode, and the first update of decoupled mode."""
+    return [Setting("reinforce", old, weight, reject, after) for old in ("rollout", "current")]
+
+
+def unbounded(level: str | None, *, normalize: bool = False) -> WeightRule:
+    return WeightRule(level, "truncate", upper=1e9, normalize=normalize)
+
+
+#: Row of the table → the settings that it speaks of.
+ROWS = {
+    "bypass, `reinforce`": [Setting("reinforce", "rollout")],
+    "bypass, a loss with a ratio": [Setting(loss, "rollout") for loss in LOSSES if loss != "reinforce"],
+    "decoupled, first update of a batch, any loss": [Setting(loss, "current") for loss in LOSSES],
+    "decoupled, later updates of a batch, any loss": [Setting(loss, "earlier") for loss in LOSSES],
+    "`rollout_is_batch_normalize: true`": both(unbounded("sequence", normalize=True)),
+    "a bound that changes weights": [
+        setting
+        for bound in ("clip", "truncate", "mask")
+        for setting in both(WeightRule("sequence", bound, 0.5, 2.0))
+    ],
+    "`rollout_is: token`": both(unbounded("token")),
+    "`rollout_is: geometric`": both(unbounded("geometric")),
+    "`rollout_is: null`": both(unbounded(None)),
+    "a criterion that rejects": [*both(UNBOUNDED, BAND), *both(UNBOUNDED, BAND, after=True)],
+}
+#: Aggregation → the constant that an unbiased gradient is multiplied by.
+SCALES = {
+    "token-mean": 1.0 / MEAN_LENGTH,
+    "seq-mean-token-sum": 1.0,
+    "seq-mean-token-mean": 1.0,
+    "seq-mean-token-sum-norm": 1.0 / HORIZON,
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Setting, str], Found]:
+    settings = list(dict.fromkeys(setting for row in ROWS.values() for setting in row))
+    (result,) = on_ranks(1, enumerate_updates, settings, where=tmp_path_factory.mktemp("enumerated"))
+    return result  # type: ignore[return-value]
+
+
+def word(found: Found) -> str:
+    if found.small is None:
+        return "biased"
+    return "exact" if found.small.error < ROUNDING else "consistent"
+
+
+def test_the_responses_are_all_there_are() -> None:
+    assert sum(SIXTEENTHS.values()) == 16
+    assert len(RESPONSES) == 1 + 2 * 3
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_an_unbiased_gradient_has_a_known_scale_and_a_biased_one_is_far_off(found, row, mode) -> None:
+    for setting in ROWS[row]:
+        deviation = found[setting, mode]
+        if deviation.small is None:
+            assert deviation.large.error > 0.05  # no matter of rounding
+        else:
+            assert deviation.large.scale == pytest.approx(SCALES[mode], rel=1e-4)
+        if word(deviation) == "exact":
+            assert deviation.small.scale == pytest.approx(SCALES[mode], rel=1e-4)
+
+
+def test_the_table_of_the_docs_is_what_comes_out(found) -> None:
+    lines = []
+    for row, settings in ROWS.items():
+        words = [{word(found[setting, mode]) for setting in settings} for mode in AGGREGATIONS]
+        lines.append(f"| {row} | {' | '.join('/'.join(sorted(cell)) for cell in words)} |")
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"| | {' | '.join(f'`{mode}`' for mode in AGGREGATIONS)} |" in text
+    missing = [line for line in lines if line not in text]
+    assert not missing, f"put these rows into {PAGE.name}:\n" + "\n".join(missing)

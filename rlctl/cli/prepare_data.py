@@ -11,7 +11,17 @@ from rlctl.cli.prepare_data_inspect import check, show
 from rlctl.errors import UsageError
 
 Recipe = Literal[
-    "auto", "gsm8k", "math", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"
+    "auto",
+    "gsm8k",
+    "math",
+    "aime",
+    "dapo-math",
+    "countdown",
+    "multiple-choice",
+    "verl",
+    "trl",
+    "openrlhf",
+    "generic",
 ]
 
 app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")

@@ -14,8 +14,19 @@ from rlctl.data.asked import Asked, Values
 from rlctl.data.schema import GSM8K_SOURCE
 
 RecipeName = Literal[
-    "gsm8k", "math", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"
+    "gsm8k",
+    "math",
+    "aime",
+    "dapo-math",
+    "countdown",
+    "multiple-choice",
+    "verl",
+    "trl",
+    "openrlhf",
+    "generic",
 ]
+
+BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,10 @@ def _is_multiple_choice(values: Values) -> bool:
     choices = values.get("choices") or values.get("options")
     answered = any(name in values for name in ("answer", "answerKey", "answer_idx"))
     return "question" in values and isinstance(choices, list | Mapping) and answered
+
+
+def _is_aime(values: Values) -> bool:
+    return "problem" in values and isinstance(values.get("answer"), str | int | float)
 
 
 def _is_trl(values: Values) -> bool:
@@ -108,7 +123,15 @@ LAYOUTS: dict[RecipeName, Layout] = {
         lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
         tasks.math,
         "DigitalLearningGmbH/MATH-lighteval",
-        r"Think step by step, and put the final answer in \boxed{}.",
+        BOX_INSTRUCTION,
+    ),
+    "aime": Layout(
+        "a problem and its final answer, as in AIME and AMC",
+        "problem",
+        "answer",
+        _is_aime,
+        tasks.problem_and_answer,
+        instruction=BOX_INSTRUCTION,
     ),
     "openrlhf": Layout(
         "OpenRLHF's input and label",

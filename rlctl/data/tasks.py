@@ -51,6 +51,14 @@ def math(values: Values, prompt_key: str, answer_key: str) -> Asked:
     )
 
 
+def problem_and_answer(values: Values, prompt_key: str, answer_key: str) -> Asked:
+    """A mathematical problem and its final answer, without the way there."""
+    answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
+    prompt = parse_messages(lookup(values, prompt_key))
+    extra = columns_of(values, "level", "type", "subject", "year")
+    return Asked(prompt, answer.strip(), answer=answer, ability="math", extra=extra)
+
+
 def countdown(values: Values, prompt_key: str, answer_key: str) -> Asked:
     """Numbers, and a target to reach with them; the ground truth is both, as JSON."""
     numbers, target = lookup(values, prompt_key), lookup(values, answer_key)

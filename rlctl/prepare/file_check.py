@@ -19,7 +19,7 @@ from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.leakage import KINDS, Comparison, Kind, Reference
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.progress import Progress
-from rlctl.prepare.row_checks import BadRows, Questions, SplitChecks, TextChecks
+from rlctl.prepare.row_checks import AnswerDoubts, BadRows, Questions, SplitChecks, TextChecks, answer_doubts
 from rlctl.reward.graders import knows_source
 from rlctl.reward.round_trip import check_ground_truths
 
@@ -80,7 +80,7 @@ class FileCheck:
         self._recipe: Recipe | None = None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
-        self._bad, self._text = BadRows(), TextChecks()
+        self._bad, self._text, self._answers = BadRows(), TextChecks(), AnswerDoubts()
         self._ungradable, self._overlong, self._beyond = Places(), Places(), Places()
         self._structured = Places()
         self._leaks: dict[tuple[Kind, str], Places] = defaultdict(Places)
@@ -119,7 +119,12 @@ class FileCheck:
         found = column_findings(self.path, self._schema) if self._schema else []
         if not any(finding.code == "missing-columns" for finding in found):
             found += self._bad.findings()
-        found += self._text.findings() + self.splits.findings() + self.questions.findings(self.path)
+        found += (
+            self._answers.findings()
+            + self._text.findings()
+            + self.splits.findings()
+            + self.questions.findings(self.path)
+        )
         structured = (
             "have a ground truth that is a list or a structure, where training reads text or a number"
         )
@@ -153,6 +158,7 @@ class FileCheck:
         for record, row in pairs:
             self._sources[row.data_source] += 1
             self._text.add(row, record.where)
+            self._answers.add(answer_doubts(row), record.where)
             self.splits.add(row)
         self._grade(records, rows)
         self._measure(records, rows)

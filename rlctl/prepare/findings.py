@@ -10,7 +10,7 @@ Severity = Literal["info", "warning", "error"]
 
 #: Places shown of each finding.
 EXAMPLES_SHOWN = 5
-_SINGULAR = {"have": "has", "were": "was", "cannot": "cannot"}
+_SINGULAR = {"have": "has", "are": "is", "were": "was", "cannot": "cannot"}
 _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -256,6 +256,33 @@ def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
             "no response can be right: mend the ground truth, or name another data_source or reward",
         )
     ]
+
+
+def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool = True) -> list[Finding]:
+    """Mathematics whose prompts ask for no form of the answer that the grader looks for.
+
+    Args:
+        count: rows.
+        examples: the first few.
+        is_known: a grader is registered for their sources; others may have a reward of their own.
+    """
+    if not count:
+        return []
+    what = "are graded as mathematics, and the prompt asks for no form of the answer (\\boxed{}, ####, …)"
+    fix = r"add --instruction 'Put the final answer in \boxed{}.': else right answers may be read wrong"
+    severity: Severity = "warning" if is_known else "info"
+    found = tuple(examples[:EXAMPLES_SHOWN])
+    return [Finding("no-answer-form", severity, rows_that(count, what), count, found, fix)]
+
+
+def contradicted(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+    """Ground truths other than what the worked solution calculates last."""
+    if not count:
+        return []
+    what = "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution"
+    fix = "find out which is right, and correct or remove the row"
+    found = tuple(examples[:EXAMPLES_SHOWN])
+    return [Finding("contradicted-answer", "warning", rows_that(count, what), count, found, fix)]
 
 
 def unknown_source(source: str, count: int) -> Finding:

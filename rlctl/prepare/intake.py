@@ -19,6 +19,7 @@ from rlctl.prepare.engines import run
 from rlctl.prepare.findings import Finding, Places
 from rlctl.prepare.progress import Progress
 from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.row_checks import AnswerDoubts
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BadRow, Plan, Transformed, transform
 
@@ -35,7 +36,7 @@ class Intake:
     Attributes:
         num_bad: rows that were never staged.
         spoiled: places of staged rows that are bad as well.
-        findings: data sources without a grader, and ground truths such rows have.
+        findings: data sources without a grader, ground truths such rows have, and doubtful answers.
     """
 
     num_bad: int
@@ -84,7 +85,7 @@ def take_in(
     """
     num_bytes = sum(source.path.stat().st_size for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
-    graders = _GraderCheck()
+    graders, doubts = _GraderCheck(), AnswerDoubts()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
     spoiled: list[int] = []
@@ -101,12 +102,16 @@ def take_in(
             for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
                 bad.add(block.path, row)
             staging.add(block, done)
+            for number, found in done.doubts:
+                doubts.add(found, f"{block.path}:{number}")
             by_file[block.path] += done.num_records
             by_source.update(done.sources)
             progress.advance(block.num_bytes, done.num_records)
     staging.finish()
     _check_usable(sources, by_file, staging, bad, plan.recipe, is_refused=quarantine is None)
-    return Intake(bad.count - len(spoiled), spoiled, [*graders.findings(), *_unknown(by_source)])
+    return Intake(
+        bad.count - len(spoiled), spoiled, [*graders.findings(), *doubts.findings(), *_unknown(by_source)]
+    )
 
 
 def _check_usable(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -15,13 +17,35 @@ import numpy as np
 from rlctl.data.asked import is_integer
 from rlctl.data.schema import Row
 from rlctl.prepare.duplicates import normalise, repeated, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, Places, conflicts, duplicates, rows, rows_that
+from rlctl.prepare.findings import (
+    EXAMPLES_SHOWN,
+    Finding,
+    Places,
+    conflicts,
+    contradicted,
+    duplicates,
+    no_answer_form,
+    rows,
+    rows_that,
+)
 from rlctl.prepare.words import mixed
+from rlctl.reward.sources import grader_for, knows_source
 
 STYLES = {"rule", "model", "code"}
 #: Different complaints shown of one file; the rest are counted together.
 REASONS_SHOWN = 10
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+#: What asks for an answer at a known place or in a known form.
+_FORM = re.compile(
+    r"\\(?:boxed|fbox)|\bboxed\b|####|</?answer>|\banswer\b[\"'*]*\s*(?::|is\b)"
+    r"|\bfinal (?:answer|result|number)\b"
+    r"|\banswer (?:in|inside|within|after|as|should|must|on)\b"
+    r"|\b(?:put|write|state|report|return|output|end|finish)\b[^.?!\n]{0,60}\banswer\b",
+    re.IGNORECASE,
+)
+#: GSM8K's annotation of a calculation: <<3+4=7>>.
+_CALCULATION = re.compile(r"<<[^<>\n]*=\s*([^<>=\n]+?)\s*>>")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
@@ -79,6 +103,85 @@ class TextChecks:
             what = f"have reward_model.style {style!r}, which is graded as `rule`"
             found += places.finding("style", "info", what, "write rule, model or code")
         return found
+
+
+#: (code, detail) of something that a row's answer or its prompt's instruction makes doubtful.
+Doubt = tuple[Literal["no-answer-form", "no-answer-form, unknown source", "contradicted-answer"], str]
+
+
+class AnswerDoubts:
+    """Rows whose prompt asks for no answer the grader can find, or whose gold contradicts its solution."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Places] = defaultdict(Places)
+
+    def add(self, doubts: Iterable[Doubt], where: str) -> None:
+        """Of one row."""
+        for code, detail in doubts:
+            self._places[code].add(where, detail)
+
+    def findings(self) -> list[Finding]:
+        """What was found."""
+        known, unknown = (self._places[f"no-answer-form{end}"] for end in ("", ", unknown source"))
+        wrong = self._places["contradicted-answer"]
+        return [
+            *contradicted(wrong.count, wrong.first),
+            *no_answer_form(known.count, known.first),
+            *no_answer_form(unknown.count, unknown.first, is_known=False),
+        ]
+
+
+def answer_doubts(row: Row) -> list[Doubt]:
+    """What is doubtful about a row's answer."""
+    doubts: list[Doubt] = []
+    if row.style == "rule" and grader_for(row.data_source) == "maths" and not asks_for_form(row):
+        known = knows_source(row.data_source)
+        doubts.append(("no-answer-form" if known else "no-answer-form, unknown source", ""))
+    if detail := contradiction(row):
+        doubts.append(("contradicted-answer", detail))
+    return doubts
+
+
+def asks_for_form(row: Row) -> bool:
+    """Whether the prompt names a place or form of the answer, such as a box."""
+    for message in reversed(row.prompt):
+        before, question, after = message.content.partition(row.question)
+        if _names_form(after) or _names_form(before) or (question and _FORM.search(question)):
+            return True
+    return False
+
+
+@lru_cache(maxsize=1024)  # instructions are the same in most rows
+def _names_form(instruction: str) -> bool:
+    return _FORM.search(instruction) is not None
+
+
+def contradiction(row: Row) -> str:
+    """How the ground truth differs from what the solution calculates last; "" where it does not.
+
+    A ground truth that is the calculated number rounded to fewer places agrees; so does one that the text
+    after the calculation arrives at.
+    """
+    place = row.answer.rfind("<<")
+    found = _CALCULATION.match(row.answer, place) if place >= 0 else None
+    if found is None:
+        return ""
+    try:
+        calculated, truth = (
+            Decimal(text.replace(",", "").strip(" $%")) for text in (found[1], row.ground_truth)
+        )
+        if not (calculated.is_finite() and truth.is_finite()):
+            return ""
+        exponent = truth.as_tuple().exponent
+    except InvalidOperation:  # one of them is no number: nothing is known
+        return ""
+    unit = Decimal(1).scaleb(min(0, int(exponent)))
+    if calculated == truth or (calculated % unit and abs(calculated - truth) < unit):
+        return ""
+    rest = row.answer[found.end() :].partition("####")[0].replace(",", "")
+    if any(Decimal(number) == abs(truth) for number in _NUMBER.findall(rest)):
+        return ""
+    return f"{found[0]} and {row.ground_truth}"
 
 
 class SplitChecks:

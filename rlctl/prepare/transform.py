@@ -17,6 +17,7 @@ from rlctl.data.checks import RowError
 from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, Row
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
+from rlctl.prepare.row_checks import Doubt, answer_doubts
 from rlctl.prepare.split import row_hash
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Transformed:
         truths: the distinct (data source, ground truth) of rows that are judged by rule.
         truth_of: (rows,) place in `truths`; −1 for a row that is judged otherwise.
         sources: rows per data source.
+        doubts: number and what is doubtful of rows whose answer is.
         num_bytes: of the usable rows in memory.
         has_other: some have fields of `extra_info` without a column of their own.
     """
@@ -97,6 +99,7 @@ class Transformed:
     truths: list[tuple[str, str]]
     truth_of: Any
     sources: Counter[str]
+    doubts: list[tuple[int, list[Doubt]]]
     num_bytes: int
     has_other: bool
 
@@ -154,7 +157,14 @@ def _transform(plan: Plan, block: Block) -> Transformed:
     bad.sort(key=lambda row: row.number)
     sources = Counter(row.data_source for row in rows)
     has_other = any(row.extra.keys() - EXTRA_COLUMNS for row in rows)
-    return Transformed(num_records, stream, keys, bad, truths, truth_of, sources, batch.nbytes, has_other)
+    doubts = [
+        (record.number, found)
+        for record, row in zip(records, rows, strict=True)
+        if (found := answer_doubts(row))
+    ]
+    return Transformed(
+        num_records, stream, keys, bad, truths, truth_of, sources, doubts, batch.nbytes, has_other
+    )
 
 
 def _rows(recipe: Recipe, block: Block, bad: list[BadRow]) -> tuple[list[Row], list[Record], int]:

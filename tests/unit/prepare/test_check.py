@@ -192,6 +192,7 @@ def test_lengths_template_and_context(tmp_path):
     path = write(tmp_path / "a.parquet", rows)
     report = check(CheckRequest((path,), model=model, max_prompt_length=40))
     assert {finding.code for finding in report.findings} == {
+        "no-answer-form",
         "no-generation-prompt",
         "overlong",
         "beyond-context",

@@ -44,6 +44,10 @@ RECORDS = {
         },
         ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{}.", r"\frac{1}{2}", "Half?"),
     ),
+    "aime": (
+        {"id": 60, "problem": "Find $m+n$.", "answer": "033", "year": 2024},
+        ("file", r"\boxed{}.", "033", "Find $m+n$."),
+    ),
     "dapo-math": (
         {
             "data_source": "math_dapo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -59,11 +59,3 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"not a list of numbers: {text}", where="--k", fix="for example --k 1,4,8") from None
-
-
-def compare_command() -> Any:
-    """The command, for `rlctl evaluate` to hand over to."""
-    help_names = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=help_names)
-    app.command(name="compare")(compare)
-    return typer.main.get_command(app)

@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from rlctl.cli.compare import compare_command, numbers
+from rlctl.cli.compare import compare, numbers
+from rlctl.cli.evaluate_list import list_benchmarks
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.evaluate.report import Evaluation
+    from rlctl.evaluate.evaluate_report import Evaluation
+
+Recipe = Literal[
+    "gsm8k", "math", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"
+]
 
 
 class Engine(StrEnum):
@@ -23,41 +28,80 @@ class Engine(StrEnum):
 
     HF = "hf"
     VLLM = "vllm"
+    OPENAI = "openai"
 
 
 class EvaluateCommand(TyperCommand):
-    """`evaluate MODEL …`, and `evaluate compare A B` beside it."""
+    """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Hand over to `compare` when that is the first word."""
-        if args[:1] == ["compare"]:
-            return compare_command().make_context(f"{info_name} compare", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
+        """Hand over to a subcommand when that is the first word."""
+        subcommands: dict[str, Callable[..., None]] = {"compare": compare, "list": list_benchmarks}
+        if not args or args[0] not in subcommands:
+            return super().make_context(info_name, args, parent, **extra)
+        help_names = {"help_option_names": ["-h", "--help"]}
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=help_names)
+        app.command(name=args[0])(subcommands[args[0]])
+        command = typer.main.get_command(app)
+        return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
 
 #: Options that say how to sample, which regrading does not.
 _OF_SAMPLING = (
-    *("data", "n", "temperature", "top_p", "max_response_length", "limit", "seed", "engine", "fresh"),
-    "batch_size",
+    *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
+    *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),
+    *("engine", "base_url", "concurrency", "timeout", "fresh", "batch_size"),
 )
 
 
 def evaluate(
     context: typer.Context,
     model_or_run: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory.",
+            help="A run directory, a model directory or a hub id; with --regrade an evaluation's directory; "
+            "with --engine openai the server's name for the model.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            metavar="FILE",
-            help="Parquet as `prepare-data` writes it; may be repeated. Default: the run's validation files.",
+            metavar="NAME|FILE",
+            help="A benchmark (see `rlctl evaluate list`), or any file that `prepare-data` reads; "
+            "may be repeated. Default: the run's validation files.",
             show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        Recipe | None,
+        typer.Option(
+            help="How columns of files become questions.", show_default="recognised by the first row"
+        ),
+    ] = None,
+    prompt_key: Annotated[
+        str | None, typer.Option(help="Column of the prompt.", show_default="the recipe's")
+    ] = None,
+    answer_key: Annotated[
+        str | None, typer.Option(help="Column of the answer.", show_default="the recipe's")
+    ] = None,
+    data_source: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the source, which chooses the grader.", show_default="by recipe or file name"
+        ),
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="Put after each question of a file.", show_default="the recipe's")
+    ] = None,
+    benchmarks_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="RLCTL_BENCHMARKS",
+            help="Directory of benchmark files.",
+            show_default="the hub and its cache",
         ),
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Responses per question.")] = 8,
@@ -81,8 +125,27 @@ def evaluate(
         ),
     ] = None,
     engine: Annotated[
-        Engine | None, typer.Option(help="Who samples.", show_default="the run's, or hf")
+        Engine | None,
+        typer.Option(
+            help="Who samples; openai: an OpenAI-compatible server.", show_default="the run's, or hf"
+        ),
     ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Of the server, for example http://localhost:8000/v1; its key is read from OPENAI_API_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The server's name for the model, like MODEL_OR_RUN.", show_default="its only one"),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests open at once at the server.")] = 32,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds the server may take for one response.")
+    ] = 600.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Sample again what is stored.")] = False,
     regrade: Annotated[
         bool, typer.Option("--regrade", help="Grade an evaluation's samples again: no model, no sampling.")
@@ -104,27 +167,38 @@ def evaluate(
 
       rlctl evaluate runs/rlctl/rloo-seq-is-20260101-120000
 
-      rlctl evaluate Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/test.parquet --n 4 --limit 200
+      rlctl evaluate Qwen/Qwen2.5-0.5B-Instruct --data gsm8k --data math500 --n 4 --limit 200
+
+      rlctl evaluate --engine openai --base-url http://localhost:8000/v1 --data my_questions.jsonl
 
       rlctl evaluate evaluations/20260101-120000 --regrade --reward my_reward.py:grade
 
     Two evaluations side by side: rlctl evaluate compare A B
+    The benchmarks: rlctl evaluate list
     """
     ks = None if k is None else numbers(k)
+    if model is not None:
+        model_or_run = _only_name(model_or_run, model, engine)
     if regrade:
-        _refuse_sampling_options(context)
+        why = "is about sampling, and --regrade samples nothing"
+        _refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
+        if model_or_run is None:
+            raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")
         _regrade(Path(model_or_run), ks, reward, out)
         return
-    if top_p == 0.0:
-        raise UsageError(
-            "--top-p 0 leaves no token", where="--top-p", fix="for the likeliest: --temperature 0"
-        )
-    from rlctl.evaluate.run import EvaluateRequest
-    from rlctl.evaluate.run import evaluate as run_evaluation
+    if engine is Engine.OPENAI:
+        _refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
+    else:
+        _refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
+    from rlctl.evaluate.evaluation import evaluate as run_evaluation
+    from rlctl.evaluate.questions import Columns
+    from rlctl.evaluate.request import EvaluateRequest
 
     request = EvaluateRequest(
         model_or_run=model_or_run,
-        data_files=list(data or []),
+        data=list(data or []),
+        columns=Columns(recipe, prompt_key, answer_key, data_source, instruction),
+        benchmarks_dir=benchmarks_dir,
         n=n,
         ks=ks,
         temperature=temperature,
@@ -134,6 +208,9 @@ def evaluate(
         seed=seed,
         reward=reward,
         engine=engine.value if engine else None,
+        base_url=base_url,
+        concurrency=concurrency,
+        timeout=timeout,
         fresh=fresh,
         out=out,
         batch_size=batch_size,
@@ -151,15 +228,24 @@ def _regrade(directory: Path, ks: list[int] | None, reward: str | None, out: Pat
     _print(*found)
 
 
-def _refuse_sampling_options(context: typer.Context) -> None:
-    for name in _OF_SAMPLING:
+def _only_name(model_or_run: str | None, model: str, engine: Engine | None) -> str:
+    if engine is not Engine.OPENAI:
+        raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
+    if model_or_run not in {None, model}:
+        what = f"two models are named: {model_or_run} and {model}"
+        raise UsageError(what, where="--model", fix="leave one out")
+    return model
+
+
+def _refuse_options(context: typer.Context, names: tuple[str, ...], why: str, fix: str) -> None:
+    for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"{option} is about sampling, and --regrade samples nothing",
+                f"{option} {why}",
                 where=option,
-                fix="leave it out, or leave --regrade out",
+                fix=fix,
             )
 
 

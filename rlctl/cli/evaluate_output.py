@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.evaluate.evaluate_report import RESULTS_FILE
 from rlctl.evaluate.page.write import PAGE_FILE
-from rlctl.evaluate.report import RESULTS_FILE
 from rlctl.evaluate.samples import SAMPLES_FILE
 
 if TYPE_CHECKING:
     from rlctl.evaluate.compare import CompareReport, Comparison, Figure
+    from rlctl.evaluate.evaluate_report import Evaluation
     from rlctl.evaluate.intervals import Estimate
-    from rlctl.evaluate.report import Evaluation
     from rlctl.evaluate.scores import Score
 
 
@@ -42,12 +42,13 @@ def _figures(score: Score, n: int) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("")
     table.add_column("", justify="right")
+    table.add_column("stderr", justify="right")
     table.add_column("95 % interval", justify="right")
     table.add_row(f"avg@{n}", *_shown(score.avg))
     for k, passed in score.pass_at.items():
         table.add_row(f"pass@{k}", *_shown(passed))
     if n > 1:
-        votes = _shown(score.majority) if score.majority else ("—", "no answers to vote on")
+        votes = _shown(score.majority) if score.majority else ("—", "", "no answers to vote on")
         table.add_row(f"maj@{n}", *votes)
     table.add_row("truncated", *_shown(score.truncated_fraction, ".1%"))
     table.add_row("mean length", *_shown(score.mean_length, ".1f"))
@@ -55,13 +56,18 @@ def _figures(score: Score, n: int) -> Table:
     return table
 
 
-def _shown(estimate: Estimate | None, number: str = ".3f") -> tuple[str, str]:
-    """A figure and its interval: `0.412`, `0.380 – 0.445`."""
+def _shown(estimate: Estimate | None, number: str = ".3f") -> tuple[str, str, str]:
+    """A figure, its standard error and its interval: `0.412`, `0.017`, `0.380 – 0.445`."""
     if estimate is None:
-        return "—", "too few graded samples"
+        return "—", "", "too few graded samples"
+    value, stderr = f"{estimate.value:{number}}", _stderr(estimate.stderr, number)
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:{number}}", "—"
-    return f"{estimate.value:{number}}", f"{estimate.low:{number}} – {estimate.high:{number}}"
+        return value, stderr, "—"
+    return value, stderr, f"{estimate.low:{number}} – {estimate.high:{number}}"
+
+
+def _stderr(stderr: float | None, number: str = ".3f") -> str:
+    return "—" if stderr is None else f"{stderr:{number}}"
 
 
 def _notes(evaluation: Evaluation) -> Iterator[str]:
@@ -115,7 +121,9 @@ def _left_out(comparison: Comparison) -> str:
 
 def _differences(figures: list[Figure]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for place, heading in enumerate(("", "A", "B", "B − A", "95 % interval", "p")):
+    for place, heading in enumerate(
+        ("", "A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
+    ):
         table.add_column(heading, justify="right" if place else "left")
     for figure in figures:
         found = figure.difference
@@ -123,8 +131,11 @@ def _differences(figures: list[Figure]) -> Table:
         table.add_row(
             figure.name,
             f"{figure.a:.3f}",
+            _stderr(figure.a_stderr),
             f"{figure.b:.3f}",
+            _stderr(figure.b_stderr),
             f"{found.value:+.3f}",
+            _stderr(found.stderr),
             f"{found.low:+.3f} to {found.high:+.3f}" if has_interval else "—",
             "—" if found.p_value is None else f"{found.p_value:.2g}",
         )

@@ -32,6 +32,7 @@ class PromptDataset:
 
     Attributes:
         rows: the rows kept, in order.
+        texts: their prompts as the model reads them.
         num_dropped: rows left out for their length.
 
     Raises:
@@ -45,7 +46,7 @@ class PromptDataset:
         self._pad_id = _pad_id(tokenizer)
         self.rows: list[Row] = []
         self._ids: list[list[int]] = []
-        self._texts: list[str] = []
+        self.texts: list[str] = []
         renderer = Renderer(tokenizer)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
@@ -55,7 +56,7 @@ class PromptDataset:
                 if len(ids) <= max_prompt_length:
                     self.rows.append(row)
                     self._ids.append(ids)
-                    self._texts.append(text)
+                    self.texts.append(text)
                 elif not filter_overlong:
                     raise _too_long(row, len(ids), max_prompt_length)
         self.num_dropped = len(rows) - len(self.rows)
@@ -116,7 +117,7 @@ class PromptDataset:
             group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
             data_sources=tuple(self.rows[i].data_source for i in indices),
             ground_truths=tuple(self.rows[i].ground_truth for i in indices),
-            texts=tuple(self._texts[i] for i in indices),
+            texts=tuple(self.texts[i] for i in indices),
             extra_infos=tuple(self.rows[i].extra for i in indices),
             messages=tuple(messages_of(self.rows[i]) for i in indices),
         )

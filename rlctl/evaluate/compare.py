@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import UsageError
-from rlctl.evaluate.intervals import Difference, paired, questions_needed
-from rlctl.evaluate.report import read_evaluation
-from rlctl.evaluate.run import checked_ks
+from rlctl.evaluate.evaluate_report import read_evaluation
+from rlctl.evaluate.intervals import Difference, estimate, paired, questions_needed
+from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
 
@@ -28,6 +28,7 @@ class Figure:
     Attributes:
         name: `avg`, `pass@4`, `maj@8` …
         a, b: the means.
+        a_stderr, b_stderr: their standard errors over the shared questions; None for one question.
         difference: B − A, paired by question.
         is_share: whether all values lie in [0, 1], so that differences are points.
     """
@@ -37,6 +38,8 @@ class Figure:
     b: float
     difference: Difference
     is_share: bool
+    a_stderr: float | None
+    b_stderr: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +159,11 @@ def _figure(
         if (first := measure(in_a)) is not None and (second := measure(in_b)) is not None
     ]
     difference = paired([second - first for first, second in values])
-    if difference is None:
+    a, b = (estimate([pair[side] for pair in values]) for side in (0, 1))
+    if difference is None or a is None or b is None:
         return None
-    return Figure(
-        name=name,
-        a=sum(first for first, _ in values) / len(values),
-        b=sum(second for _, second in values) / len(values),
-        difference=difference,
-        is_share=all(0.0 <= value <= 1.0 for pair in values for value in pair),
-    )
+    is_share = all(0.0 <= value <= 1.0 for pair in values for value in pair)
+    return Figure(name, a.value, b.value, difference, is_share, a.stderr, b.stderr)
 
 
 def _verdict(figure: Figure) -> str:
@@ -196,7 +195,9 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         in_a, in_b = a["sampling"].get(name), b["sampling"].get(name)
         if name not in {"n", "seed"} and in_a != in_b:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
-    if a["model"].get("template_sha256") != b["model"].get("template_sha256"):
+    if "base_url" in a["model"] or "base_url" in b["model"]:
+        yield "a server applied its own chat template: whether both models read the same prompt is not known"
+    elif a["model"].get("template_sha256") != b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different words"
     if a["reward"] != b["reward"]:
         yield "graded differently: use `--regrade` with one --reward for both"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from rlctl.batch import Rollouts
+from rlctl.evaluate.local_model import sampling_device
 from rlctl.evaluate.samples import EvalSample
-from rlctl.reward.build import MAX_ERRORS_KEPT
+from rlctl.reward.build import MAX_ERRORS_KEPT, build_reward
 from rlctl.reward.protocol import Reward
+from rlctl.spec.reward import RewardSpec
 
 #: Samples graded between two reports of progress.
 _AT_ONCE = 256
@@ -38,6 +42,28 @@ def grade(
         errors += result.errors[: MAX_ERRORS_KEPT - len(errors)]
         progress(len(graded), len(samples))
     return graded, errors
+
+
+@contextmanager
+def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[], Reward]]:
+    """A function that gives the reward; leaving ends its processes.
+
+    It is built at once, so that nothing is sampled for a reward that cannot be used; one with a reward
+    model when first asked for, so that the model need not share the device with what is evaluated.
+    """
+    build = partial(build_reward, spec, max_response_length=max_response_length, device=sampling_device())
+    built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
+
+    def reward() -> Reward:
+        if not built:
+            built.append(build())
+        return built[0]
+
+    try:
+        yield reward
+    finally:
+        for each in built:
+            each.close()
 
 
 def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:

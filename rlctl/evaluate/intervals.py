@@ -1,7 +1,9 @@
-"""95 % confidence intervals of a mean over questions.
+"""Standard errors and 95 % confidence intervals of a mean over questions.
 
-Responses to one question resemble each other, so the question is what counts as one observation:
-intervals are computed from one value per question, however many responses stand behind it.
+Responses to one question resemble each other, so the question is the observation: the estimators take one
+value per question, the mean over its responses. The standard error is s / √N, s the standard deviation of the
+N values with N − 1 in its denominator. It is the standard error clustered by question, with the small-sample
+factor N / (N − 1), of a mean in which each question has the same weight (Miller 2024, arXiv 2411.00640).
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ class Estimate:
 
     Attributes:
         value: the mean.
-        low, high: the interval; None where one question, or values that are all alike, cannot tell.
+        low, high: the interval; None for one question, and for equal values outside [0, 1].
         num_questions: values it is made of.
+        stderr: standard error of the mean; 0 for equal values, None for one question.
     """
 
     value: float
     low: float | None
     high: float | None
     num_questions: int
+    stderr: float | None = None
 
 
 def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estimate | None:
@@ -53,12 +57,13 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estim
     deviations = math.fsum((value - mean) ** 2 for value in per_question)
     is_alike = max(per_question) - min(per_question) < _ALIKE
     variance = 0.0 if is_alike else deviations / (count - 1) / count
+    stderr = math.sqrt(variance)
     if not is_length and min(per_question) >= 0.0 and max(per_question) <= 1.0:
-        return Estimate(mean, *_wilson(mean, variance, count, quantile), count)
+        return Estimate(mean, *_wilson(mean, variance, count, quantile), count, stderr)
     if variance == 0.0:
-        return Estimate(mean, None, None, count)
-    reach = quantile * math.sqrt(variance)
-    return Estimate(mean, mean - reach, mean + reach, count)
+        return Estimate(mean, None, None, count, stderr)
+    reach = quantile * stderr
+    return Estimate(mean, mean - reach, mean + reach, count, stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Difference:
         p_value: chance of a mean this far from 0 if there were no difference; None without interval.
         deviation: standard deviation of the differences; None for a single question.
         num_questions: differences it is made of.
+        stderr: standard error of the mean difference, deviation / √num_questions.
     """
 
     value: float
@@ -79,6 +85,7 @@ class Difference:
     p_value: float | None
     deviation: float | None
     num_questions: int
+    stderr: float | None = None
 
 
 def paired(differences: Sequence[float]) -> Difference | None:
@@ -91,13 +98,13 @@ def paired(differences: Sequence[float]) -> Difference | None:
         return Difference(mean, None, None, None, None, count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
     if max(differences) - min(differences) < _ALIKE:
-        return Difference(mean, None, None, None, 0.0, count)
+        return Difference(mean, None, None, None, 0.0, count, 0.0)
     from scipy.stats import t
 
     error = deviation / math.sqrt(count)
     reach = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1)) * error
     p_value = 2.0 * float(t.sf(abs(mean) / error, count - 1))
-    return Difference(mean, mean - reach, mean + reach, p_value, deviation, count)
+    return Difference(mean, mean - reach, mean + reach, p_value, deviation, count, error)
 
 
 def questions_needed(deviation: float, difference: float) -> int:

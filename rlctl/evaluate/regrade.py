@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from rlctl.data.write import check_vacant
-from rlctl.evaluate.grading import grade
-from rlctl.evaluate.report import Evaluation, default_out, read_evaluation, write_evaluation
-from rlctl.evaluate.rewards import chosen_reward
-from rlctl.evaluate.run import Progress, checked_ks, grading
+from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
+from rlctl.evaluate.evaluation import Progress
+from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.spec.reward import RewardSpec
@@ -50,6 +49,8 @@ def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluati
         check_vacant(request.out)
     reward_before = RewardSpec.model_validate(document["reward"])
     reward_spec = chosen_reward(reward_before, request.reward)
+    from rlctl.evaluate.grading import grade, grading  # from here on torch is needed
+
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as reward:
         samples, errors = grade(reward(), before, partial(progress, "grading"))

@@ -11,9 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlctl.data.render import messages_of
+from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 
 SAMPLES_FILE = "samples.parquet"
+
+#: (question, sample): the question's place in the data, from 0, and the response's number, from 0.
+Pair = tuple[int, int]
 _ROWS_AT_ONCE = 4096
 #: Kept as JSON text: their shape is the data's own.
 _AS_JSON = ("messages", "extra_info")
@@ -50,6 +55,42 @@ class EvalSample:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     reward: float | None = None
     answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a model said: its text, whether it was cut off at the length limit, and its number of tokens."""
+
+    text: str
+    truncated: bool
+    num_tokens: int
+
+
+def as_samples(
+    rows: Sequence[Row], prompts: Sequence[str], responses: Mapping[Pair, Response]
+) -> list[EvalSample]:
+    """Ungraded samples, in the order of `responses`.
+
+    Args:
+        rows: the questions.
+        prompts: each question as the model reads it.
+        responses: by place of the question in `rows`.
+    """
+    return [
+        EvalSample(
+            question_index=question,
+            sample_index=sample,
+            data_source=rows[question].data_source,
+            prompt=prompts[question],
+            response=response.text,
+            ground_truth=rows[question].ground_truth,
+            truncated=response.truncated,
+            num_tokens=response.num_tokens,
+            messages=messages_of(rows[question]),
+            extra_info=rows[question].extra,
+        )
+        for (question, sample), response in responses.items()
+    ]
 
 
 _TEXT = pa.large_string()

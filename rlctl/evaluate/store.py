@@ -13,14 +13,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.evaluate.ask import Pair, Response
-from rlctl.evaluate.versions import version_of
+from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import replacing, write_text
 
 _Value = TypeVar("_Value")
@@ -32,6 +32,14 @@ SETTINGS_FILE = "settings.json"
 #: SHA-256 of the rendered prompt, the question's place, the response's number, the seed: what a response
 #: follows from, beside the settings. Two places in the data are two questions, also if they read alike.
 Key = tuple[str, int, int, int]
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None for one that is not installed, or runs from a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def prompt_hash(text: str) -> str:

@@ -6,12 +6,12 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlctl.evaluate.ask import Pair, Response, as_samples, ask
+from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.grading import grade
-from rlctl.evaluate.policy import template_hash
-from rlctl.evaluate.report import Evaluation, write_evaluation
-from rlctl.evaluate.rewards import chosen_reward
-from rlctl.evaluate.run import checked_ks
+from rlctl.evaluate.local_model import template_hash
+from rlctl.evaluate.request import checked_ks, chosen_reward
+from rlctl.evaluate.samples import Pair, Response, as_samples
+from rlctl.evaluate.sampling import sample_responses
 from rlctl.evaluate.scores import Score, summarise
 from rlctl.reward.build import refuse_errors
 from rlctl.rollout.protocol import Sampling
@@ -73,7 +73,7 @@ def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
     spec, ranks = run.spec, run.ranks
     mine = range(ranks.rank, len(questions), ranks.world_size)
     responses: dict[Pair, Response] = {}
-    for batch in ask(
+    for batch in sample_responses(
         run.rollout,
         questions,
         [(question, sample) for question in mine for sample in range(spec.rollout.val_kwargs.n)],
@@ -82,7 +82,7 @@ def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
         batch_size=max(1, spec.data.train_batch_size * spec.rollout.n // ranks.world_size),  # as in training
     ):
         responses |= batch
-    return as_samples(questions, responses)
+    return as_samples(questions.rows, questions.texts, responses)
 
 
 def _sampling(run: Run) -> Sampling:

@@ -29,7 +29,9 @@ def test_a_run_is_evaluated_on_its_own_validation_prompts(run_dir, tmp_path, cap
     assert "embedded/addition: 20 questions × 4 responses" in printed
     for name in ("avg", "pass@1", "pass@4"):
         figures = score[name]
-        shown = f"{figures['value']:.3f}  {figures['low']:.3f} – {figures['high']:.3f}"
+        shown = (
+            f"{figures['value']:.3f}   {figures['stderr']:.3f}  {figures['low']:.3f} – {figures['high']:.3f}"
+        )
         [line] = [x for x in printed.splitlines() if x.startswith("avg@4" if name == "avg" else name)]
         assert shown in line
     assert "step 8" in printed

@@ -169,13 +169,14 @@ def _table(score: Mapping[str, Any], n: int) -> dict[str, Any]:
 
 def _row(name: str, estimate: Mapping[str, Any] | None, decimals: int = 3) -> dict[str, Any]:
     if estimate is None:
-        return {"name": name, "value": "—", "interval": "", "plot": None}
+        return {"name": name, "value": "—", "stderr": "", "interval": "", "plot": None}
     value, low, high = estimate["value"], estimate["low"], estimate["high"]
     has_interval = low is not None and high is not None
     ends = [value, low, high] if has_interval else [value]
     return {
         "name": name,
         "value": f"{value:.{decimals}f}",
+        "stderr": "—" if estimate["stderr"] is None else f"{estimate['stderr']:.{decimals}f}",
         "interval": f"{low:.{decimals}f} – {high:.{decimals}f}" if has_interval else "—",
         "plot": {
             "value": _ZERO + _ONE * value,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
-from rlctl.evaluate.ask import BLOCK, _batches, as_samples, ask
+from rlctl.evaluate.samples import as_samples
+from rlctl.evaluate.sampling import BLOCK, _batches, sample_responses
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.sampler import global_uniforms
 from rlctl.tiny.model import build_tokenizer
@@ -46,7 +47,9 @@ def numbers(count, n, *, batch_size=64, pairs=None, greedy=False):
     pairs = pairs or [(question, sample) for question in range(count) for sample in range(n)]
     found = {}
     sampling = Sampling(max_response_length=3, greedy=greedy)
-    for batch in ask(Recorder(), questions(count), pairs, sampling, seed=5, batch_size=batch_size):
+    for batch in sample_responses(
+        Recorder(), questions(count), pairs, sampling, seed=5, batch_size=batch_size
+    ):
         assert not found.keys() & batch.keys()
         found |= batch
     return {pair: response.text for pair, response in found.items()}
@@ -66,7 +69,7 @@ def test_greedy_batches_are_full_whatever_the_blocks():
     engine = Recorder()
     pairs = [(question, 0) for question in range(BLOCK + 10)]
     sampling = Sampling(max_response_length=2, greedy=True)
-    list(ask(engine, questions(len(pairs)), pairs, sampling, seed=1, batch_size=BLOCK + 10))
+    list(sample_responses(engine, questions(len(pairs)), pairs, sampling, seed=1, batch_size=BLOCK + 10))
     assert engine.calls == [BLOCK + 10]
 
 
@@ -91,9 +94,9 @@ def test_samples_carry_what_graders_need():
     asked = PromptDataset(rows, build_tokenizer(QUICK), max_prompt_length=99, filter_overlong=True)
     sampling = Sampling(max_response_length=1)
     responses = {}
-    for batch in ask(Recorder(), asked, [(0, 0), (0, 1)], sampling, seed=1, batch_size=2):
+    for batch in sample_responses(Recorder(), asked, [(0, 0), (0, 1)], sampling, seed=1, batch_size=2):
         responses |= batch
-    first, second = as_samples(asked, responses)
+    first, second = as_samples(asked.rows, asked.texts, responses)
     assert (first.sample_index, second.sample_index) == (0, 1)
     assert first.extra_info == {"split": "test", "hint": [1]}
     assert first.messages == ({"role": "user", "content": "1+1="},)

@@ -7,8 +7,8 @@ from scipy.stats import ttest_rel
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.compare import compare
+from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.intervals import paired, questions_needed
-from rlctl.evaluate.report import Evaluation, write_evaluation
 from rlctl.evaluate.scores import summarise
 from rlctl.spec.reward import RewardSpec
 

@@ -8,8 +8,9 @@ from rlctl.data.schema import Message, Row
 from rlctl.data.write import RowWriter
 from rlctl.errors import UsageError
 from rlctl.evaluate import target as target_module
+from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.passk import pass_at_k
-from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate.request import EvaluateRequest
 from rlctl.tiny.task import DATA_SOURCE, write_parquet
 from tests.unit.evaluate.runs import QUICK, make_run
 
@@ -161,7 +162,7 @@ def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
         ({"model_or_run": "no/such"}, "does not exist"),
         ({"reward": "nonesuch"}, "no such reward"),
         ({"reward": "nowhere.py:f"}, "no such file"),
-        ({"data_files": ["nowhere.parquet"]}, "no such file"),
+        ({"data": ["nowhere.parquet"]}, "no such file"),
     ],
 )
 def test_what_cannot_work_is_refused(run_dir, changes, words):

@@ -59,3 +59,22 @@ def test_rounding_is_no_spread(value):
 def test_little_data():
     assert estimate([]) is None
     assert estimate([0.5]).low is None
+
+
+def test_the_standard_error_is_clustered_by_question():
+    """Against the cluster-robust formula written out over single responses."""
+    rewards = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]], dtype=float)
+    residuals = rewards - rewards.mean()
+    num_questions = len(rewards)
+    clustered = np.sqrt((residuals.sum(1) ** 2).sum()) / rewards.size
+    corrected = clustered * np.sqrt(num_questions / (num_questions - 1))
+    assert estimate(rewards.mean(1)).stderr == pytest.approx(corrected)
+    assert estimate(rewards.mean(1)).stderr > rewards.std(ddof=1) / np.sqrt(rewards.size)  # as if independent
+
+
+def test_the_standard_error_is_zero_for_equal_values_and_unknown_for_one():
+    assert estimate([1.0, 1.0, 1.0]).stderr == 0.0
+    assert estimate([0.1 + 0.2, 0.3]).stderr == 0.0
+    assert estimate([1.0]).stderr is None
+    assert paired([0.5]).stderr is None
+    assert paired([0.5, 0.0, 0.25]).stderr == pytest.approx(0.25 / np.sqrt(3))

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.evaluate.evaluate_report import Evaluation, results_document
 from rlctl.evaluate.page.write import chosen, write_page
-from rlctl.evaluate.report import Evaluation, results_document
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import summarise
 from rlctl.spec.reward import RewardSpec

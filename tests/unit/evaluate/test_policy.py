@@ -6,9 +6,10 @@ import pytest
 from huggingface_hub import constants
 
 from rlctl.errors import EnvironmentFailure
-from rlctl.evaluate import policy as policy_module
-from rlctl.evaluate.policy import files_hash, find_policy
-from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate.evaluation import evaluate
+from rlctl.evaluate.local_model import files_hash, find_model
+from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.target import Target, find_target
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
@@ -60,12 +61,12 @@ def test_a_checkpoint_has_the_hash_of_its_files(task, tmp_path):
     run_dir = make_run(tmp_path / "run", task)
     target = find_target(str(run_dir), [])
     assert "model.safetensors" in target.checksums
-    assert find_policy(target, None).sha256 == files_hash(task.model_dir, {})
+    assert find_model(target, None).sha256 == files_hash(task.model_dir, {})
 
 
 def test_a_model_that_is_nowhere(hub, task):
     with pytest.raises(EnvironmentFailure, match="neither a directory nor in the cache"):
-        find_policy(Target("org/other", [str(task.val_file)]), None)
+        find_model(Target("org/other", [str(task.val_file)]), None)
 
 
 @pytest.mark.parametrize("fails", [False, True])

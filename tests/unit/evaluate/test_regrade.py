@@ -3,9 +3,10 @@ import json
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.evaluate import policy as policy_module
+from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.regrade import RegradeRequest, changes, regrade
-from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.samples import read_samples
 
 

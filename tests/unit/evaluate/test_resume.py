@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.errors import RunFailure
-from rlctl.evaluate import policy as policy_module
-from rlctl.evaluate import run as run_module
-from rlctl.evaluate.policy import files_hash
-from rlctl.evaluate.run import EvaluateRequest, evaluate
+from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate.evaluation import evaluate
+from rlctl.evaluate.local_model import files_hash
+from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.store import RESPONSES_FILE, ResponseStore
 from rlctl.tiny.task import write_parquet
 from tests.processes import Job
@@ -30,14 +30,14 @@ def request_of(task, tmp_path):
 def sampled(monkeypatch):
     """How many responses every call of the engine samples."""
     counts = []
-    ask = run_module.ask
+    ask = policy_module.sample_responses
 
     def counting(*arguments, **options):
         for batch in ask(*arguments, **options):
             counts.append(len(batch))
             yield batch
 
-    monkeypatch.setattr(run_module, "ask", counting)
+    monkeypatch.setattr(policy_module, "sample_responses", counting)
     return counts
 
 
@@ -124,7 +124,7 @@ def test_fresh_samples_all_of_it_again_and_leaves_other_seeds_alone(request_of, 
 def test_repeats_of_a_prompt_are_questions_of_their_own(request_of, tmp_path, sampled):
     data = tmp_path / "data.parquet"
     write_parquet([("12+34=", "640")] * 30, "test", data)
-    request = replace(request_of("first", n=8), data_files=[str(data)])
+    request = replace(request_of("first", n=8), data=[str(data)])
     _, rows = figures(request)
     assert sum(sampled) == 240
     by_question = {}

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.evaluate.ask import Response
+from rlctl.evaluate.samples import Response
 from rlctl.evaluate.store import RESPONSES_FILE, SETTINGS_FILE, ResponseStore, prompt_hash
 
 SETTINGS = {"model": "abc", "sampling": {"temperature": 1.0}}

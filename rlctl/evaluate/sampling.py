@@ -1,4 +1,4 @@
-"""Questions → responses, so that a response depends on nothing but its question's place and its number.
+"""Responses of a model on this machine, each dependent on nothing but its question's place and its number.
 
 Random numbers are drawn in blocks of `BLOCK` questions, each block with a seed of its own, the first
 samples of its questions before the second ones. So the same seed gives the same response number i to
@@ -7,32 +7,18 @@ question q whatever n, the number of questions, the batch size, the ranks, and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rlctl.batch import Prompts
 from rlctl.data.prompts import PromptDataset
-from rlctl.evaluate.samples import EvalSample
+from rlctl.evaluate.samples import Pair, Response
 from rlctl.rollout.protocol import ResponseSampler, Sampling, step_seed
 
 BLOCK = 256
 _PURPOSE = "evaluation"
 
-#: (question, sample): the question's place in the data, from 0, and the response's number, from 0.
-Pair = tuple[int, int]
 
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What a model said: its text, whether it was cut off at the length limit, and its tokens."""
-
-    text: str
-    truncated: bool
-    num_tokens: int
-
-
-def ask(
+def sample_responses(
     engine: ResponseSampler,
     questions: PromptDataset,
     pairs: Sequence[Pair],
@@ -71,32 +57,6 @@ def ask(
             strict=True,
         )
         yield {pair: Response(*values) for pair, values in zip(batch, said, strict=True)}
-
-
-def as_samples(questions: PromptDataset, responses: Mapping[Pair, Response]) -> list[EvalSample]:
-    """Questions and responses as ungraded samples, in the order of `responses`."""
-    asked = dict(rendered(questions, sorted({question for question, _ in responses})))
-    return [
-        EvalSample(
-            question_index=question,
-            sample_index=sample,
-            data_source=asked[question].data_sources[0],
-            prompt=asked[question].texts[0],
-            response=response.text,
-            ground_truth=asked[question].ground_truths[0],
-            truncated=response.truncated,
-            num_tokens=response.num_tokens,
-            messages=asked[question].messages[0],
-            extra_info=asked[question].extra_infos[0],
-        )
-        for (question, sample), response in responses.items()
-    ]
-
-
-def rendered(questions: PromptDataset, indices: Sequence[int]) -> Iterator[tuple[int, Prompts]]:
-    """Each of these questions as the model is asked it."""
-    for index in indices:
-        yield index, questions.prompts([index], [0])
 
 
 def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:

@@ -1,11 +1,11 @@
-"""The model under evaluation: its tokenizer and its identity at once, its weights only when needed."""
+"""A model on this machine: its tokenizer and its identity at once, its weights only when needed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
-from rlctl.engine.model import load_policy, load_reader, local_directory
+from rlctl.engine.model import load_policy, load_reader
+from rlctl.engine.model_files import local_directory
+from rlctl.evaluate.request import EngineName, Plan, lengths
+from rlctl.evaluate.samples import Pair, Response
+from rlctl.evaluate.sampling import BLOCK, sample_responses
 from rlctl.rollout.hf import HFRollout
 
 if TYPE_CHECKING:
     from rlctl.evaluate.target import Target
     from rlctl.rollout.protocol import ResponseSampler
 
-EngineName = Literal["hf", "vllm"]
 Dtype = Literal["fp32", "bf16"]
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,8 +35,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """A model that is ready to be asked.
+class ModelFiles:
+    """A model on this machine: where it is, what it is, and what it runs in.
 
     Attributes:
         directory: its files.
@@ -95,7 +99,7 @@ class Policy:
         yield copy
 
 
-def find_policy(target: Target, engine: EngineName | None) -> Policy:
+def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     """Files, tokenizer and identity of the target's model.
 
     Args:
@@ -110,7 +114,7 @@ def find_policy(target: Target, engine: EngineName | None) -> Policy:
     directory = local_directory(target.model_path)
     trusts = spec.model.trust_remote_code if spec else False
     tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
-    return Policy(
+    return ModelFiles(
         directory=directory,
         tokenizer=tokenizer,
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
@@ -120,6 +124,70 @@ def find_policy(target: Target, engine: EngineName | None) -> Policy:
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
     )
+
+
+class LocalModel:
+    """A model on this machine and the questions it is asked.
+
+    Args:
+        plan: for another engine than `openai`.
+
+    Attributes:
+        rows, prompts: the questions that fit, and each as the model reads it.
+        identities: of each question, what its responses depend on.
+        num_overlong: questions left out for their length.
+        settings: what responses depend on beside question and seed; JSON.
+        model: as in `results.json`.
+        sampling: the distribution to draw from.
+
+    Raises:
+        UsageError: the model cannot be read, has no room for a response, or no question fits.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._request, target = plan.request, plan.target
+        self._files = find_model(target, self._request.engine)
+        self.sampling, max_prompt_length = lengths(self._request, target, self._files.context)
+        self._questions = PromptDataset(
+            plan.questions.rows,
+            self._files.tokenizer,
+            max_prompt_length=max_prompt_length,
+            filter_overlong=True,
+        )
+        self.rows, self.prompts = self._questions.rows, self._questions.texts
+        self.identities = self.prompts
+        self.num_overlong = self._questions.num_dropped
+        self.engine, self.dtype = self._files.engine, self._files.dtype
+        self.notes: list[str] = []
+        self.model: dict[str, Any] = {
+            "path": target.model_path,
+            "run_dir": str(target.run_dir) if target.run_dir else None,
+            "step": target.step,
+            "sha256": self._files.sha256,
+            "template_sha256": self._files.template_sha256,
+        }
+        self.settings: dict[str, Any] = {
+            "model": self._files.sha256,
+            "template": self._files.template_sha256,
+            "engine": self.engine,
+            "dtype": self.dtype,
+        }
+
+    def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
+        """Sample these responses, ascending pairs, and yield them batch by batch.
+
+        Raises:
+            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
+        """
+        request, length = self._request, self.sampling.max_response_length
+        longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
+        with self._files.sampling_engine(longest + length, request.batch_size) as engine:
+            # vLLM fills its own batches: the more it is given at once, the better.
+            size = BLOCK * request.n if self.engine == "vllm" else request.batch_size
+            yield from sample_responses(
+                engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
+            )
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

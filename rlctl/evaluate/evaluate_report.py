@@ -17,7 +17,7 @@ from rlctl.evaluate.intervals import LEVEL
 from rlctl.evaluate.page.write import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-from rlctl.evaluate.versions import version_of
+from rlctl.evaluate.store import version_of
 from rlctl.spec.reward import RewardSpec
 
 RESULTS_FILE = "results.json"

@@ -1,0 +1,78 @@
+"""A model's files: where they are, and errors in words for what cannot be read. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rlctl.errors import EnvironmentFailure, UsageError
+
+#: What a model directory holds beside its weights: configs, tokenizer, chat template, code.
+_TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+def local_directory(path: str) -> Path:
+    """Where a model's files lie: the directory itself, or the hub's snapshot of it, fetched if need be.
+
+    Raises:
+        UsageError: no such directory, or not a name the hub can have.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+    """
+    with explained(path, f"model.path={path}"):
+        if Path(path).is_dir():
+            return Path(path)
+        from huggingface_hub import snapshot_download
+
+        fetch = partial(snapshot_download, path, ignore_patterns=["*/*"])  # folders hold other formats
+        found = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
+        if not any(found.glob("*.safetensors")):
+            fetch(allow_patterns=["*.bin"])
+        return found
+
+
+@contextmanager
+def explained(path: str, where: str) -> Iterator[None]:
+    """What goes wrong while loading, in words."""
+    from safetensors import SafetensorError
+
+    check_directory(path, where)
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise _not_loaded(path, where, error) from error
+    except (ValueError, KeyError, ImportError) as error:
+        raise UsageError(
+            f"not a model that can be trained: {_first_line(error)}",
+            where=where,
+            fix="name a causal language model; model.trust_remote_code=true if it ships its own code",
+        ) from error
+
+
+def check_directory(path: str, where: str) -> None:
+    """A path that looks like a directory is not a hub id: say so rather than ask the hub."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    if looks_local and not (Path(path) / "config.json").is_file():
+        what = "no config.json in it" if Path(path).is_dir() else "no such directory"
+        raise UsageError(
+            f"not a Hugging Face model directory: {what}",
+            where=where,
+            fix="give a directory with config.json and weights, or a hub id such as Qwen/Qwen2.5-0.5B",
+        )
+
+
+def _not_loaded(path: str, where: str, error: Exception) -> UsageError | EnvironmentFailure:
+    if (Path(path) / "config.json").is_file():
+        return UsageError(f"the model cannot be read: {_first_line(error)}", where=where)
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
+    return EnvironmentFailure(
+        f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
+        where=where,
+        fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

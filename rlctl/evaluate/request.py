@@ -1,0 +1,291 @@
+"""What to evaluate, and everything that can be refused before torch is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from rlctl.data.write import check_vacant
+from rlctl.engine.model_files import check_directory
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.evaluate.questions import Columns, Questions, load_questions
+from rlctl.evaluate.target import Target, find_target
+from rlctl.rollout.protocol import Sampling
+from rlctl.spec.data import DataSpec
+from rlctl.spec.reward import OverlongSpec, RewardSpec
+
+EngineName = Literal["hf", "vllm", "openai"]
+
+#: Environment variable of a server's API key; it is sent to the server and kept nowhere else.
+KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_KS = (1, 4, 8)
+#: Logits of some hundreds divided by less leave float32.
+MIN_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateRequest:
+    """What to evaluate, and how.
+
+    Attributes:
+        model_or_run: run directory, model directory or hub id; with the engine `openai` the server's name
+            for the model, or None: the only one it serves.
+        data: benchmarks by name, and files; empty: the run's own validation files.
+        columns: how files are read that are not in verl's row schema.
+        benchmarks_dir: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub.
+        n: responses per question.
+        ks: of pass@k; None: those of 1, 4, 8 that n allows.
+        temperature: of sampling; 0: the likeliest token, which takes n = 1.
+        top_p: nucleus sampling.
+        max_response_length: tokens; None: the run's own, or 512, at most half of the model's context.
+        limit: questions at most, the first ones; None: all.
+        seed: of sampling.
+        reward: a grader's name or `file.py:function`; None: by data source if a benchmark is among the data,
+            else the run's own, or by data source.
+        engine: who samples; None: the run's own, or `hf`.
+        base_url: of the server behind the engine `openai`.
+        concurrency: requests open at once at that server.
+        timeout: seconds that server may take for one response.
+        fresh: replace stored responses.
+        out: directory to write, new or empty; None: `evaluations/<time>` in the run, or here.
+        batch_size: sequences generated at once.
+    """
+
+    model_or_run: str | None
+    data: list[str] = field(default_factory=list)
+    columns: Columns = field(default_factory=Columns)
+    benchmarks_dir: Path | None = None
+    n: int = 8
+    ks: Sequence[int] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_response_length: int | None = None
+    limit: int | None = None
+    seed: int = 1
+    reward: str | None = None
+    engine: EngineName | None = None
+    base_url: str | None = None
+    concurrency: int = 32
+    timeout: float = 600.0
+    fresh: bool = False
+    out: Path | None = None
+    batch_size: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that has been checked.
+
+    Attributes:
+        request: as given.
+        ks: of pass@k, ascending.
+        target: the model; its `model_path` is "" where a server is asked for its only model.
+        reward: who grades.
+        questions: what is asked, cut to the request's limit.
+    """
+
+    request: EvaluateRequest
+    ks: list[int]
+    target: Target
+    reward: RewardSpec
+    questions: Questions
+
+
+def check_request(request: EvaluateRequest) -> Plan:
+    """Refuse what cannot work, reading the data and the names of models. Loads no torch.
+
+    Raises:
+        UsageError: k > n, no such model or run, no data, a wrong option, or `out` is taken.
+        EnvironmentFailure: vLLM is not installed, or a benchmark cannot be had here.
+    """
+    ks = checked_ks(request.ks, request.n)
+    _check_sampling(request)
+    _check_engine(request)
+    if request.out:
+        check_vacant(request.out)
+    chosen_reward(RewardSpec(), request.reward)
+    questions = load_questions(request.data, request.columns, benchmarks_dir=request.benchmarks_dir)
+    target = _target(request)
+    if not request.data:
+        questions = load_questions(target.data_files)
+    questions = replace(questions, rows=questions.rows[: request.limit])
+    own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
+    reward = chosen_reward(own, request.reward)
+    if request.engine != "openai":
+        check_directory(target.model_path, f"model.path={target.model_path}")
+        lengths(request, target, _context_in(Path(target.model_path)))
+    return Plan(request, ks, target, reward, questions)
+
+
+def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
+    """The k of pass@k in ascending order; None: those of `DEFAULT_KS` that n allows.
+
+    Raises:
+        UsageError: one is not between 1 and n.
+    """
+    if ks is None:
+        return [k for k in DEFAULT_KS if k <= n]
+    for k in ks:
+        if not 1 <= k <= n:
+            raise UsageError(
+                f"pass@{k} cannot be estimated from {n} responses per question",
+                where="--k",
+                fix=f"sample more with --n {k}, or ask for smaller k" if k > 1 else "k is 1 or more",
+            )
+    return sorted(set(ks))
+
+
+def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
+    """The reward to grade with.
+
+    Args:
+        own: of the run or the earlier evaluation.
+        name: a grader's name or `file.py:function` in its place; None: `own` itself.
+
+    Returns:
+        Without the overlong penalty, which shapes training only; a function's path is absolute.
+
+    Raises:
+        UsageError: `name` is neither, or the function's file is not there.
+    """
+    values = own.model_dump() | {"overlong": OverlongSpec()}
+    if name is not None:
+        values |= {"name": _absolute(name), "terms": None}
+    try:
+        reward = RewardSpec.model_validate(values)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(f"no such reward: {name}", where="--reward", fix=reason) from error
+    for term in reward.all_terms:
+        file = term.name.rpartition(":")[0]
+        if file and not Path(file).expanduser().is_file():
+            raise UsageError(f"{file}: no such file", where="reward", fix=f"paths are seen from {Path.cwd()}")
+    return reward
+
+
+def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tuple[Sampling, int]:
+    """How to sample, and the longest prompt that leaves room for a response, in tokens.
+
+    Args:
+        request: its length limit, or the default.
+        target: a run's own limits.
+        context: tokens of prompt and response the model can read together; None: no limit is known.
+
+    Raises:
+        UsageError: the model's context has no room for the response.
+    """
+    data = target.spec.data if target.spec else DataSpec()
+    default = data.max_response_length
+    if target.spec is None and context is not None:
+        default = max(1, min(default, context // 2))
+    length = request.max_response_length or default
+    room = data.max_prompt_length if context is None else context - length
+    if room < 1:
+        raise UsageError(
+            f"{length} response tokens leave no room for a prompt, the model's context is {context}",
+            where="--max-response-length",
+            fix=f"make it less than {context}",
+        )
+    sampling = Sampling(
+        max_response_length=length,
+        temperature=request.temperature or 1.0,
+        top_p=request.top_p,
+        greedy=request.temperature == 0.0,
+    )
+    return sampling, min(room, data.max_prompt_length) if target.spec else room
+
+
+def check_url(url: str | None) -> str:
+    """The server's address without a slash at the end.
+
+    Raises:
+        UsageError: there is none, it is no HTTP address, or it holds a key, which would be stored.
+    """
+    if url is None:
+        raise UsageError(
+            "no server is named",
+            where="--engine openai",
+            fix="add --base-url, for example http://localhost:8000/v1",
+        )
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UsageError(f"not an address: {error}", where="--base-url") from None
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise UsageError(
+            f"not an HTTP address: {url}", where="--base-url", fix="for example http://localhost:8000/v1"
+        )
+    if parsed.userinfo or parsed.query or parsed.fragment:
+        raise UsageError(
+            "the address holds more than a host and a path, and it is stored with the results",
+            where="--base-url",
+            fix=f"put the key into the environment variable {KEY_VARIABLE}",
+        )
+    return url.rstrip("/")
+
+
+def _check_sampling(request: EvaluateRequest) -> None:
+    if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
+        what = f"logits cannot be divided by a temperature of {request.temperature:g}"
+        raise UsageError(what, where="--temperature", fix="for the likeliest tokens: --temperature 0 --n 1")
+    if request.temperature == 0.0 and request.n > 1:
+        what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
+        raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
+    if not 0.0 < request.top_p <= 1.0:
+        what = (
+            "--top-p 0 leaves no token"
+            if request.top_p == 0
+            else f"--top-p is a share, not {request.top_p:g}"
+        )
+        raise UsageError(what, where="--top-p", fix="for the likeliest: --temperature 0")
+
+
+def _check_engine(request: EvaluateRequest) -> None:
+    if request.engine == "openai":
+        if not request.data:
+            raise UsageError(
+                "a server has no data of its own", where="--data", fix="name a benchmark or a file"
+            )
+        check_url(request.base_url)
+    elif request.base_url is not None:
+        raise UsageError("--base-url is for a server", where="--base-url", fix="add --engine openai")
+    elif request.model_or_run is None:
+        fix = "name a run directory, a model directory or a hub id; only --engine openai can do without"
+        raise UsageError("no model is named", where="MODEL_OR_RUN", fix=fix)
+    if request.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise EnvironmentFailure(
+            "vLLM is not installed",
+            where="--engine vllm",
+            fix='pip install "rlctl[vllm]", or use --engine hf',
+        )
+
+
+def _target(request: EvaluateRequest) -> Target:
+    if request.engine == "openai":
+        return Target(request.model_or_run or "", request.data)
+    return find_target(request.model_or_run or "", request.data)
+
+
+def _context_in(directory: Path) -> int | None:
+    """Tokens the model can read, as its config.json says; None: it is not here, or does not say."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        found = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _absolute(name: str) -> str:
+    """A function's file as seen from everywhere."""
+    file, colon, function = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{function}" if colon else name

@@ -1,0 +1,295 @@
+"""A model behind an OpenAI-compatible server (vLLM, SGLang, llama.cpp …): chat completions. No torch.
+
+One request per response, so that each is stored, retried and seeded by itself. The server applies its own
+chat template, and its weights cannot be hashed: responses are stored under its address and what it says of
+the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from rlctl.data.render import messages_of
+from rlctl.data.schema import Row
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, check_url, lengths
+from rlctl.evaluate.samples import Pair, Response
+from rlctl.evaluate.target import Target
+from rlctl.rollout.protocol import step_seed
+
+#: Tries of one request, and the seconds between them: doubled each time, with up to a quarter more by chance.
+TRIES = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: A server that asks for a longer pause than this is not waited for.
+LONGEST_RETRY_AFTER_S = 300.0
+_CONNECT_S = 10.0
+_RETRIED = {408, 409, 425, 429}
+#: Answers that were not finished, whatever the text says.
+_UNFINISHED = {None, "abort", "error"}
+#: Switches off a server's own defaults: vLLM takes generation_config.json's, llama.cpp has top-k 40.
+_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_CONTEXT_EXCEEDED = re.compile(r"context.{0,3}(length|size|window)", re.IGNORECASE)
+
+
+class ServedModel:
+    """A server's model and the questions it is asked.
+
+    Args:
+        request: with the engine `openai`, checked.
+        rows: what is asked.
+
+    Attributes:
+        rows, prompts: the questions, and their text without any chat template.
+        identities: of each question, what its responses depend on.
+        num_overlong: questions left out before sampling: none, since the server counts the tokens.
+        settings: what responses depend on beside question and seed; JSON.
+        model: as in `results.json`.
+        sampling: the distribution to draw from.
+
+    Raises:
+        UsageError: the server does not serve this model, or several and none is named.
+        EnvironmentFailure: it does not answer, or refuses the key.
+    """
+
+    def __init__(self, request: EvaluateRequest, rows: Sequence[Row]) -> None:
+        self._url = check_url(request.base_url)
+        self._request = request
+        self._neutral: dict[str, Any] = dict(_NEUTRAL)
+        card = self._find_model(request.model_or_run)
+        self._name = str(card["id"])
+        context = card.get("max_model_len")
+        self.sampling, _ = lengths(request, Target("", []), context if isinstance(context, int) else None)
+        self.rows = list(rows)
+        self.prompts = ["\n\n".join(message.content for message in row.prompt) for row in rows]
+        self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
+        self.num_overlong = 0
+        self.model: dict[str, Any] = {
+            "path": self._name,
+            "run_dir": None,
+            "step": None,
+            "sha256": None,
+            "template_sha256": None,
+            "base_url": self._url,
+            "root": card.get("root"),
+        }
+        self.settings: dict[str, Any] = {
+            "model": {
+                "base_url": self._url,
+                "name": self._name,
+                "root": card.get("root"),
+                "context": context,
+            },
+            "engine": "openai",
+        }
+        self.engine, self.dtype = "openai", None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the sampling."""
+        if self._neutral:
+            return []
+        return [
+            f"the server takes no {', '.join(_NEUTRAL)}: where it has defaults for them, it samples by those"
+        ]
+
+    def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
+        """Yield these responses as they arrive; a question too long for the context has none.
+
+        Raises:
+            RunFailure: the server refuses a request, or fails again and again.
+        """
+        with asyncio.Runner() as runner:
+            arriving = self._arriving(pairs)
+            try:
+                while (batch := runner.run(_next(arriving))) is not None:
+                    yield batch
+            finally:
+                runner.run(arriving.aclose())
+
+    async def _arriving(self, pairs: Sequence[Pair]) -> AsyncGenerator[dict[Pair, Response], None]:
+        async with self._client() as client:
+            open_requests: dict[asyncio.Task[Response | None], Pair] = {}
+            waiting = iter(pairs)
+            try:
+                while True:
+                    while len(open_requests) < self._request.concurrency and (pair := next(waiting, None)):
+                        open_requests[asyncio.create_task(self._response(client, pair))] = pair
+                    if not open_requests:
+                        return
+                    done, _ = await asyncio.wait(open_requests, return_when=asyncio.FIRST_COMPLETED)
+                    ended = [(open_requests.pop(task), task) for task in done]
+                    failure = next((error for _, task in ended if (error := task.exception())), None)
+                    good = [(pair, task.result()) for pair, task in ended if task.exception() is None]
+                    yield {pair: response for pair, response in good if response is not None}
+                    if failure:
+                        raise failure
+            finally:
+                for task in open_requests:
+                    task.cancel()
+                await asyncio.gather(*open_requests, return_exceptions=True)
+
+    async def _response(self, client: httpx.AsyncClient, pair: Pair) -> Response | None:
+        """One response; None: the question is too long for the model's context."""
+        question, sample = pair
+        sampling = self.sampling
+        body = {
+            "model": self._name,
+            "messages": list(messages_of(self.rows[question])),
+            "max_tokens": sampling.max_response_length,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": step_seed(self._request.seed, question, f"evaluation/{sample}") & 0x7FFFFFFF,
+        }
+        where = f"{self._url}/chat/completions, question {question}"
+        problem = ""
+        for attempt in range(TRIES):
+            pause = _pause(attempt)
+            neutral = self._neutral
+            try:
+                answer = await client.post(f"{self._url}/chat/completions", json=body | neutral)
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                problem = _words(error)
+            else:
+                if answer.is_success:
+                    try:
+                        return _read(answer.json())
+                    except (ValueError, KeyError, IndexError, TypeError) as error:
+                        problem = f"an answer that cannot be read: {_words(error)}"
+                elif answer.status_code in _RETRIED or answer.status_code >= 500:
+                    problem = self._said(answer)
+                    pause = max(pause, _retry_after(answer, where))
+                elif (
+                    neutral
+                    and answer.status_code in {400, 422}
+                    and any(name in answer.text for name in neutral)
+                ):
+                    self._neutral = {}
+                    continue
+                elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
+                    return None
+                else:
+                    raise RunFailure(f"the server refuses the request: {self._said(answer)}", where=where)
+            if attempt < TRIES - 1:
+                await asyncio.sleep(pause)
+        raise RunFailure(
+            f"the server failed {TRIES} times in a row, the last time with: {problem}",
+            where=where,
+            fix="start the same command again later: stored responses are not sampled again",
+        )
+
+    def _find_model(self, name: str | None) -> Mapping[str, Any]:
+        """What the server says of the model; where it lists none, the name alone."""
+        try:
+            with httpx.Client(**self._options()) as client:
+                answer = client.get(f"{self._url}/models")
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise EnvironmentFailure(
+                f"the server does not answer: {_words(error)}",
+                where=self._url,
+                fix="start it, or mend --base-url",
+            ) from error
+        if answer.status_code in {401, 403}:
+            fix = f"put a valid key into the environment variable {KEY_VARIABLE}"
+            raise EnvironmentFailure(
+                f"the server wants a key: {self._said(answer)}", where=self._url, fix=fix
+            )
+        try:
+            cards = [card for card in answer.json()["data"] if isinstance(card["id"], str)]
+        except (ValueError, KeyError, TypeError):
+            cards = []
+        found = next((card for card in cards if card["id"] == name), None)
+        if found is not None or (name is not None and not cards):
+            return found or {"id": name}
+        if name is None and len(cards) == 1:
+            only: Mapping[str, Any] = cards[0]
+            return only
+        names = ", ".join(card["id"] for card in cards)
+        if name is not None:
+            raise UsageError(f"the server has no model `{name}`", where=self._url, fix=f"it serves {names}")
+        what = (
+            f"the server serves several models: {names}" if cards else "the server does not list its models"
+        )
+        raise UsageError(what, where=self._url, fix="name one: rlctl evaluate MODEL --engine openai …")
+
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self._request.concurrency)
+        return httpx.AsyncClient(limits=limits, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        key = os.environ.get(KEY_VARIABLE)
+        is_local = httpx.URL(self._url).host in {"localhost", "127.0.0.1", "::1"}
+        return {
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "timeout": httpx.Timeout(self._request.timeout, connect=_CONNECT_S),
+            "trust_env": not is_local,  # proxies are for servers elsewhere
+        }
+
+    def _said(self, answer: httpx.Response) -> str:
+        """Status and the beginning of the body, without the key."""
+        text = " ".join(answer.text.split())[:300]
+        key = os.environ.get(KEY_VARIABLE)
+        text = text.replace(key, "***") if key else text
+        return f"HTTP {answer.status_code}" + (f", {text}" if text else "")
+
+
+async def _next(arriving: AsyncGenerator[dict[Pair, Response], None]) -> dict[Pair, Response] | None:
+    return await anext(arriving, None)
+
+
+def _read(answer: Any) -> Response:
+    """A chat completion.
+
+    Raises:
+        ValueError, KeyError, IndexError, TypeError: it is not one, or was not finished.
+    """
+    choice = answer["choices"][0]
+    reason = choice["finish_reason"]
+    text = choice["message"]["content"]
+    num_tokens = answer["usage"]["completion_tokens"]
+    if reason in _UNFINISHED:
+        raise ValueError(f"finish_reason is {reason}")
+    if not isinstance(num_tokens, int) or not isinstance(text, str | None):
+        raise TypeError("`content` is not text, or `completion_tokens` is not a number")
+    return Response(text or "", truncated=reason == "length", num_tokens=num_tokens)
+
+
+def _pause(attempt: int) -> float:
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(1.0, 1.25)
+
+
+def _retry_after(answer: httpx.Response, where: str) -> float:
+    """Seconds that the server asks to wait; 0: it does not say.
+
+    Raises:
+        RunFailure: longer than is reasonable.
+    """
+    given = answer.headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(given) if given else 0.0
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds()
+        except (ValueError, TypeError):
+            seconds = 0.0
+    if seconds > LONGEST_RETRY_AFTER_S:
+        raise RunFailure(
+            f"the server asks to wait {seconds:.0f} seconds (HTTP {answer.status_code})",
+            where=where,
+            fix="start the same command again after that: stored responses are not sampled again",
+        )
+    return max(0.0, seconds)
+
+
+def _words(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

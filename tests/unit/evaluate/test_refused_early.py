@@ -1,0 +1,113 @@
+"""Mistakes in a request are refused before torch is imported, and comparisons of stored figures need none."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
+from rlctl.evaluate.scores import summarise
+from rlctl.spec.reward import RewardSpec
+from tests.unit.evaluate.runs import make_run
+
+PROGRAM = """
+import json, sys
+from rlctl.cli.app import run
+code = run(json.loads(sys.argv[1]))
+print(json.dumps({"code": code} | {name: name in sys.modules for name in ("torch", "transformers")}))
+"""
+
+
+def told(*arguments, **environment):
+    """Exit code and whether torch was imported, standard error, and standard output of one command line."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(["evaluate", *map(str, arguments)])],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1]), " ".join(done.stderr.split()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def places(task, tmp_path_factory):
+    place = tmp_path_factory.mktemp("early")
+    bad = place / "bad.jsonl"
+    bad.write_text('{"question": "1+1?", "answer": null}\n')
+    (place / "broken.parquet").write_bytes(b"PAR1")
+    return {
+        "RUN": make_run(place / "run", task),
+        "MODEL": task.model_dir,
+        "VAL": task.val_file,
+        "BAD": bad,
+        "BROKEN": place / "broken.parquet",
+        "EMPTY": place,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere"], 2, "does not exist here"),
+        ([], 2, "no model is named"),
+        (["RUN", "--k", "9"], 2, "pass@9 cannot be estimated"),
+        (["RUN", "--temperature", "0"], 2, "temperature 0"),
+        (["RUN", "--top-p", "0"], 2, "leaves no token"),
+        (["RUN", "--data", "nowhere.parquet"], 2, "no such file"),
+        (["RUN", "--data", "gsm9k"], 2, "gsm8k"),
+        (["RUN", "--data", "BROKEN"], 2, "cannot be read as Parquet"),
+        (["RUN", "--data", "BAD"], 2, "1 of 1 rows cannot be used"),
+        (["RUN", "--out", "RUN"], 2, "not empty"),
+        (["RUN", "--reward", "nonesuch"], 2, "no such reward"),
+        (["RUN", "--reward", "nowhere.py:f"], 2, "no such file"),
+        (["RUN", "--max-response-length", "100000"], 2, "no room for a prompt"),
+        (["MODEL", "--data", "VAL", "--max-response-length", "100000"], 2, "no room for a prompt"),
+        (["no/such/model", "--data", "VAL"], 2, "no such directory"),
+        (["MODEL", "--data", "gsm8k", "--benchmarks-dir", "EMPTY"], 4, "hf download openai/gsm8k"),
+        (["MODEL", "--data", "VAL", "--base-url", "http://x/v1"], 2, "add --engine openai"),
+        (["MODEL", "--data", "VAL", "--concurrency", "3"], 2, "--concurrency is for a server"),
+        (["--engine", "openai", "--data", "VAL"], 2, "no server is named"),
+        (["--engine", "openai", "--base-url", "http://127.0.0.1:9"], 2, "no data of its own"),
+        (["--engine", "openai", "--base-url", "ftp://x", "--data", "VAL"], 2, "not an HTTP address"),
+        (["--engine", "openai", "--base-url", "http://me:secret@x/v1", "--data", "VAL"], 2, "OPENAI_API_KEY"),
+        (["RUN", "--regrade"], 2, "not an evaluation"),
+        (["compare", "RUN", "RUN"], 2, "not an evaluation"),
+    ],
+)
+def test_a_mistake_is_refused_without_torch(places, arguments, code, words):
+    result, said, _ = told(*(places.get(argument, argument) for argument in arguments))
+    assert result == {"code": code, "torch": False, "transformers": False}
+    assert words in said
+    assert "secret" not in said
+    assert not (places["RUN"] / "evaluations").exists()
+
+
+def test_stored_figures_are_compared_without_torch(make_samples, tmp_path):
+    about = {
+        "model": {"path": "m", "run_dir": None, "step": None, "sha256": None, "template_sha256": None},
+        "data": {"files": ["d.parquet"], "num_overlong_prompts": 0},
+        "sampling": {"n": 2, "seed": 1, "greedy": False, "temperature": 1.0, "top_p": 1.0}
+        | {"max_response_length": 9, "engine": "hf", "dtype": "fp32"},
+    }
+    for name, rewards in (("a", [[1.0, 0.0], [0.0, 0.0]]), ("b", [[1.0, 1.0], [0.0, 1.0]])):
+        samples = make_samples("x", rewards)
+        write_evaluation(
+            tmp_path / name,
+            Evaluation(about, RewardSpec(), summarise(samples, [1], 2), [], 0.0),
+            samples,
+            page=False,
+        )
+    result, _, printed = told("compare", tmp_path / "a", tmp_path / "b")
+    assert result == {"code": 0, "torch": False, "transformers": False}
+    assert "2 shared questions" in printed
+
+
+def test_benchmarks_are_listed_without_torch():
+    result, _, printed = told("list", "--json")
+    assert result == {"code": 0, "torch": False, "transformers": False}
+    assert {"gsm8k", "math500", "aime24", "aime25", "amc23", "mmlu"} <= {
+        entry["name"] for entry in json.loads(printed[: printed.rindex("]") + 1])
+    }

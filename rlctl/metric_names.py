@@ -218,6 +218,8 @@ def _rewards() -> Iterator[Metric]:
         "reward/num_errors", "samples", "samples the grader failed on; they are left out, not scored 0"
     )
     yield Metric("reward/error_fraction", "fraction", "samples the grader failed on / samples")
+    ended = "responses that ended their own grading (time-out, memory limit or crash); they are scored 0"
+    yield Metric("reward/num_timeouts", "samples", ended)
     several = "logged where rewards are several"
     yield Metric("reward/<term>/mean", "reward", f"mean score of one reward before its weight; {several}")
     failed = "samples that this reward failed on"

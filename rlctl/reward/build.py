@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rlctl.reward.graders import GRADERS, GraderName, SourceGrader, answer_of, g
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.overlong import OverlongPenalty
 from rlctl.reward.pool import GradingPool
-from rlctl.reward.protocol import Failure, Reward, RewardResult, Sample, Scorer, Verdict
+from rlctl.reward.protocol import Failure, FailureKind, Reward, RewardResult, Sample, Scorer, Verdict
 from rlctl.reward.sandbox.run import Limits
 from rlctl.spec.reward import RewardSpec, RewardTerm
 
@@ -107,15 +108,20 @@ class CombinedReward:
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
+        ended: dict[int, FailureKind] = {}  # row → why its grading ended without a score of the grader
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             if read_answers and not answers and isinstance(scorer, GradedScorer):
                 verdicts, answers = scorer.judge_and_read(samples)
             else:
                 verdicts = scorer.judge(samples)
-            failures = [verdict.text for verdict in verdicts if isinstance(verdict, Failure)]
-            parts[label] = torch.tensor([0.0 if isinstance(v, Failure) else v for v in verdicts])
-            valid &= torch.tensor([not isinstance(v, Failure) for v in verdicts], dtype=torch.bool)
+            scored = [verdict.score if isinstance(verdict, Failure) else verdict for verdict in verdicts]
+            failures = [v.text for v in verdicts if isinstance(v, Failure) and v.score is None]
+            for row, verdict in enumerate(verdicts):
+                if isinstance(verdict, Failure) and verdict.score is not None:
+                    ended[row] = verdict.kind
+            parts[label] = torch.tensor([0.0 if score is None else score for score in scored])
+            valid &= torch.tensor([score is not None for score in scored], dtype=torch.bool)
             total += weight * parts[label].double()
             errors += failures[: MAX_ERRORS_KEPT - len(errors)]
             errors_by_term[label] = len(failures)
@@ -129,7 +135,10 @@ class CombinedReward:
             valid &= ~unbounded
         if read_answers and not answers:  # no term can
             answers = [None] * len(samples)
-        return RewardResult(torch.where(valid, scores, 0.0), valid, parts, errors, errors_by_term, answers)
+        timeouts = Counter(kind for row, kind in ended.items() if valid[row])
+        return RewardResult(
+            torch.where(valid, scores, 0.0), valid, parts, errors, errors_by_term, dict(timeouts), answers
+        )
 
     def close(self) -> None:
         """End the grading processes."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 #: Decimal digits of a value together with its denominator. Python prints integers of up to 4300 digits.
 MAX_DIGITS = 4000
 #: Terms of an expanded polynomial; degree of one that has to be expanded or divided.
-MAX_TERMS, MAX_DEGREE = 2000, 600
-#: Terms of `\sum` and `\prod`, those of nested ones multiplied; and of nested ones alone.
-MAX_ITERATIONS, MAX_NESTED_ITERATIONS = 20_000, 300
+MAX_TERMS, MAX_DEGREE = 2000, 300
+#: Terms of `\sum` and `\prod`; of those without a closed form: nested ones, and those with functions.
+MAX_ITERATIONS, MAX_HARD_ITERATIONS = 20_000, 50
 #: Brackets inside brackets, and brackets with nothing else between them: the LaTeX parser's time grows
 #: exponentially with the latter.
 MAX_DEPTH, MAX_BARE_DEPTH = 24, 5
@@ -28,14 +28,16 @@ MAX_DEPTH, MAX_BARE_DEPTH = 24, 5
 MAX_TOWERS = 6
 #: Characters and tokens of one formula.
 MAX_CHARS, MAX_TOKENS = 2000, 500
-#: Integrals and limits inside one formula.
-MAX_CALCULUS = 2
+#: Integrals and limits inside one formula, and its tokens where there are any.
+MAX_CALCULUS, MAX_CALCULUS_TOKENS = 2, 40
 #: Unions and intersections inside one formula.
 MAX_SET_OPERATIONS = 16
 #: Rows of `eye(n)`, `zeros(n)` and `ones(n)`.
 MAX_ROWS = 50
 
 _SYMBOL_DIGITS = 0.5
+#: Terms of an infinite sum, for its size: it has a closed form, or stays as it is.
+_INFINITE = 3.0
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
@@ -62,6 +64,34 @@ _OVER = frozenset({"/", "÷", "\\div"})
 _TIMES = frozenset({"*", "·", "×", "\\cdot", "\\times", "\\ast", "\\bmod", "\\mod", "\\pmod"})
 _LISTING = frozenset(
     {",", ";", ":", "=", "<", ">", "\\\\", "\\le", "\\leq", "\\ge", "\\geq", "\\ne", "\\neq"}
+)
+_FUNCTIONS = frozenset(
+    {
+        "\\sqrt",
+        "\\sin",
+        "\\cos",
+        "\\tan",
+        "\\cot",
+        "\\sec",
+        "\\csc",
+        "\\ln",
+        "\\log",
+        "\\exp",
+        "\\lfloor",
+        "\\lceil",
+    }
+    | {
+        "\\arcsin",
+        "\\arccos",
+        "\\arctan",
+        "\\sinh",
+        "\\cosh",
+        "\\tanh",
+        "\\gcd",
+        "\\Gamma",
+        "\\sum",
+        "\\prod",
+    }
 )
 _CONSTANTS = {"\\pi": math.log10(math.pi), "pi": math.log10(math.pi), "e": math.log10(math.e)}
 _LOOKS = re.compile(
@@ -320,7 +350,7 @@ class _Reader:
     def _integral(self) -> Size:
         """The sign alone, or that of a limit; what follows is a factor."""
         self._calculus += 1
-        if self._calculus > MAX_CALCULUS:
+        if self._calculus > MAX_CALCULUS or len(self._tokens) > MAX_CALCULUS_TOKENS:
             raise _TooLarge
         return Size(self._symbol_digits, degree=1.0, symbols=frozenset({"\\int"}))
 
@@ -355,18 +385,24 @@ class _Reader:
 
     def _iteration(self) -> tuple[Size, float]:
         r"""What follows \sum or \prod and its bounds, and how often it is evaluated."""
-        bounds = Size(0.0)
+        bounds, start = Size(0.0), self._at
         while self._next() in {"_", "^"}:
             self._at += 1
             bounds = bounds.plus(self._atom())
+        count = (
+            math.inf if ("command", "\\infty") in self._tokens[start : self._at] else max(1.0, bounds.value)
+        )
         outer = self._iterations, self._symbol_digits
-        count = max(1.0, bounds.value)
-        is_nested = self._iterations > 1.0
         self._iterations *= count
-        if self._iterations > (MAX_NESTED_ITERATIONS if is_nested else MAX_ITERATIONS):
-            raise _TooLarge
         self._symbol_digits = max(_SYMBOL_DIGITS, bounds.digits)
+        start = self._at
         body = self._product()
+        is_hard = outer[0] > 1.0 or any(token in _FUNCTIONS for _, token in self._tokens[start : self._at])
+        if is_hard and self._iterations > MAX_HARD_ITERATIONS:
+            raise _TooLarge
+        if count < math.inf and self._iterations > MAX_ITERATIONS:
+            raise _TooLarge
+        count = min(count, _INFINITE)
         self._iterations, self._symbol_digits = outer
         return body, count
 

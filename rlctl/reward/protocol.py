@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.metric_names import OVERLONG
 
@@ -29,11 +29,25 @@ class Sample:
     messages: Sequence[Mapping[str, str]] = ()  # the prompt as {role, content}, where it is known
 
 
+#: Why a grading gave no score.
+FailureKind = Literal["error", "machine", "time-out", "memory", "crash"]
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A response that could not be judged, and why (a traceback, or one line)."""
+    """A grading that gave no score.
+
+    Attributes:
+        text: why, a traceback or one line.
+        kind: `error`: the grader raised an exception; `machine`: its process could not be started or got
+            too little processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died.
+        score: what the response gets because it caused the failure; None: the grader or the ground truth
+            did, and the response is excluded, not scored 0.
+    """
 
     text: str
+    kind: FailureKind = "error"
+    score: float | None = None
 
 
 Verdict = float | Failure
@@ -64,6 +78,8 @@ class RewardResult:
     errors_by_term: dict[str, int] = field(
         default_factory=dict
     )  # term → failures; one sample may count in several
+    #: kind → failures that responses caused themselves; these have a score and are valid
+    timeouts: dict[FailureKind, int] = field(default_factory=dict)
     #: (B,) what each response answers, as text that is equal for equal answers: for majority votes. Empty
     #: unless asked for; None where there is no answer, or the reward reads none.
     answers: list[str | None] = field(default_factory=list)

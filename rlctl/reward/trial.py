@@ -146,6 +146,8 @@ def try_reward(
         for name, verdict in verdicts.items():
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
             tally.num += 1
+            if isinstance(verdict, Failure) and verdict.score is not None:  # wrong: it ended its own grading
+                verdict = verdict.score  # noqa: PLW2901
             if isinstance(verdict, Failure):
                 tally.num_errors += 1
                 trial.errors += [f"{name}, {case.where}: {verdict.text.strip()}"][

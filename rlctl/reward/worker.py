@@ -1,7 +1,8 @@
-"""A grading process: one JSON line in, one out, and an end to itself when a grading takes too long.
+"""A grading process: one JSON line in, a grade out, and an end to itself when a grading takes too long.
 
-Run as `python -m rlctl.reward.worker GRADER DEADLINE_S`; `rlctl.reward.pool` starts and feeds it. Its
-first line says whether the grader could be loaded.
+Run as `python -m rlctl.reward.worker GRADER DEADLINE_S`; `rlctl.reward.pool` starts and feeds it. Its first
+line says whether the grader could be loaded. For each sample it writes a line with the score or the error,
+and then, if the answer is asked for and there is a score, a line with the answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from rlctl.reward.protocol import Sample
 
 MEMORY_LIMIT_BYTES = 4 << 30
 START_DEADLINE_S = 60.0
+#: A grading that is given so little processor time that it takes this many deadlines by the clock is ended.
+STALLED = 10.0
 
 
 def main(grader: str, deadline_s: float) -> None:
@@ -31,17 +34,26 @@ def main(grader: str, deadline_s: float) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the trainer finishes its step first
-    # The alarm's default action ends the process from the kernel, which reaches where no Python handler
-    # does: inside one huge integer power. The parent sees the end of the pipe.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    # The default action of these signals ends the process from the kernel, which reaches where no Python
+    # handler does: inside one huge integer power. The parent sees the end of the pipe.
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
     # A user's function may import libraries that reserve address space by the tens of GiB: what counts
     # for it is memory that can be written to.
     limit = resource.RLIMIT_AS if grader in GRADERS else resource.RLIMIT_DATA
     resource.setrlimit(limit, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
+    def start_clock() -> None:
+        # Our own graders only compute: what they take in processor time does not depend on how busy the
+        # machine is. A user's function may wait, for a server.
+        if grader in GRADERS:
+            signal.setitimer(signal.ITIMER_PROF, deadline_s)
+        signal.setitimer(signal.ITIMER_REAL, deadline_s * (STALLED if grader in GRADERS else 1.0))
+
     def reply(values: dict[str, object]) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
@@ -58,14 +70,23 @@ def main(grader: str, deadline_s: float) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         sample = Sample(**asked["sample"])
-        signal.setitimer(signal.ITIMER_REAL, deadline_s)
+        start_clock()
         try:
             values = checked(grade(sample))
-            if asked["read_answer"] and "score" in values:
-                values["answer"] = answer_of(grader, sample.response)
+        except MemoryError:
+            values = {
+                "error": f"the grading needs more than {MEMORY_LIMIT_BYTES >> 30} GiB",
+                "kind": "memory",
+            }
         except Exception as error:
             values = {"error": text_of(error)}
         reply(values)
+        if asked["read_answer"] and "score" in values:
+            start_clock()
+            answer = None
+            with contextlib.suppress(Exception):  # the score stands
+                answer = answer_of(grader, sample.response)
+            reply({"answer": answer})
 
 
 def checked(value: object) -> dict[str, object]:

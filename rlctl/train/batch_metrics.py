@@ -43,6 +43,7 @@ def batch_tally(scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, po
     if batch.values is not None and batch.returns is not None:
         _per_token(builder, "value", batch.values, batch.counted)
         _per_token(builder, "return", batch.returns, batch.counted)
+    builder.sums["timeouts"] = torch.full_like(rewards.sum(), sum(graded.timeouts.values()))
     builder.sums["truncated"] = rollouts.truncated.double().sum()
     flat, groups = zero_spread_fraction(scored.scores, rollouts.group_ids, scored.score_valid)
     builder.sums |= {"flat_groups": flat, "groups": groups, "invalid": (~scored.score_valid).double().sum()}
@@ -79,6 +80,7 @@ def batch_metrics(tally: HostTally, *, compares_siblings: bool) -> dict[str, flo
     return metrics | {
         "response_length/clip_ratio": tally.per("truncated", "response_length.n"),
         "reward/num_errors": tally.sums["invalid"],
+        "reward/num_timeouts": tally.sums["timeouts"],
         "reward/error_fraction": tally.sums["invalid"] / count if count else 0.0,
         "training/staleness_mean": staleness.mean,
         "training/staleness_max": staleness.max,

@@ -88,7 +88,7 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        warner.look(step, metrics, outcome.nonfinite)
+        warner.look(step, metrics, outcome.nonfinite, rewards.timeouts)
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
+
+from rlctl.reward.protocol import FailureKind
 
 _MAX_NAMED = 8
 
@@ -21,13 +23,16 @@ class Warner:
         self._show = show
         self._times: Counter[str] = Counter()
 
-    def look(self, step: int, metrics: dict[str, float], nonfinite: Tensor) -> None:
+    def look(
+        self, step: int, metrics: dict[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
+    ) -> None:
         """Look at one step.
 
         Args:
             step: number of the step.
             metrics: its metrics.
             nonfinite: (B,) bool, this rank's sequences with non-finite log-probs.
+            timeouts: of this rank, see `RewardResult.timeouts`.
         """
         if skipped := metrics["rollout_corr/skipped_updates"]:
             self._say("skipped", f"step {step}: {skipped:.0f} updates withheld: {_why(metrics)}")
@@ -48,6 +53,11 @@ class Warner:
             self._say(
                 "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are left out"
             )
+
+        if count := metrics["reward/num_timeouts"]:
+            kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
+            where = f" (on this rank {kinds})" if kinds else ""
+            self._say("timeouts", f"step {step}: {count:.0f} responses ended their own grading{where}; wrong")
 
     def _say(self, kind: str, text: str) -> None:
         self._times[kind] += 1

@@ -262,6 +262,30 @@ def test_grader_that_fails_often(tmp_path: Path) -> None:
     assert "bug in rlctl" not in job.output
 
 
+ENDS_ITS_GRADING = """
+import os, zlib
+
+def grade(response, ground_truth):
+    if response != ground_truth and zlib.crc32(response.encode()) % 2:
+        os.abort()
+    return 1.0 if response == ground_truth else 0.25
+"""
+
+
+def test_responses_that_crash_the_grader_are_wrong_and_do_not_stop_the_run(tmp_path: Path) -> None:
+    run, function = tmp_path / "run", tmp_path / "grader.py"
+    function.write_text(ENDS_ITS_GRADING)
+    job = runs.start_train(run, *RUN, f"reward.name={function}:grade")
+    assert job.wait() == 0, job.output
+    lines, rows = runs.metrics(run), runs.rollouts(run)
+    assert [line["reward/num_errors"] for line in lines] == [0.0, 0.0]
+    assert all(row["reward"] is not None for row in rows)
+    crashed = sum(row["reward"] == 0.0 for row in rows)
+    assert sum(line["reward/num_timeouts"] for line in lines) == crashed > 0.1 * len(rows)
+    assert all(line["critic/score/min"] == 0.0 for line in lines)  # of those that are valid
+    assert "ended their own grading (on this rank crash: " in job.output
+
+
 def test_weights_lost_on_the_way_to_the_rollout(tmp_path: Path) -> None:
     job = runs.start_train(tmp_path / "run", *RUN, before=partial(hooks.failing_sync_at, 1))
     refused(job, 1, "weight sync", "missing")

@@ -74,7 +74,7 @@ REQUIRED = [
             *("sync_weights", "save_checkpoint", "testing", "step"),
         )
     ),
-    *("reward/num_errors", "reward/error_fraction", "reward/zero_spread_groups"),
+    *("reward/num_errors", "reward/num_timeouts", "reward/error_fraction", "reward/zero_spread_groups"),
     *("val/openai/gsm8k/reward_mean", "val/tiny_addition/response_length_mean"),
 ]
 

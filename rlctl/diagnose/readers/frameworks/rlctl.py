@@ -25,7 +25,7 @@ DIALECT = Dialect(
     framework="rlctl",
     marks=re.compile(
         r"rollout_corr/(?:rollout_is_raw_.*|\w+_size_token|\w+ed_(?:sequences|updates))"
-        r"|reward/(?:num_errors|error_fraction|zero_spread_groups|.+/num_errors)|timing_s/sync_weights"
+        r"|reward/(?:num_errors|num_timeouts|error_fraction|zero_spread_groups|.+/num_errors)|timing_s/sync_weights"
     ),
     names={},
     uses_ours=True,

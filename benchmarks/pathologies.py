@@ -26,9 +26,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.learning import seeds_of
 from benchmarks.planted import FAULTS, HEALTHY, Planted, train_all
-from rlctl.diagnose.finding import Diagnosis
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import METRICS_READ, Diagnosis, examine
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec
 from tests.simulated_logs.writers import Format, write_log

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.diagnose.finding import Diagnosis
+    from rlctl.diagnose.rules import Diagnosis
 
 
 class Format(StrEnum):
@@ -83,7 +83,7 @@ def diagnose(
         typer.Option(
             "--fix",
             metavar="FILE",
-            help="Write the run's spec with the remedies applied, for `rlctl train --spec FILE`.",
+            help="Write the run's spec with the fixes applied, for `rlctl train --spec FILE`.",
             show_default=False,
         ),
     ] = None,
@@ -180,7 +180,7 @@ def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: 
         raise UsageError(
             f"--fix writes one run's spec, and {len(paths)} are named", where="--fix", fix="name one run"
         )
-    from rlctl.diagnose.fix import check_free
+    from rlctl.diagnose.spec_patch import check_free
 
     check_free(fix)
 
@@ -212,8 +212,8 @@ def reading(paths: Sequence[Path], wanted: Any) -> Iterator[Iterator[Any]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+    from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_run
-    from rlctl.diagnose.wording import visible
 
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
@@ -234,26 +234,28 @@ def reading(paths: Sequence[Path], wanted: Any) -> Iterator[Iterator[Any]]:
 
 def _write(diagnoses: list[Diagnosis], output_format: Format, out: Path | None) -> None:
     if output_format is Format.TEXT:
-        from rlctl.diagnose.report import print_diagnoses
+        from rlctl.diagnose.output_text import print_diagnosis
 
         with text_console(out) as console:
-            print_diagnoses(console, diagnoses)
+            for place, diagnosis in enumerate(diagnoses):
+                console.print(end="\n" * bool(place))
+                print_diagnosis(console, diagnosis)
         return
     write_out(_rendered(diagnoses, output_format), out)
 
 
 def _rendered(diagnoses: list[Diagnosis], output_format: Format) -> str:
     if output_format is Format.JSON:
-        from rlctl.diagnose.report import as_document
+        from rlctl.diagnose.diagnosis_report import diagnosis_document
 
-        return as_json(as_document(diagnoses))
+        return as_json(diagnosis_document(diagnoses))
     if output_format is Format.MARKDOWN:
-        from rlctl.diagnose.report_markdown import as_markdown
+        from rlctl.diagnose.output_markdown import as_markdown
 
         return as_markdown(diagnoses)
-    from rlctl.diagnose.page.write import page
+    from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
-    return page(diagnoses)
+    return diagnosis_page(diagnoses)
 
 
 def as_json(document: object) -> str:
@@ -299,10 +301,10 @@ def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
     """Write the new spec, and say on standard error what became of every finding."""
     from rich.console import Console
 
-    from rlctl.diagnose.fix import fix, write_fix
-    from rlctl.diagnose.fix_report import print_fix
+    from rlctl.diagnose.output_text import print_patch
+    from rlctl.diagnose.spec_patch import propose_patch, write_patch
 
-    found = fix(diagnosis)
-    if found.applied:
-        write_fix(path, found)
-    print_fix(Console(stderr=True, highlight=False), found, path if found.applied else None)
+    patch = propose_patch(diagnosis)
+    if patch.applied:
+        write_patch(path, patch)
+    print_patch(Console(stderr=True, highlight=False), patch, path if patch.applied else None)

@@ -41,19 +41,20 @@ def compare(
 
     check_out([a, b], out, is_page=output_format is Format.HTML)
     from rlctl.diagnose.compare import compare as run_comparison
+    from rlctl.diagnose.compare import comparison_document
     from rlctl.diagnose.rules import METRICS_READ, examine
     from rlctl.metric_names import ELSEWHERE, METRICS
 
     with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *METRICS_READ})) as runs:
         found = run_comparison(*(examine(run) for run in runs))
     if output_format is Format.TEXT:
-        from rlctl.diagnose.compare_report import print_comparison
+        from rlctl.diagnose.output_text import print_comparison
 
         with text_console(out) as console:
             print_comparison(console, found)
     elif output_format is Format.JSON:
-        write_out(as_json(found.as_document()), out)
+        write_out(as_json(comparison_document(found)), out)
     else:
-        from rlctl.diagnose.page.write import page
+        from rlctl.diagnose.page.diagnosis_page import diagnosis_page
 
-        write_out(page([found.a, found.b], found), out)
+        write_out(diagnosis_page([found.a, found.b], found), out)

@@ -31,7 +31,7 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
     from rich.console import Console
     from rich.text import Text
 
-    from rlctl.diagnose.wording import visible
+    from rlctl.diagnose.diagnosis_report import visible
     from rlctl.replay.run import what_if as replayed
 
     found = []

@@ -1,16 +1,19 @@
-"""Two runs side by side: what differs in their specs and metrics, and since when."""
+"""Two runs compared: what differs in their specs and metrics, and since when."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Diagnosis, Finding
+from rlctl.diagnose.finding import Finding
+from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.signals import longest_true
+from rlctl.diagnose.spec_patch import flat
 from rlctl.diagnose.table import RunLog, Table
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ _NORMAL = 1.4826
 _MAX_POINTS = 5000
 #: Share of a run's values on one side of zero from which a ratio to them makes sense.
 _ONE_SIDED = 0.9
+#: Differences named in sentences, besides the first.
+_NAMED = 3
 #: Metrics of the machine, not of the training.
 _MACHINE = ("perf/", "timing_s/", "timing/")
 
@@ -68,9 +73,14 @@ class MetricChange:
     sigmas: float
     ratio: float | None
 
+    @property
+    def when(self) -> str:
+        """`since 40`, or `12–38`."""
+        return f"since {self.first_step}" if self.lasts else f"{self.first_step}–{self.last_step}"
+
     def __str__(self) -> str:
-        """`rollout_corr/k3_kl of B is 3.2 × A's (0.0032 against 0.001)`."""
-        figures = f"({self.b:.3g} against {self.a:.3g})"
+        """`rollout_corr/k3_kl of B is 3.2 × A's (0.0032 and 0.001)`."""
+        figures = f"({self.b:.3g} and {self.a:.3g})"
         if self.ratio is not None and not 0.8 <= self.ratio <= 1.25:
             return f"{self.key} of B is {self.ratio:.2g} × A's {figures}"
         side = "above" if self.b > self.a else "below"
@@ -104,26 +114,6 @@ class Comparison:
     only_b: tuple[str, ...]
     findings_a: tuple[Finding, ...]
     findings_b: tuple[Finding, ...]
-
-    def as_document(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        from rlctl.diagnose.compare_report import sentences
-
-        steps = dict(zip(("first", "last", "count"), self.shared, strict=True)) if self.shared else None
-        return {
-            "a": str(self.a.run.path),
-            "b": str(self.b.run.path),
-            "sentences": list(sentences(self)),
-            "shared_steps": steps,
-            "identical_until": self.identical_until,
-            "spec": [asdict(change) for change in self.spec],
-            "metrics": [asdict(change) | {"sentence": str(change)} for change in self.metrics],
-            "same": list(self.same),
-            "only_a": list(self.only_a),
-            "only_b": list(self.only_b),
-            "findings_only_a": [asdict(finding) for finding in self.findings_a],
-            "findings_only_b": [asdict(finding) for finding in self.findings_b],
-        }
 
 
 def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
@@ -166,7 +156,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     """The longest stretch of steps in which window medians are further apart than both runs' noise.
 
     Noise is the median absolute deviation from a running median of five windows, of both runs together. It
-    is more where the difference wanders from window to window more than independent values would, and at
+    is larger where the difference drifts from window to window more than independent values would, and at
     least a small share of the level, so that a material difference is asked for too.
 
     Args:
@@ -175,17 +165,15 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     """
     from scipy.ndimage import median_filter
 
-    from rlctl.diagnose.signals import longest_true
-
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
         return None
     # Reflected at the ends, where repeating the last value would let it decide alone.
     medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="reflect") for v in (values_a, values_b))
-    noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _wander(values_b - values_a))
+    noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _drift(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
-    streaks = [longest_true(_settled(side * distance > APART_SIGMAS)) for side in (1.0, -1.0)]
+    streaks = [longest_true(_without_single_windows(side * distance > APART_SIGMAS)) for side in (1.0, -1.0)]
     start, length = max(streaks, key=lambda streak: streak[1])
     if length < th.WINDOW:
         return None
@@ -207,7 +195,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     )
 
 
-def _settled(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _without_single_windows(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Single windows neither begin nor interrupt a stretch."""
     from scipy.ndimage import median_filter
 
@@ -225,10 +213,10 @@ def _noise(values: Floats) -> float:
     )
 
 
-def _wander(difference: Floats) -> float:
-    """What a value's noise would be, to judge by how medians of neighbouring windows differ.
+def _drift(difference: Floats) -> float:
+    """A value's noise, estimated from how medians of neighbouring windows differ.
 
-    A step in the difference touches two of them only, and the median does not see it.
+    A single step in the difference affects two of these windows only, and not their median.
     """
     count = len(difference) // th.WINDOW
     if count < _MIN_WINDOWS:
@@ -270,7 +258,7 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
     """Key by key; of runs without a spec, what their logs tell of them."""
     if a.spec is not None and b.spec is not None:
-        left, right = _flat(a.spec.model_dump(mode="json")), _flat(b.spec.model_dump(mode="json"))
+        left, right = flat(a.spec.model_dump(mode="json")), flat(b.spec.model_dump(mode="json"))
         for key in left | right:
             if left.get(key) != right.get(key):
                 yield SpecChange(key, left.get(key), right.get(key))
@@ -281,15 +269,69 @@ def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
             yield SpecChange(key, value, right[key])
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value."""
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
-
-
 def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:
     found = {finding.rule for finding in other.findings}
     return tuple(finding for finding in one.findings if finding.rule not in found)
+
+
+METRIC_COLUMNS = ("metric", "A", "B", "sigmas", "steps")
+
+
+def metric_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """One row per differing metric, under `METRIC_COLUMNS`."""
+    return [(one.key, f"{one.a:.3g}", f"{one.b:.3g}", f"{one.sigmas:.1f}", one.when) for one in found.metrics]
+
+
+def shown(value: Any) -> str:
+    """A spec's value as YAML has it; `—` for unknown and null."""
+    if value is None:
+        return "—"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def sentences(found: Comparison) -> Iterator[str]:
+    """The most important differences."""
+    if found.shared is None:
+        yield "The runs have no step in common: nothing can be compared."
+        return
+    last = found.shared[1]
+    if found.identical_until == last:
+        yield f"Every training metric is identical up to step {last}."
+        return
+    if found.identical_until is not None:
+        yield f"Every training metric is identical up to step {found.identical_until}."
+    lasting = [change for change in found.metrics if change.lasts]
+    if not found.metrics:
+        yield f"No metric differs by more than the runs' own noise, up to step {last}."
+    elif not lasting:
+        yield f"No difference lasts until step {last}; some were temporary."
+    if lasting:
+        since = min(change.first_step for change in lasting)
+        first = max((c for c in lasting if c.first_step == since), key=lambda change: change.sigmas)
+        start = f"Since step {since}" if since > found.shared[0] else "From the start"
+        yield f"{start} {first}."
+        for change in [c for c in lasting if c is not first][:_NAMED]:
+            yield f"Since step {change.first_step} {change}."
+    for name, findings in (("A", found.findings_a), ("B", found.findings_b)):
+        for finding in findings:
+            if finding.severity != "info":
+                yield f"Only in {name}: {finding.what} ({finding.severity}, {finding.rule})."
+
+
+def comparison_document(found: Comparison) -> dict[str, Any]:
+    """Plain values, ready for JSON."""
+    steps = dict(zip(("first", "last", "count"), found.shared, strict=True)) if found.shared else None
+    return {
+        "a": str(found.a.run.path),
+        "b": str(found.b.run.path),
+        "sentences": list(sentences(found)),
+        "shared_steps": steps,
+        "identical_until": found.identical_until,
+        "spec": [asdict(change) for change in found.spec],
+        "metrics": [asdict(change) | {"sentence": str(change)} for change in found.metrics],
+        "same": list(found.same),
+        "only_a": list(found.only_a),
+        "only_b": list(found.only_b),
+        "findings_only_a": [asdict(finding) for finding in found.findings_a],
+        "findings_only_b": [asdict(finding) for finding in found.findings_b],
+    }

@@ -1,92 +1,69 @@
-"""All rules, applied to one run. No torch: the table of scalars is all they read."""
+"""All rules, applied to one run. No torch: they read the table of scalars only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from rlctl.diagnose import (
-    rules_async,
-    rules_gap,
-    rules_joint,
-    rules_length,
+    rules_engines,
     rules_rejection,
     rules_reward,
-    rules_start,
+    rules_samples,
     rules_update,
     rules_weights,
 )
-from rlctl.diagnose.finding import SEVERITIES, Diagnosis, Finding, Rule, Skipped
-from rlctl.diagnose.rules_reward import VALIDATION, validation_keys
+from rlctl.diagnose.finding import SEVERITIES, Finding, Severity, Skipped
+from rlctl.diagnose.rule import Rule
 from rlctl.diagnose.table import RunLog
 
-RULES: tuple[Rule, ...] = (
-    *rules_gap.RULES,
-    *rules_start.RULES,
-    *rules_weights.RULES,
-    *rules_rejection.RULES,
-    *rules_joint.RULES,
-    *rules_update.RULES,
-    *rules_reward.RULES,
-    *rules_length.RULES,
-    *rules_async.RULES,
-)
-
-
+#: Heading → rules.
+GROUPS: Mapping[str, tuple[Rule, ...]] = {
+    "The gap between the two policies": rules_engines.RULES,
+    "Importance weights": rules_weights.RULES,
+    "Rejection, clipping, correction": rules_rejection.RULES,
+    "The update": rules_update.RULES,
+    "Rewards and lengths": rules_reward.RULES,
+    "Samples that are late or failed": rules_samples.RULES,
+}
+RULES: list[Rule] = [rule for rules in GROUPS.values() for rule in rules]
 #: The metrics a reader must keep; `<…>` stands for any text.
-METRICS_READ = frozenset(key for rule in RULES for key in rule.reads)
+METRICS_READ = frozenset(key for rule in RULES for key in rule.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The result of all rules on one run; findings worst first."""
+
+    run: RunLog
+    findings: tuple[Finding, ...]
+    checked: tuple[Rule, ...]
+    skipped: tuple[Skipped, ...]
+
+    def reaches(self, severity: Severity) -> bool:
+        """Whether a finding is at least this severe."""
+        limit = SEVERITIES.index(severity)
+        return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)
 
 
 def examine(run: RunLog) -> Diagnosis:
-    """Apply every rule: what was found, what was checked, what could not be and why."""
-    findings: list[Finding] = []
-    checked: list[Rule] = []
-    skipped: list[Skipped] = []
-    for rule in RULES:
-        verdict = judge(rule, run)
-        if isinstance(verdict, Skipped):
-            skipped.append(replace(verdict, rule=rule.name))
-            continue
-        checked.append(rule)
-        if verdict is not None:
-            findings.append(replace(verdict, rule=rule.name))
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Diagnosis(run, tuple(findings), tuple(checked), tuple(skipped))
+    """Apply every rule: findings, what was checked, what was skipped and why."""
+    results = [(rule, rule.apply(run)) for rule in RULES]
+    found = [one for _, one in results if isinstance(one, Finding)]
+    return Diagnosis(
+        run,
+        tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+        tuple(rule for rule, one in results if not isinstance(one, Skipped)),
+        tuple(one for _, one in results if isinstance(one, Skipped)),
+    )
 
 
-def judge(rule: Rule, run: RunLog) -> Finding | Skipped | None:
-    """What one rule says of a run; None if it finds nothing."""
-    return _beside(rule, run) or _unjudgeable(rule, run) or rule.judge(run)
-
-
-def _beside(rule: Rule, run: RunLog) -> Skipped | None:
-    why = rule.beside(run)
-    return Skipped(why) if why else None
-
-
-def _unjudgeable(rule: Rule, run: RunLog) -> Skipped | None:
-    """Why there is nothing to judge, if so."""
-    counts = {key: _count(run, key) for key in (*rule.needs, *rule.one_of)}
-    missing = tuple(key for key in rule.needs if counts[key] is None)
-    if rule.one_of and all(counts[key] is None for key in rule.one_of):
-        missing += rule.one_of
-    unknown = tuple(name for name in rule.facts if getattr(run.facts, name) is None)
-    if missing:
-        return Skipped("not logged", missing)
-    if unknown:
-        return Skipped(f"not told by the log: {', '.join(unknown)}", ("spec.yaml",))
-    groups = [*((key,) for key in rule.needs), *((rule.one_of,) if rule.one_of else ())]
-    for keys in groups:
-        longest = max(keys, key=lambda key: counts[key] or 0)
-        if (count := counts[longest] or 0) < rule.min_steps:
-            return Skipped(f"only {count} steps logged {longest}, it takes {rule.min_steps}", (longest,))
-    return None
-
-
-def _count(run: RunLog, key: str) -> int | None:
-    """How many steps logged a finite value; None where none ever did."""
-    if key == VALIDATION:
-        keys = validation_keys(run.table)
-        return max((int(np.isfinite(run.table.columns[one]).sum()) for one in keys), default=None)
-    return int(np.isfinite(run.table.columns[key]).sum()) if key in run.table.columns else None
+def rule_tables() -> Iterator[str]:
+    """The tables of docs/diagnose-rules.md, line by line."""
+    for heading, rules in GROUPS.items():
+        yield f"## {heading}\n"
+        yield "| rule | looks at | info / warning / critical | source of the levels |"
+        yield "|---|---|---|---|"
+        for rule in rules:
+            yield f"| `{rule.name}` | {rule.signal} | {rule.thresholds} | {rule.source} |"
+        yield ""

@@ -1,138 +1,167 @@
-"""Rules about rejection and clipping, and about whether the correction that was asked for takes effect."""
+"""Rules about rejection and clipping, and whether the configured correction takes effect."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlctl.diagnose import remedies as remedy
+from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Finding, Remedy, Skipped, rule
-from rlctl.diagnose.remedies import RC
-from rlctl.diagnose.rules_gap import most_logged
-from rlctl.diagnose.signals import crossing
+from rlctl.diagnose.finding import Evidence, Fix, Skipped
+from rlctl.diagnose.fixes import RC
+from rlctl.diagnose.rule import Detection, detect_crossing, rule
+from rlctl.diagnose.signals import start_of, together
 from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.thresholds import Levels
 
 _MASKED = th.MASKED.key
 _MEAN, _LEAST, _MOST = (f"rollout_corr/rollout_is_{which}" for which in ("mean", "min", "max"))
+_RS, _RS_THRESHOLD = f"{RC}rollout_rs", f"{RC}rollout_rs_threshold"
+CLIPPED_ON_POLICY = Levels("actor/pg_clipfrac", (("warning", 0.05),))
+#: The masked fraction falls to this share of a start of at least that much ...
+BLIND_FALL, BLIND_START = 0.7, 0.02
+#: ... while the gap grows by this factor, beyond its mildest level.
+BLIND_GROWTH = 2.0
 
 
-@rule("rejected", "share of tokens rejected", needs=(_MASKED,))
-def rejected(run: RunLog) -> Finding | Skipped | None:
-    """Rejection throws away much of what was sampled."""
-    crossed = crossing(run.table.series(_MASKED), th.MASKED)
-    if crossed is None:
-        return None
-    return Finding(
-        crossed.severity,
-        f"rejection drops {crossed.worst:.0%} of the response tokens {crossed.where}",
-        (crossed.evidence,),
-        "bounds too tight for how far apart the policies are; mend the gap first, if a rule above names it",
-        th.MASKED.source,
-        _less_rejection(run),
-        "high",
-        "the share is counted, not estimated",
-    )
-
-
-def _less_rejection(run: RunLog) -> tuple[Remedy, ...]:
+def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     """Wider bounds, one criterion, or weights instead; what the run has already is left out."""
     if run.facts.rollout_rs in {None, "off"}:
         return ()
-    rs, threshold = f"{RC}rollout_rs", f"{RC}rollout_rs_threshold"
     largest = "2.5" if run.facts.dialect != "verl" else "0.42"  # ½ ln² 2.5
     written = run.spec.algorithm.rollout_correction.rollout_rs_threshold if run.spec else None
-    remedies = (
-        remedy.change(f"{rs}=token_k1", f"{threshold}=0.5_2.0", why="wider bounds"),
-        remedy.change(
-            f"{rs}=seq_max_k2",
-            f"{threshold}={largest}",
+    fixes = (
+        fix.change(f"{_RS}=token_k1", f"{_RS_THRESHOLD}=0.5_2.0", why="wider bounds"),
+        fix.change(
+            f"{_RS}=seq_max_k2",
+            f"{_RS_THRESHOLD}={largest}",
             why="only the largest ratio of a response",
-            verl=f"{rs}=seq_max_k2 {threshold}=0.42",
+            verl=f"{_RS}=seq_max_k2 {_RS_THRESHOLD}=0.42",
         ),
-        remedy.change(f"{rs}=null", f"{threshold}=null", f"{RC}rollout_is=sequence", why="weights instead"),
+        fix.change(f"{_RS}=null", f"{_RS_THRESHOLD}=null", f"{RC}rollout_is=sequence", why="weights instead"),
     )
-    has = (f"{rs}={run.facts.rollout_rs}", f"{threshold}={written}")
-    return tuple(one for one in remedies if one.spec[:2] != has)
+    has = (f"{_RS}={run.facts.rollout_rs}", f"{_RS_THRESHOLD}={written}")
+    return tuple(one for one in fixes if one.spec[:2] != has)
+
+
+@rule(
+    "rejected",
+    "rejection keeps most tokens",
+    signal="`rollout_corr/rollout_rs_masked_fraction`",
+    thresholds=th.MASKED,
+    source=th.GUIDE,
+    cause="the bounds are too tight for the distance between the policies; if a finding above names that "
+    "gap, reduce it first",
+    fixes=_less_rejection,
+    sure=("high", "the share is counted, not estimated"),
+    needs=(_MASKED,),
+)
+def rejected(run: RunLog) -> Detection | None:
+    """Rejection drops much of what was sampled."""
+    return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the response tokens {where}")
+
+
+def _bound_the_mean(run: RunLog) -> tuple[Fix, ...]:
+    is_verl = run.facts.dialect == "verl"
+    name, bounds = ("seq_mean_k3", "0.01") if is_verl else ("geometric", "0.99_1.01")
+    settings = (f"{_RS}={name}", f"{_RS_THRESHOLD}={bounds}")
+    verl = f"{_RS}=seq_mean_k3 {_RS_THRESHOLD}=0.01"
+    return (fix.change(*settings, why="bound the mean over a response, a KL", verl=verl),)
+
+
+@rule(
+    "blind-rejection",
+    "rejection follows the gap",
+    signal="masked fraction below 70 % of its start, while the gap doubles beyond its mildest level",
+    thresholds="— / together / —",
+    source=th.OWN,
+    cause="a fixed band for single ratios does not detect many small differences that add up",
+    fixes=_bound_the_mean,
+    sure=("medium", "the two figures move in opposite directions; the log does not show why"),
+    needs=(_MASKED,),
+    one_of=th.GAPS,
+    min_steps=th.MOVE_STEPS,
+)
+def blind_rejection(run: RunLog) -> Detection | None:
+    """Less is rejected while the policies drift apart."""
+    start = start_of(run.table.series(_MASKED))
+    if start is None or start.median < BLIND_START:
+        return None
+    gap = run.table.most_logged(th.GAPS)
+    beyond = {one.key: one.tiers[0][1] for one in (th.K3, th.PROBS_GAP)}.get(gap, th.FIRST_LOG_PROB_GAP)
+    seen = together(run.table, (th.Move(_MASKED, BLIND_FALL), th.Move(gap, BLIND_GROWTH, beyond)))
+    what = "less and less is rejected although the policies drift apart"
+    return Detection("warning", what, seen) if seen else None
 
 
 @rule(
     "clipped-on-policy",
     "no clipping before the policy moves",
-    needs=(th.CLIPPED_ON_POLICY.key,),
+    signal="`actor/pg_clipfrac` with one update per batch",
+    thresholds=CLIPPED_ON_POLICY,
+    source=th.OWN,
+    cause="rollout engine and trainer differ, in precision for example, so the ratio starts away from 1",
+    fixes=lambda run: (*fix.same_precision(run), fix.find_the_cause()),
+    sure=("high", "with one update per batch only the implementations move the ratio away from 1"),
+    needs=(CLIPPED_ON_POLICY.key,),
     uses=("training/staleness_max",),
     facts=("updates_per_batch",),
 )
-def clipped_on_policy(run: RunLog) -> Finding | Skipped | None:
+def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
     """PPO clips although the policy has not moved."""
     if run.facts.updates_per_batch != 1:
-        return Skipped("several updates per batch: clipping is what PPO is for")
+        return Skipped("several updates per batch: clipping is expected")
     if run.facts.bypass_mode and not run.gap_is_mismatch:
         return Skipped("stale samples are clipped against the policy that made them")
-    crossed = crossing(run.table.series(th.CLIPPED_ON_POLICY.key), th.CLIPPED_ON_POLICY)
-    if crossed is None:
-        return None
-    return Finding(
-        crossed.severity,
-        f"PPO clips {crossed.worst:.1%} of the tokens although the policy has not moved yet {crossed.where}",
-        (crossed.evidence,),
-        "rollout engine and trainer disagree, in precision for instance, so the ratio starts away from 1",
-        th.CLIPPED_ON_POLICY.source,
-        (*remedy.same_precision(run), remedy.find_the_cause()),
-        "high",
-        "with one update per batch the ratio is 1 but for the implementations",
-    )
+    what = "PPO clips {worst:.1%} of the tokens although the policy has not moved yet {where}"
+    return detect_crossing(run, CLIPPED_ON_POLICY, what)
 
 
 @rule(
     "silently-off",
-    "configured correction takes effect",
+    "the configured correction takes effect",
+    signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
+    thresholds="— / — / always",
+    source=th.LOGIC,
+    cause="the correction is computed from the wrong log-probs, or its result is not used",
+    fixes=lambda run: (
+        fix.by_hand(
+            "check that the engine's log-probs reach the loss",
+            verl="actor_rollout_ref.rollout.calculate_log_probs=True",
+            trl="use_vllm=True vllm_importance_sampling_correction=True",
+        ),
+    ),
+    sure=("high", "the framework always logs it"),
     uses=(_MEAN, _LEAST, _MOST, _MASKED, th.K3.key, th.LOG_PROB_GAP.key),
     facts=("rollout_is", "rollout_rs"),
 )
-def silently_off(run: RunLog) -> Finding | Skipped | None:
+def silently_off(run: RunLog) -> Detection | Skipped | None:
     """Correction is configured but does nothing."""
-    facts = run.facts
+    facts, logged = run.facts, run.table.columns
     if facts.rollout_is == "off" and facts.rollout_rs == "off":
         return Skipped("no correction is configured")
     if len(run.table.steps) < th.MIN_STEPS:
         return Skipped("too few steps")
-    first, last = int(run.table.steps[0]), int(run.table.steps[-1])
-    # Whether a framework logs what its correction does is known from these two.
-    tells_weights, tells_rejection = facts.weights_are is not None, facts.dialect is not None
+    # `weights_are` and `dialect` are known of frameworks that log what their correction does.
     absent = None
-    if facts.rollout_is != "off" and tells_weights and _MEAN not in run.table.columns:
+    if facts.rollout_is != "off" and facts.weights_are is not None and _MEAN not in logged:
         absent = (f"{RC}rollout_is", _MEAN)
-    elif facts.rollout_rs != "off" and tells_rejection and _MASKED not in run.table.columns:
-        absent = (f"{RC}rollout_rs", _MASKED)
+    elif facts.rollout_rs != "off" and facts.dialect is not None and _MASKED not in logged:
+        absent = (_RS, _MASKED)
     if absent:
-        key, metric = absent
-        evidence = Evidence(metric, "never logged", first, last)
-        what = f"{key} is set, but its metrics are nowhere in the log"
-    elif facts.rollout_is != "off" and (steps := _untouched(run)) is not None:
-        evidence = Evidence(_LEAST, "exactly 1, like the maximum", *steps)
-        what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
-    else:
+        seen = Evidence(absent[1], "never logged", int(run.table.steps[0]), int(run.table.steps[-1]))
+        return Detection("critical", f"{absent[0]} is set, but its metrics are not in the log", (seen,))
+    if facts.rollout_is == "off" or (steps := _untouched(run)) is None:
         return None
-    by_hand = remedy.by_hand(
-        "make sure that the engine's log-probs reach the loss",
-        verl="actor_rollout_ref.rollout.calculate_log_probs=True",
-        trl="use_vllm=True vllm_importance_sampling_correction=True",
-    )
-    return Finding(
-        "critical",
-        what,
-        (evidence,),
-        "the correction is computed from the wrong log-probs, or its result is not used",
-        th.LOGIC,
-        (by_hand,),
-        "high",
-        "two policies that differ cannot have equal probabilities" if not absent else "it is always logged",
+    what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
+    seen = Evidence(_LEAST, "exactly 1, as is the maximum", *steps)
+    return Detection(
+        "critical", what, (seen,), sure=("high", "ratios of two different policies are not all 1")
     )
 
 
 def _untouched(run: RunLog) -> tuple[int, int] | None:
     """First and last step, if weights never differed from 1 while the policies did."""
-    gap = most_logged(run, (th.K3.key, th.LOG_PROB_GAP.key))
+    gap = run.table.most_logged((th.K3.key, th.LOG_PROB_GAP.key))
     steps, (low, high, differ) = run.table.aligned(_LEAST, _MOST, gap)
     idle = (np.abs(low - 1.0) < th.EXACT) & (np.abs(high - 1.0) < th.EXACT)
     apart = differ > th.EXACT
@@ -145,28 +174,21 @@ def _untouched(run: RunLog) -> tuple[int, int] | None:
 @rule(
     "bypass-repeats",
     "bypass mode passes over a batch once",
+    signal="bypass mode with several passes over a batch",
+    thresholds="— / always / —",
+    source=th.LOGIC,
+    cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
+    fixes=lambda run: (fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
+    sure=("high", "the settings show it"),
     facts=("bypass_mode", "ppo_epochs"),
 )
-def bypass_repeats(run: RunLog) -> Finding | Skipped | None:
+def bypass_repeats(run: RunLog) -> Detection | None:
     """Several passes in bypass mode."""
     epochs = run.facts.ppo_epochs or 1
     if not run.facts.bypass_mode or epochs == 1:
         return None
-    return Finding(
-        "warning",
-        f"bypass mode with {epochs} passes over each batch",
-        (Evidence("actor.ppo_epochs", str(epochs)),),
-        "π_old stays the sampling policy while π_θ moves on: every pass is further off-policy than the last",
-        th.LOGIC,
-        (remedy.change(f"{RC}bypass_mode=false"), remedy.change("actor.ppo_epochs=1")),
-        "high",
-        "the settings say so",
-    )
+    seen = Evidence("actor.ppo_epochs", str(epochs))
+    return Detection("warning", f"bypass mode with {epochs} passes over each batch", (seen,))
 
 
-RULES = (
-    rejected,
-    clipped_on_policy,
-    silently_off,
-    bypass_repeats,
-)
+RULES = (rejected, blind_rejection, clipped_on_policy, silently_off, bypass_repeats)

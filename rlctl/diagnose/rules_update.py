@@ -1,23 +1,53 @@
-"""Rules about gradients, the drift from the reference, the critic, and the value of the loss."""
+"""Rules about gradients, the KL to the reference, the critic, and the value of the loss."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from rlctl.diagnose import remedies as remedy
+from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Remedy, Severity, Skipped, rule
-from rlctl.diagnose.rules_reward import BEST, SCORE, WORST, has_gained, has_learned
-from rlctl.diagnose.signals import crossing, spikes
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
+from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned
+from rlctl.diagnose.rule import Detection, crossings, of_crossing, rule, worst_of
+from rlctl.diagnose.signals import Crossing, crossing, spikes, together
 from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.thresholds import Levels
 
-_NORM, _LOSS, _DRIFT = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
-_ADVANTAGE, _KL_COEF = "critic/advantages/mean", "actor/kl_coef"
+_NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
+_ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
+NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
+#: From this share of the steps, and this many of them, spikes are a warning and not a remark.
+SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
+ZERO_GRADIENT_SHARE = 0.4
+#: A share of groups or tokens that counts as all of them.
+ALL_OF_THEM = 0.99
+REF_KL = tuple(
+    Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in (_KL_LOSS, "actor/reward_kl_penalty")
+)
+EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
+#: Steps a critic is given to learn.
+CRITIC_STEPS = 40
+#: |pg_loss| below this with a gradient norm above that is normal on-policy.
+PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
+GIBBERISH = (
+    th.Move("actor/entropy", 1.5), th.Move("response_length/mean", 1.3), th.Move(th.GRAD_NORM.key, 2.0)
+)  # fmt: skip
 
 
-@rule("not-finite", "loss and gradient are numbers", uses=(_LOSS, _NORM))
-def not_finite(run: RunLog) -> Finding | Skipped | None:
-    """A loss or gradient was not a number."""
+@rule(
+    "not-finite",
+    "loss and gradient norm are finite",
+    signal="NaN or infinite loss or gradient norm",
+    thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
+    source=th.OWN,
+    cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
+    sure=("medium", "the log shows that, not where in the computation"),
+    uses=(_LOSS, _NORM),
+)
+def not_finite(run: RunLog) -> Detection | Skipped | None:
+    """A loss or gradient was not a finite number."""
     logged = {key: run.table.nonfinite[key] for key in (_NORM, _LOSS) if key in run.table.nonfinite}
     if not logged:
         present = {_NORM, _LOSS} & run.table.columns.keys()
@@ -25,177 +55,185 @@ def not_finite(run: RunLog) -> Finding | Skipped | None:
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
     share = len(steps) / len(run.table.steps)
     severity: Severity = "info"
-    if share >= th.NONFINITE_CRITICAL_SHARE:
+    if share >= NONFINITE_CRITICAL_SHARE:
         severity = "critical"
-    elif share >= th.NONFINITE_WARNING_SHARE and len(steps) > 1:
+    elif share >= NONFINITE_WARNING_SHARE and len(steps) > 1:
         severity = "warning"
-    return Finding(
+    first, last = int(steps[0]), int(steps[-1])
+    return Detection(
         severity,
-        f"{key} is not a finite number on {steps_text(len(steps))}",
-        (Evidence(key, f"NaN or infinite on {share:.1%} of the steps", int(steps[0]), int(steps[-1])),),
-        "overflow in low precision, too large a learning rate, or log-probs that are not finite",
-        th.OWN,
-        (*remedy.calmer(run), remedy.before(int(steps[0]))),
-        "medium",
-        "the log says that, not where in the computation",
+        f"{key} is not a finite number on {count_of_steps(len(steps))}",
+        (Evidence(key, f"NaN or infinite on {share:.1%} of the steps", first, last),),
+        fixes=(*fix.calmer(run), fix.resume_before(first)),
     )
 
 
-@rule("gradient-norm", "gradient norm neither jumps nor stays large", needs=(_NORM,))
-def gradient_norm(run: RunLog) -> Finding | Skipped | None:
+@rule(
+    "gradient-norm",
+    "gradient norm neither jumps nor stays large",
+    signal="`actor/grad_norm`: level (relative), and jumps over 8 robust deviations **and** 3 medians of the "
+    "51 steps before",
+    thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps / —",
+    source=f"{th.FIELD}; of the jumps {th.OWN}",
+    cause="the update is unstable, or the loss is a sum instead of a mean",
+    fixes=fix.calmer,
+    sure=("medium", "it is also far from the run's own start, where there is one to compare with"),
+    needs=(_NORM,),
+)
+def gradient_norm(run: RunLog) -> Detection | None:
     """The gradient norm jumps, or is large throughout."""
     series = run.table.series(_NORM)
     crossed = crossing(series, th.GRAD_NORM)
-    if crossed is not None and not crossed.excuse:
-        return _large_norm(run, crossed.severity, f"{crossed.worst:.3g} {crossed.where}", crossed.evidence)
+    if crossed is not None and not crossed.remark:
+        return _large_norm(crossed)
     jumps = spikes(series)
     if len(jumps) == 0:
-        if crossed is None:
-            return None
-        return _large_norm(run, "info", f"{crossed.worst:.3g} {crossed.where}", crossed.evidence)
-    many = len(jumps) >= max(th.SPIKE_COUNT, th.SPIKE_SHARE * len(series))
+        return _large_norm(crossed) if crossed else None
+    many = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
     largest = int(np.argmax(jumps.values))
     value, median = float(jumps.values[largest]), float(np.median(series.values))
-    times = value / max(median, 1e-12)
     figure = f"{value:.3g} at step {jumps.steps[largest]}, median {median:.3g}"
-    return Finding(
+    count = count_of_steps(len(jumps))
+    return Detection(
         "warning" if many else "info",
-        f"the gradient norm jumps on {steps_text(len(jumps))}, to as much as {times:.0f} times its median",
+        f"the gradient norm jumps on {count}, at most to {value / max(median, 1e-12):.3g} times its median",
         (Evidence(_NORM, figure, int(jumps.steps[0]), int(jumps.steps[-1])),),
-        "single batches with extreme weights or advantages; a collapse announces itself the same way",
-        th.OWN,
-        remedy.calmer(run) if many else (),
-        "medium",
-        "the norm alone does not tell which samples caused it",
+        cause="single batches with extreme weights or advantages; a collapse begins the same way",
+        fixes=None if many else (),
+        sure=("medium", "the norm alone does not show which samples caused it"),
     )
 
 
-def _large_norm(run: RunLog, severity: Severity, what: str, evidence: Evidence) -> Finding:
-    return Finding(
-        severity,
-        f"the gradient norm is {what}",
-        (evidence,),
-        "the update is unstable, or the loss is a sum where a mean was meant",
-        th.GRAD_NORM.source,
-        remedy.calmer(run) if severity != "info" else (),
-        "low" if severity == "info" else "medium",
-        "the run began like this, so it may be usual for model and loss"
-        if severity == "info"
-        else "it is also far from the run's own start, where there is one to compare with",
-    )
+def _large_norm(crossed: Crossing) -> Detection:
+    found = of_crossing(crossed, "the gradient norm is {worst:.3g} {where}")
+    if found.severity != "info":
+        return found
+    sure = "the run began like this, so it may be usual for this model and loss"
+    return replace(found, fixes=(), sure=("low", sure))
 
 
-@rule("no-gradient", "there is a gradient", needs=(_NORM,), uses=(th.ZERO_SPREAD.key, th.MASKED.key))
-def no_gradient(run: RunLog) -> Finding | Skipped | None:
+@rule(
+    "no-gradient",
+    "the gradient is not zero",
+    signal="`actor/grad_norm` exactly 0",
+    thresholds=f"— / — / ≥ {ZERO_GRADIENT_SHARE * 100:g} % of the steps",
+    source=th.FIELD,
+    cause="all responses of each group have the same reward, or everything is rejected or frozen",
+    fixes=lambda run: (
+        *fix.larger_groups(run),
+        fix.by_hand("check that the loss reaches the trained parameters"),
+    ),
+    sure=("medium", "dead groups, rejection and a frozen adapter have the same effect"),
+    needs=(_NORM,),
+    uses=(th.ZERO_SPREAD.key, th.MASKED.key),
+)
+def no_gradient(run: RunLog) -> Detection | None:
     """The gradient is exactly zero on many steps."""
     series = run.table.series(_NORM)
-    idle = series.values == 0.0
-    share = float(idle.mean())
-    if share < th.ZERO_GRADIENT_SHARE:
+    is_zero = series.values == 0.0
+    share = float(is_zero.mean())
+    if share < ZERO_GRADIENT_SHARE:
         return None
-    steps = series.steps[idle]
-    evidence = [Evidence(_NORM, f"0 on {steps_text(len(steps))}", int(steps[0]), int(steps[-1]))]
+    steps = series.steps[is_zero]
+    first, last = int(steps[0]), int(steps[-1])
+    evidence = [Evidence(_NORM, f"0 on {count_of_steps(len(steps))}", first, last)]
     for key in (th.ZERO_SPREAD.key, th.MASKED.key):
-        at, (values,) = run.table.aligned(key)
-        during = values[np.isin(at, steps)]
-        if len(during) and np.median(during) > th.ALL_OF_THEM:
-            evidence.append(Evidence(key, "1 on these steps", int(steps[0]), int(steps[-1])))
-    return Finding(
-        "critical",
-        f"the gradient is exactly zero on {share:.0%} of the steps",
-        tuple(evidence),
-        "no group of responses has both better and worse ones, or everything is rejected or frozen",
-        th.FIELD,
-        _more_contrast(run),
-        "high" if len(evidence) > 1 else "medium",
-        "another figure names the reason"
-        if len(evidence) > 1
-        else "dead groups, rejection and a frozen adapter end alike",
-    )
+        other = run.table.series(key)
+        during = other.values[np.isin(other.steps, steps)]
+        if len(during) and np.median(during) > ALL_OF_THEM:
+            evidence.append(Evidence(key, "1 on these steps", first, last))
+    what = f"the gradient is exactly zero on {share:.0%} of the steps"
+    sure = ("high", "another figure shows the reason") if len(evidence) > 1 else None
+    return Detection("critical", what, tuple(evidence), sure=sure)  # type: ignore[arg-type]
 
 
-def _more_contrast(run: RunLog) -> tuple[Remedy, ...]:
-    size = run.facts.group_size
-    larger = (remedy.change(f"rollout.n={2 * size}", why="larger groups"),) if size else ()
-    return (*larger, remedy.by_hand("check that the trained parameters are those that the loss reaches"))
+def _penalty_coefficient(run: RunLog) -> float | None:
+    """The reference penalty's coefficient, as configured or else as logged."""
+    logged = run.table.series(_KL_COEF).values
+    return run.facts.kl_coef or (float(logged.max()) if len(logged) else None)
+
+
+def _stronger_penalty(run: RunLog, metric: str) -> tuple[Fix, ...]:
+    coefficient = _penalty_coefficient(run)
+    key = "actor.kl_loss_coef" if metric == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
+    return (fix.change(f"{key}={2 * coefficient:g}"),) if coefficient else ()
 
 
 @rule(
     "reference-drift",
     "the policy stays near its reference",
-    one_of=tuple(levels.key for levels in th.REF_KL),
+    signal="KL to the reference, where it is penalized",
+    thresholds=REF_KL[0],
+    source=th.FIELD,
+    cause="the penalty is too weak to hold the policy, or something else moves it",
+    sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
+    one_of=tuple(levels.key for levels in REF_KL),
     uses=(_KL_COEF,),
-    beside=lambda run: "the KL to the reference is not penalised" if run.facts.kl_coef == 0.0 else "",
+    not_applicable=lambda run: "the KL to the reference is not penalized" if run.facts.kl_coef == 0.0 else "",
 )
-def reference_drift(run: RunLog) -> Finding | Skipped | None:
-    """The KL to the reference is large although it is penalised."""
-    logged = run.table.series(_KL_COEF).values
-    coefficient = run.facts.kl_coef or (float(logged.max()) if len(logged) else None)
-    if coefficient == 0.0:
-        return Skipped("the KL to the reference is not penalised")
-    found = [
-        crossed
-        for levels in th.REF_KL
-        if (crossed := crossing(run.table.series(levels.key), levels)) is not None
-    ]
+def reference_drift(run: RunLog) -> Detection | Skipped | None:
+    """The KL to the reference is large although it is penalized."""
+    if _penalty_coefficient(run) == 0.0:
+        return Skipped("the KL to the reference is not penalized")
+    found = crossings(run, REF_KL)
     if not found:
         return None
-    worst = min(found, key=lambda one: SEVERITIES.index(one.severity))
-    in_loss = worst.key == th.REF_KL[0].key
-    key = "actor.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
-    stronger = (remedy.change(f"{key}={2 * coefficient:g}"),) if coefficient else ()
-    return Finding(
-        worst.severity,
-        f"the policy is {worst.worst:.3g} nats from its reference {worst.where}",
-        tuple(one.evidence for one in found),
-        "the penalty is too weak to hold the policy, or something else drives it away",
-        th.REF_KL[0].source,
-        (*stronger, remedy.slower(run)),
-        "medium",
-        "how far a policy may go depends on the task and on the KL's estimator",
+    worst = worst_of(found)
+    return replace(
+        of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}"),
+        evidence=tuple(one.evidence for one in found),
+        fixes=(*_stronger_penalty(run, worst.key), fix.slower(run)),
+    )
+
+
+def _better_critic(run: RunLog) -> tuple[Fix, ...]:
+    epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
+    return (
+        fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch"),
+        fix.change("trainer.critic_warmup=20", why="train the critic alone at the start"),
+        *((fix.change(f"critic.lr={2 * run.spec.critic.lr:g}"),) if run.spec else ()),
     )
 
 
 @rule(
     "critic",
     "the critic explains returns",
-    needs=(th.EXPLAINED.key,),
+    signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
+    thresholds="while the reward rises / < 0.1 / —",
+    source=th.FIELD,
+    cause="the critic learns too slowly, or from too few updates, to help the policy",
+    fixes=_better_critic,
+    sure=("high", f"the first {CRITIC_STEPS} steps are left out"),
+    needs=(EXPLAINED.key,),
     uses=(SCORE, BEST, WORST),
-    beside=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
+    not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
 )
-def critic(run: RunLog) -> Finding | Skipped | None:
-    """The values explain next to nothing of the returns, after the critic had time to learn."""
-    series = run.table.series(th.EXPLAINED.key)
-    late = Series(series.steps[th.CRITIC_STEPS :], series.values[th.CRITIC_STEPS :])
-    crossed = crossing(late, th.EXPLAINED)
+def critic(run: RunLog) -> Detection | None:
+    """The values explain little of the returns, after the critic had time to learn."""
+    series = run.table.series(EXPLAINED.key)
+    crossed = crossing(Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:]), EXPLAINED)
     if crossed is None or not crossed.lasts or has_learned(run.table):
         return None
-    learns = has_gained(run.table, since=int(run.table.steps[0]))
-    epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
-    return Finding(
-        "info" if learns else crossed.severity,
-        f"the critic explains only {crossed.worst:.2g} of the returns' variance {crossed.where}",
-        (crossed.evidence,),
-        "the critic learns too slowly, or from too few steps, for the policy to profit",
-        th.EXPLAINED.source,
-        (
-            remedy.change(f"critic.ppo_epochs={epochs}", why="more steps per batch"),
-            remedy.change("trainer.critic_warmup=20", why="batches for the critic alone at the start"),
-            *((remedy.change(f"critic.lr={2 * run.spec.critic.lr:g}"),) if run.spec else ()),
-        ),
-        "low" if learns else "high",
-        "the policy learns all the same" if learns else f"the first {th.CRITIC_STEPS} steps are left out",
-    )
+    found = of_crossing(crossed, "the critic explains only {worst:.2g} of the returns' variance {where}")
+    if not has_gained(run.table):
+        return found
+    return replace(found, severity="info", sure=("low", "the policy learns nevertheless"))
 
 
 @rule(
     "healthy-loss",
     "explains a loss near zero",
+    signal="`actor/pg_loss` ≈ 0 with a gradient, on-policy, advantages centred in groups",
+    thresholds="explains why that is healthy",
+    source=th.LOGIC,
+    cause="near on-policy the ratio is 1 and advantages centred within groups sum to 0: the value cancels, "
+    "the gradient does not",
+    sure=("medium", "the log does not show which loss it is"),
     needs=(_LOSS, _NORM),
-    uses=(_DRIFT, _ADVANTAGE),
+    uses=(_PPO_KL, _ADVANTAGE),
 )
-def healthy_loss(run: RunLog) -> Finding | Skipped | None:
-    """A policy loss of about zero that needs no mending: say so."""
+def healthy_loss(run: RunLog) -> Detection | Skipped | None:
+    """A policy loss of about zero that needs no change."""
     spec = run.spec
     if spec is not None and spec.algorithm.rollout_correction.loss_type != "ppo_clip":
         return Skipped("only a clipped loss is near zero on-policy")
@@ -205,39 +243,48 @@ def healthy_loss(run: RunLog) -> Finding | Skipped | None:
     if len(steps) == 0:
         return Skipped("loss and gradient norm are never logged together")
     typical = float(np.median(np.abs(loss)))
-    is_healthy = typical < th.PG_LOSS_ZERO and float(np.median(norm)) > th.GRAD_NORM_NONZERO
-    others = [run.table.series(key).values for key in (_DRIFT, _ADVANTAGE)]
-    if not is_healthy or any(len(v) and float(np.median(np.abs(v))) > th.PG_LOSS_ZERO for v in others):
+    is_healthy = typical < PG_LOSS_ZERO and float(np.median(norm)) > GRAD_NORM_NONZERO
+    others = [run.table.series(key).values for key in (_PPO_KL, _ADVANTAGE)]
+    if not is_healthy or any(len(v) and float(np.median(np.abs(v))) > PG_LOSS_ZERO for v in others):
         return None
-    span = (int(steps[0]), int(steps[-1]))
-    return Finding(
+    first, last = int(steps[0]), int(steps[-1])
+    return Detection(
         "info",
         f"the policy loss is near zero ({typical:.2g}), and that is healthy",
         (
-            Evidence(_LOSS, f"|loss| {typical:.2g} (median)", *span),
-            Evidence(_NORM, f"{np.median(norm):.3g} (median)", *span),
+            Evidence(_LOSS, f"|loss| {typical:.2g} (median)", first, last),
+            Evidence(_NORM, f"{np.median(norm):.3g} (median)", first, last),
         ),
-        "near on-policy the ratio is 1 and advantages centred within groups add up to 0: the value cancels, "
-        "the gradient does not",
-        th.LOGIC,
-        (),
-        "high" if spec else "medium",
-        "loss and advantages are of the kind that cancels"
-        if spec
-        else "which loss it is, the log does not say",
+        sure=("high", "loss and advantages are of the kind that cancels") if spec else None,
     )
 
 
-def steps_text(count: int) -> str:
+@rule(
+    "gibberish",
+    "entropy, length and gradients do not rise together",
+    signal="entropy × 1.5, length × 1.3, gradient norm × 2, and the reward does not rise",
+    thresholds="— / — / together",
+    source=th.FIELD,
+    cause="the policy drifts into meaningless text, often because of a gap between the engines",
+    sure=("high", "three independently computed figures agree, and the reward does not rise"),
+    needs=tuple(move.key for move in GIBBERISH),
+    uses=(SCORE, BEST, WORST),
+    min_steps=th.MOVE_STEPS,
+)
+def gibberish(run: RunLog) -> Detection | None:
+    """Entropy, length and gradient norm rise together, and the reward does not."""
+    seen = together(run.table, GIBBERISH)
+    if seen is None or has_gained(run.table):
+        return None
+    first, last = seen[0].first_step or 0, seen[0].last_step
+    what = f"entropy, length and gradient norm rise together in steps {first}–{last}"
+    fixes = (fix.resume_before(first), *fix.gentler(run), *fix.correct_tokens(run))
+    return Detection("critical", what, seen, fixes=fixes)
+
+
+def count_of_steps(count: int) -> str:
     """`1 step`, `1,000 steps`."""
     return "1 step" if count == 1 else f"{count:,} steps"
 
 
-RULES = (
-    not_finite,
-    gradient_norm,
-    no_gradient,
-    reference_drift,
-    critic,
-    healthy_loss,
-)
+RULES = (not_finite, gradient_norm, no_gradient, reference_drift, critic, healthy_loss, gibberish)

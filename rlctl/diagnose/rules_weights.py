@@ -6,16 +6,37 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlctl.diagnose import remedies as remedy
+from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Remedy, Skipped, rule
-from rlctl.diagnose.remedies import OPENRLHF_IS, RC
-from rlctl.diagnose.signals import Crossing, crossing
+from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
+from rlctl.diagnose.rule import Detection, crossings, detect_crossing, of_crossing, rule, worst_of
+from rlctl.diagnose.rules_engines import among_survivors
+from rlctl.diagnose.signals import Crossing, change_evidence, crossing, longest_true, moved, spikes
 from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.thresholds import Levels
 
-_MASKED = th.MASKED.key
-_SATURATED, _LENGTH = "rollout_corr/saturated_sequences", "response_length/mean"
-CHI2 = {"token": th.CHI2_TOKEN.key, "sequence": "rollout_corr/chi2_seq"}
+_CORR = "rollout_corr/"
+_SATURATED, _LENGTH, _NORM = f"{_CORR}saturated_sequences", "response_length/mean", th.GRAD_NORM.key
+_RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
+RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
+RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
+MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5),), is_floor=True)
+ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
+WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
+CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),))
+#: χ² at the level of the weights.
+CHI2 = {"token": CHI2_TOKEN.key, "sequence": f"{_CORR}chi2_seq"}
+RATIO_HIGH = Levels(f"{_CORR}rollout_is_ratio_fraction_high", (("warning", 0.1),))
+#: Share of a batch's sequences whose log-ratio is clamped; Σ |log ρ| at which it is (about tokens × k3).
+SATURATED_SHARE, CLAMP = 0.01, 20.0
+#: The raw effective sample size falls to this share of its start and below that value ...
+ESS_FALL = (0.7, 0.5)
+#: ... while the gradient norm grows by this factor, or spikes at least so often.
+COLLAPSE_NORM, COLLAPSE_SPIKES = 2.0, 2
+
+
+def _gentler(run: RunLog) -> tuple[Fix, ...]:
+    return (*fix.reject_outliers(run), *fix.gentler(run))
 
 
 def _no_weights(run: RunLog) -> str:
@@ -25,89 +46,87 @@ def _no_weights(run: RunLog) -> str:
 @rule(
     "weight-mean",
     "importance weights average 1",
-    one_of=(th.RAW_MEAN_HIGH.key, th.MEAN_LOW.key),
+    signal="mean of the raw weights; of the bounded ones where the raw are not logged",
+    thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2]",
+    source=th.GUIDE,
+    cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
+    fixes=lambda run: (fix.find_the_cause(), *_gentler(run)),
+    sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
+    one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
 )
-def weight_mean(run: RunLog) -> Finding | Skipped | None:
-    """Raw importance weights should average 1; bounded ones at least not far below."""
-    series = run.table.series(th.RAW_MEAN_HIGH.key)
-    tiers: tuple[th.Levels, ...] = (th.RAW_MEAN_HIGH, th.RAW_MEAN_LOW)
-    is_raw = len(series) > 0 or run.facts.weights_are == "raw"
-    if not len(series):
-        series = run.table.series(th.MEAN_LOW.key)
-        key = th.MEAN_LOW.key
-        tiers = tuple(replace(level, key=key) for level in tiers) if is_raw else (th.MEAN_LOW,)
-    found = [crossed for level in tiers if (crossed := crossing(series, level)) is not None]
+def weight_mean(run: RunLog) -> Detection | None:
+    """Raw importance weights should average 1; bounded ones should not be far below."""
+    has_raw = len(run.table.series(_RAW_MEAN)) > 0
+    is_raw = has_raw or run.facts.weights_are == "raw"
+    key = _RAW_MEAN if has_raw else MEAN_LOW.key
+    tiers = tuple(replace(one, key=key) for one in (RAW_MEAN_HIGH, RAW_MEAN_LOW)) if is_raw else (MEAN_LOW,)
+    found = crossings(run, tiers)
     if not found:
         return None
-    crossed = min(found, key=lambda one: SEVERITIES.index(one.severity))
-    which = "raw" if is_raw else "bounded"
-    return Finding(
-        crossed.severity,
-        f"{which} importance weights average {crossed.worst:.3g} instead of 1 {crossed.where}",
-        (crossed.evidence,),
-        "log-probs that are missing, shifted or stale; or policies so far apart that few samples say much",
-        th.RAW_MEAN_HIGH.source,
-        (remedy.find_the_cause(), *remedy.reject_outliers(run), *remedy.gentler(run)),
-        "medium",
-        "wrong log-probs and a large gap look alike in the mean"
-        if is_raw
-        else "the log holds bounded weights only, whose mean a heavy tail lowers too",
-        () if is_raw else ("the mean of the weights before their bound is not logged",),
+    kind = "raw" if is_raw else "bounded"
+    one = of_crossing(worst_of(found), kind + " importance weights average {worst:.3g} instead of 1 {where}")
+    if is_raw:
+        return one
+    return replace(
+        one,
+        sure=("medium", "only bounded weights are logged, and a heavy tail lowers their mean too"),
+        could_not_check=("the mean of the weights before their bound is not logged",),
     )
 
 
 @rule(
     "effective-samples",
     "applied weights are spread over the samples",
-    one_of=(th.ESS.key, th.WEIGHT_STD.key),
-    uses=(_MASKED,),
-    beside=_no_weights,
+    signal="effective sample size among the samples that survive rejection; standard deviation",
+    thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
+    source=th.GUIDE,
+    cause="the policies are far apart: a few samples have most of the weight",
+    fixes=lambda run: (*fix.reject_outliers(run), *fix.wider_bound(run), *fix.gentler(run)),
+    sure=("high", "the figure is the definition"),
+    one_of=(ESS.key, WEIGHT_STD.key),
+    uses=(th.MASKED.key,),
+    not_applicable=_no_weights,
 )
-def effective_samples(run: RunLog) -> Finding | Skipped | None:
-    """Few samples carry the applied weight.
+def effective_samples(run: RunLog) -> Detection | None:
+    """Few samples have most of the applied weight.
 
-    A rejected sample has weight zero and lowers the figure too: that is the matter of `rejected`, so the
-    share that survived is divided out (verl's figure is taken before rejection).
+    A rejected sample has weight zero and lowers the figure too. That is reported by `rejected`, so the share
+    that survived is divided out (verl's figure is taken before rejection).
     """
-    series = run.table.series(th.ESS.key)
-    if run.facts.dialect != "verl" and len(run.table.series(_MASKED)):
-        steps, (ess, masked) = run.table.aligned(th.ESS.key, _MASKED)
-        series = Series(steps, ess / np.maximum(1.0 - masked, ess.clip(min=1e-12)))
-    crossed = crossing(series, th.ESS)
-    spread = crossing(run.table.series(th.WEIGHT_STD.key), th.WEIGHT_STD)
-    if crossed is None and (spread is None or len(series)):
-        return None
-    evidence: tuple[Evidence, ...] = (spread.evidence,) if spread else ()
+    series = run.table.series(ESS.key) if run.facts.dialect == "verl" else among_survivors(run, ESS.key)
+    crossed = crossing(series, ESS)
+    spread = crossing(run.table.series(WEIGHT_STD.key), WEIGHT_STD)
+    sure: Sure | None = None
+    if run.facts.ess_length_weighted:
+        sure = ("medium", "the figure counts long responses more than once")
     if crossed is not None:
+        text = "the surviving samples are worth only {worst:.0%} of their number {where}"
         survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, among survivors")
-        evidence = (survivors, *evidence)
+        evidence = (survivors, spread.evidence) if spread else (survivors,)
         severity = "warning" if crossed.severity == "info" and spread else crossed.severity
-        what = f"the surviving samples are worth only {crossed.worst:.0%} of their number {crossed.where}"
-    elif spread is not None:
-        severity = spread.severity
-        what = f"importance weights vary by {spread.worst:.2g} around their mean {spread.where}"
-    weighted = run.facts.ess_length_weighted
-    return Finding(
-        severity,
-        what,
-        evidence,
-        "the policies are far apart: a few samples carry most of the weight",
-        th.ESS.source,
-        (*remedy.reject_outliers(run), *remedy.wider_bound(run), *remedy.gentler(run)),
-        "medium" if weighted else "high",
-        "the figure counts long responses more than once" if weighted else "the figure is the definition",
+        return replace(of_crossing(crossed, text), severity=severity, evidence=evidence, sure=sure)
+    if spread is None or len(series):
+        return None
+    return replace(
+        of_crossing(spread, "importance weights vary by {worst:.2g} around their mean {where}"), sure=sure
     )
 
 
 @rule(
     "hidden-tail",
-    "no heavy tail behind the bound",
-    needs=(th.ESS.key,),
+    "no heavy tail is hidden by the bound",
+    signal="raw effective sample size, or 1 / (1 + χ²) at the weights' level, while the applied is normal",
+    thresholds=th.RAW_ESS,
+    source=th.OWN,
+    cause="bounded weights have a small spread; the policies themselves are far apart",
+    fixes=lambda run: (*fix.reject_outliers(run), *fix.geometric(run), *fix.gentler(run)),
+    sure=("high", "raw and applied weights are both logged"),
+    needs=(ESS.key,),
     one_of=(th.RAW_ESS.key, *CHI2.values()),
-    beside=_no_weights,
+    not_applicable=_no_weights,
 )
-def hidden_tail(run: RunLog) -> Finding | Skipped | None:
-    """Raw weights are degenerate while the bounded ones look well."""
+def hidden_tail(run: RunLog) -> Detection | Skipped | None:
+    """Raw weights are degenerate while the bounded ones have a normal effective sample size."""
     if run.facts.ess_after_truncation is False:
         return Skipped("the logged effective sample size is of raw weights already")
     found = raw_ess(run)
@@ -115,25 +134,20 @@ def hidden_tail(run: RunLog) -> Finding | Skipped | None:
         return Skipped("not logged for this level of weights", (th.RAW_ESS.key, *CHI2.values()))
     key, series = found
     raw = crossing(series, replace(th.RAW_ESS, key=key))
-    applied = crossing(run.table.series(th.ESS.key), th.ESS)
+    applied = crossing(run.table.series(ESS.key), ESS)
     if raw is None or (applied is not None and applied.severity == "critical"):
         return None
-    _, (ess,) = run.table.aligned(th.ESS.key)
-    seen = Evidence(th.ESS.key, f"{np.median(ess):.3g} (median of all steps)", raw.first_step, raw.last_step)
-    is_exact = key == th.RAW_ESS.key
-    tail = raw.evidence
-    if not is_exact:
-        tail = replace(tail, figure=f"1 / (1 + χ²) = {tail.figure}")
-    return Finding(
-        raw.severity,
-        f"the bound hides a heavy tail: raw effective sample size {raw.worst:.3g} {raw.where}",
-        (tail, seen),
-        "bounding the weights makes their spread look healthy; the policies themselves are far apart",
-        th.RAW_ESS.source,
-        (*remedy.reject_outliers(run), *_geometric(run), *remedy.gentler(run)),
-        "high" if is_exact else "medium",
-        "raw and applied weights are both logged" if is_exact else "the raw figure is estimated from χ²",
-        () if is_exact else ("the raw effective sample size is not logged",),
+    ess = run.table.series(ESS.key).values
+    seen = Evidence(ESS.key, f"{np.median(ess):.3g} (median of all steps)", raw.first_step, raw.last_step)
+    one = of_crossing(raw, "the bound hides a heavy tail: raw effective sample size {worst:.3g} {where}")
+    if key == th.RAW_ESS.key:
+        return replace(one, evidence=(raw.evidence, seen))
+    tail = replace(raw.evidence, figure=f"1 / (1 + χ²) = {raw.evidence.figure}")
+    return replace(
+        one,
+        evidence=(tail, seen),
+        sure=("medium", "the raw figure is estimated from χ²"),
+        could_not_check=("the raw effective sample size is not logged",),
     )
 
 
@@ -147,102 +161,125 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
         return th.RAW_ESS.key, series
     if run.facts.rollout_is == "geometric":
         return None
-    key = CHI2.get(run.facts.rollout_is or "", th.CHI2_TOKEN.key)
+    key = CHI2.get(run.facts.rollout_is or "", CHI2_TOKEN.key)
     series = run.table.series(key)
     if not len(series):
         return None
     return key, Series(series.steps, 1.0 / (1.0 + series.values.clip(min=0.0)))
 
 
-@rule("chi2", "χ² between the policies", needs=(th.CHI2_TOKEN.key,))
-def chi2(run: RunLog) -> Finding | Skipped | None:
+@rule(
+    "chi2",
+    "χ² between the policies is small",
+    signal="`rollout_corr/chi2_token`",
+    thresholds=CHI2_TOKEN,
+    source=th.VERL,
+    cause="the sampled tokens no longer represent the trained policy",
+    fixes=_gentler,
+    sure=("high", "χ² is measured before anything is bounded"),
+    needs=(CHI2_TOKEN.key,),
+)
+def chi2(run: RunLog) -> Detection | None:
     """χ² per token is large."""
-    crossed = crossing(run.table.series(th.CHI2_TOKEN.key), th.CHI2_TOKEN)
-    if crossed is None:
-        return None
-    return Finding(
-        crossed.severity,
-        f"χ² between the policies is {crossed.worst:.3g} per token {crossed.where}",
-        (crossed.evidence,),
-        "the sampled tokens no longer represent the trained policy",
-        th.CHI2_TOKEN.source,
-        (*remedy.reject_outliers(run), *remedy.gentler(run)),
-        "high",
-        "χ² is measured before anything is bounded",
-    )
+    return detect_crossing(run, CHI2_TOKEN, "χ² between the policies is {worst:.3g} per token {where}")
 
 
 @rule(
     "long-products",
     "sequence weights have not outgrown their bound",
-    one_of=(_SATURATED, th.RATIO_HIGH.key, th.K3.key),
+    signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
+    thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
+    source=th.OWN,
+    cause="a product of ratios over a long response exceeds any bound, however close the policies are",
+    fixes=lambda run: (
+        fix.change(f"{fix.RC}rollout_is=token", trl="vllm_importance_sampling_mode=token_truncate"),
+        *fix.geometric(run),
+    ),
+    sure=("high", "weights are per sequence and responses are long"),
+    one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key),
     uses=(_LENGTH,),
     facts=("rollout_is",),
-    beside=lambda run: (
+    not_applicable=lambda run: (
         "" if run.facts.rollout_is in {None, "sequence"} else "weights are not products over a sequence"
     ),
 )
-def long_products(run: RunLog) -> Finding | Skipped | None:
+def long_products(run: RunLog) -> Detection | None:
     """A sequence's weight is a product that grows with its length."""
     lengths = run.table.series(_LENGTH).values
-    is_long = len(lengths) > 0 and float(np.median(lengths)) > th.LONG_RESPONSE
-    if is_long and (crossed := crossing(run.table.series(th.RATIO_HIGH.key), th.RATIO_HIGH)):
-        what = f"{crossed.worst:.1%} of the weights are over the bound {crossed.where}"
-    elif (crossed := _saturation(run)) is not None:
-        what = f"{crossed.worst:.1%} of the sequence weights are only the clamp's {crossed.where}"
-    elif (crossed := _expected_saturation(run)) is not None:
-        what = (
-            f"a typical response's log-ratios add up to {crossed.worst:.3g}, beyond the clamp {crossed.where}"
-        )
-    else:
-        return None
-    return Finding(
-        "warning",
-        what,
-        (crossed.evidence,),
-        "a product of ratios over a long response leaves any bound, however close the policies are",
-        th.RATIO_HIGH.source,
-        (
-            remedy.change(
-                f"{RC}rollout_is=token",
-                trl="vllm_importance_sampling_mode=token_truncate",
-            ),
-            *_geometric(run),
-        ),
-        "high",
-        "weights per sequence and long responses: the product does what products do",
-    )
-
-
-def _geometric(run: RunLog) -> tuple[Remedy, ...]:
-    """A weight that does not grow with the length, kept near 1 (verl and TRL have none)."""
-    if run.facts.rollout_is == "geometric":
-        return ()
-    settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
-    others = {"openrlhf": f"{OPENRLHF_IS}enable {OPENRLHF_IS}type seq-mask-tis"}
-    return (Remedy(tuple(RC + s for s in settings), "a weight that does not grow with the length", others),)
+    if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
+        found = detect_crossing(run, RATIO_HIGH, "{worst:.1%} of the weights are over the bound {where}")
+        if found is not None:
+            return found
+    if crossed := _saturation(run):
+        return of_crossing(crossed, "{worst:.1%} of the sequence weights are at the clamp {where}")
+    # Tokens × k3 is the size of a typical response's Σ |log ρ|, where clamped ones are not counted.
+    steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
+    crossed = crossing(Series(steps, length * k3), Levels(th.K3.key, (("warning", CLAMP),)))
+    text = "a typical response's log-ratios sum to {worst:.3g}, beyond the clamp {where}"
+    return of_crossing(crossed, text) if crossed else None
 
 
 def _saturation(run: RunLog) -> Crossing | None:
-    """Saturated sequences as a share of the batch; in bypass mode every pass over it counts anew."""
+    """Saturated sequences as a share of the batch; in bypass mode every pass over it counts them again."""
     counts, batch = run.table.series(_SATURATED), run.facts.batch_size
     if not len(counts) or not batch:
         return None
     passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
-    levels = th.Levels(_SATURATED, (("warning", th.SATURATED_SHARE),), th.OWN)
+    levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
     return crossing(Series(counts.steps, counts.values / (batch * passes)), levels)
 
 
-def _expected_saturation(run: RunLog) -> Crossing | None:
-    """Tokens × k3: the size of a typical response's Σ |log ρ|, where nobody counts the clamped ones."""
-    steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
-    return crossing(Series(steps, length * k3), th.Levels(th.K3.key, (("warning", th.CLAMP),), th.LOGIC))
-
-
-RULES = (
-    weight_mean,
-    effective_samples,
-    hidden_tail,
-    chi2,
-    long_products,
+@rule(
+    "variance-collapse",
+    "effective samples do not fall while gradients grow",
+    signal="raw effective sample size below 0.5 and 70 % of its start, while the gradient norm doubles or "
+    "spikes twice",
+    thresholds="— / — / together",
+    source=th.OWN,
+    cause="the variance of the weighted gradient grows rapidly: the run is about to collapse",
+    sure=("high", "two independently computed figures agree"),
+    needs=(_NORM,),
+    one_of=(th.RAW_ESS.key, *CHI2.values()),
+    min_steps=th.MOVE_STEPS,
 )
+def variance_collapse(run: RunLog) -> Detection | Skipped | None:
+    """Effective samples fall far below their start, and the gradient norm grows or spikes meanwhile."""
+    found = raw_ess(run)
+    if found is None:
+        return Skipped("not logged for this level of weights", (th.RAW_ESS.key,))
+    key, ess = found
+    fall = moved(ess, th.Move(key, *ESS_FALL))
+    if fall is None:
+        return Skipped("too few steps to compare with the run's start", (key,))
+    start, has_fallen, medians = fall
+    at, length = longest_true(has_fallen)
+    if length < th.WINDOW:
+        return None
+    steps, least = ess.steps[at : at + length], float(medians[at : at + length].min())
+    first, last = int(steps[0]), int(steps[-1])
+    norm = _norm_meanwhile(run.table.series(_NORM), first, last)
+    if norm is None:
+        return None
+    begin, end = start.median, least
+    if key != th.RAW_ESS.key:
+        begin, end = 1.0 / begin - 1.0, 1.0 / end - 1.0
+    return Detection(
+        "critical",
+        f"effective samples fall while gradients grow in steps {first}–{last}",
+        (change_evidence(key, begin, end, steps), norm),
+        fixes=(fix.resume_before(first), *fix.gentler(run), *fix.guarded(run), *fix.reject_outliers(run)),
+    )
+
+
+def _norm_meanwhile(norm: Series, first: int, last: int) -> Evidence | None:
+    """The gradient norm within these steps, if it grew or spiked there."""
+    inside = (norm.steps >= first) & (norm.steps <= last)
+    growth, jumps = moved(norm, th.Move(_NORM, COLLAPSE_NORM)), spikes(norm).steps
+    has_grown = growth is not None and int((growth[1] & inside).sum()) >= th.WINDOW
+    if not has_grown and int(((jumps >= first) & (jumps <= last)).sum()) < COLLAPSE_SPIKES:
+        return None
+    figure = f"up to {norm.values[inside].max():.3g}, median of all steps {np.median(norm.values):.3g}"
+    return Evidence(_NORM, figure, first, last)
+
+
+RULES = (weight_mean, effective_samples, hidden_tail, chi2, long_products, variance_collapse)

@@ -31,7 +31,7 @@ class Start:
         median: of the first steps.
         sigma: robust standard deviation (from the median absolute deviation), at least a small share of the
             median.
-        is_stable: no lasting change within them, so that they can serve as a measure.
+        is_stable: no lasting change within them, so that they can serve as a reference.
     """
 
     median: float
@@ -39,7 +39,7 @@ class Start:
     is_stable: bool
 
     def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which values noise cannot explain."""
+        """Which values noise does not explain."""
         return np.abs(values - self.median) > th.FAR_SIGMAS * self.sigma
 
 
@@ -48,36 +48,44 @@ class Crossing:
     """A level and how it was crossed.
 
     Attributes:
-        severity: of the worst level crossed; `info` where there is an excuse.
+        key: the metric.
+        severity: of the worst level crossed; `info` where there is a `remark`.
         worst: the window median furthest beyond it.
         limit: the level.
-        first_step, last_step: from where to where it was beyond.
-        lasts: whether the newest window is still beyond.
-        excuse: why it is only a remark: the run has been like this from its start, or only at its start.
-        key: the metric.
+        window: values of a window.
+        first_step, last_step: the steps beyond it.
+        lasts: whether the newest window is beyond it.
+        remark: why it is only a remark: the run has been like this from its start, or only at its start.
     """
 
     key: str
     severity: Severity
     worst: float
     limit: float
+    window: int
     first_step: int
     last_step: int
     lasts: bool
-    excuse: str = ""
+    remark: str = ""
 
     @property
     def where(self) -> str:
-        """`in steps 3–40`, and whether that is over."""
-        after = self.excuse or ("" if self.lasts else "not since")
-        return f"in steps {self.first_step}–{self.last_step}{after and f' ({after})'}"
+        """`in steps 3–40`, and whether it has ended."""
+        after = self.remark or ("" if self.lasts else "not since")
+        return f"in {steps_text(self.first_step, self.last_step)}{after and f' ({after})'}"
 
     @property
     def evidence(self) -> Evidence:
         """The crossing as a figure."""
         relation = "over" if self.worst > self.limit else "under"
-        figure = f"{self.worst:.3g} (median of {th.WINDOW} steps), {relation} {self.limit:g}"
+        of = f" (median of {self.window} steps)" if self.window > 1 else ""
+        figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step)
+
+
+def steps_text(first: int, last: int) -> str:
+    """`step 3`, or `steps 3–40`."""
+    return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +130,7 @@ def rolling_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
     """The worst level that the series crossed for the length of a window, if any."""
-    if len(series) < th.MIN_STEPS:
+    if len(series) < levels.min_steps or not len(series):
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
@@ -136,8 +144,12 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         if beyond.any():
             first, last = _span(beyond, len(values))
             first_step, last_step = int(series.steps[first]), int(series.steps[last])
-            found = Crossing(levels.key, severity, worst, limit, first_step, last_step, bool(beyond[-1]))
-            return _excused(found, series, levels.relative, grown_out=last < th.START_STEPS - th.WINDOW // 2)
+            window = min(th.WINDOW, len(values))
+            lasts = bool(beyond[-1])
+            found = Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts)
+            return _compared_with_start(
+                found, series, levels.relative, grown_out=last < th.START_STEPS - th.WINDOW // 2
+            )
     return None
 
 
@@ -152,16 +164,16 @@ def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
     return first, num_values - 1 if beyond[-1] else int(places[-1]) + half
 
 
-def _excused(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
-    """Beyond a level that is not critical counts less where the run began so, or has grown out of it."""
+def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
+    """A level below critical is a remark where the run began like this, or was like this only then."""
     if crossed.severity == "critical":
         return crossed
     if grown_out and not crossed.lasts:
-        return replace(crossed, severity="info", excuse="not since: at the run's start only")
+        return replace(crossed, severity="info", remark="not since: at the run's start only")
     start = start_of(series) if relative else None
     if start is None or not start.is_stable or start.is_far(np.array([crossed.worst]))[0]:
         return crossed
-    return replace(crossed, severity="info", excuse="as from the run's start")
+    return replace(crossed, severity="info", remark="as from the run's start")
 
 
 def trend(series: Series) -> Trend | None:
@@ -230,15 +242,12 @@ def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None
 
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:
-    """A metric that got from here to there within these steps."""
-    return Evidence(key, f"{start:.3g} at the start, {end:.3g} here", int(steps[0]), int(steps[-1]))
+    """A metric that went from one value to another within these steps."""
+    return Evidence(key, f"from {start:.3g} to {end:.3g}", int(steps[0]), int(steps[-1]))
 
 
 def spikes(series: Series) -> Series:
-    """The values far above the steps before them, by robust deviations and by size.
-
-    Compared with the `SPIKE_HISTORY` values before, so that a slow drift is none.
-    """
+    """The values far above the `SPIKE_HISTORY` values before them: a slow drift is no spike."""
     from scipy.ndimage import median_filter
     from scipy.stats import median_abs_deviation
 

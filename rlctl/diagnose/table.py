@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from rlctl.spec.run import RunSpec
 
+#: Stands for standard input.
+STDIN = Path("-")
 Framework = Literal["rlctl", "verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl", "unknown"]
 Level = Literal["token", "sequence", "geometric", "off"]
 
@@ -58,6 +60,22 @@ class Table:
         columns = [self.columns.get(key, np.full(len(self.steps), np.nan)) for key in keys]
         logged = np.logical_and.reduce([np.isfinite(column) for column in columns])
         return self.steps[logged], [column[logged] for column in columns]
+
+    def matching(self, key: str) -> tuple[str, ...]:
+        """The columns of that name; `<…>` in it stands for any text."""
+        if "<" not in key:
+            return (key,) if key in self.columns else ()
+        prefix, _, rest = key.partition("<")
+        suffix = rest.partition(">")[2]
+        return tuple(
+            sorted(
+                one for one in self.columns if one.startswith(prefix) and one.endswith(suffix) and one != key
+            )
+        )
+
+    def most_logged(self, keys: tuple[str, ...]) -> str:
+        """The metric with the most finite values; of equals the first."""
+        return max(keys, key=lambda key: len(self.series(key)))
 
     def until(self, count: int) -> Table:
         """The first rows, as the log was when it had no more."""
@@ -188,11 +206,6 @@ class RunLog:
     def until(self, count: int) -> RunLog:
         """The run as it was after its first `count` logged steps."""
         return replace(self, table=self.table.until(count))
-
-    @property
-    def updates_per_batch(self) -> int | None:
-        """Optimizer steps on one batch; None where nothing tells."""
-        return self.facts.updates_per_batch
 
     @property
     def gap_is_mismatch(self) -> bool:

@@ -176,7 +176,7 @@ def _lasts(finding: Finding, step: int) -> bool:
 
 
 def _advice(finding: Finding) -> str:
-    tried = f"; try {finding.remedies[0]}" if finding.remedies else ""
+    tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
     return f" [{finding.rule}]{tried}"
 
 

@@ -51,7 +51,7 @@ def test_exit_code_follows_fail_on(sick, fail_on, code, capsys):
     assert "CRITICAL  trained and sampling policy are 0.2 nats per token apart in steps 1–60" in out
     assert "WARNING" in out
     assert "1 critical, 1 warning" in out
-    assert "try     data.max_response_length=" in out
+    assert "try         data.max_response_length=" in out
 
 
 def test_a_warning_is_not_critical(tmp_path):
@@ -121,7 +121,7 @@ def test_the_fixed_spec_can_be_trained_with(sick, tmp_path, capsys):
     assert "applied  data.max_response_length=12" in captured.err
     assert run(["train", str(fixed), "--dry-run"]) == 0
     assert run(["diagnose", str(sick), "--fix", str(fixed)]) == 2
-    assert "replaces nothing" in capsys.readouterr().err
+    assert "does not overwrite" in capsys.readouterr().err
 
 
 def test_a_log_of_another_framework_gives_an_overlay(tmp_path, capsys):

@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.diagnose.finding import SEVERITIES, Diagnosis, Finding, Rule, Severity
+from rlctl.diagnose.finding import SEVERITIES, Finding, Severity
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, RULES, examine, judge
+from rlctl.diagnose.rule import Rule
+from rlctl.diagnose.rules import METRICS_READ, RULES, Diagnosis, examine
 from rlctl.diagnose.table import RunLog
 from rlctl.spec.load import load_spec
 from tests.simulated_logs.faults import FAULTS, STEPS, Fault
@@ -212,7 +213,7 @@ def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
     Found by halving: what the rule says once it goes on saying.
     """
     places = range(int((run.table.steps < onset).sum()) + 1, len(run.table.steps) + 1)
-    first = bisect_left(places, True, key=lambda place: _reaches(judge(rule, run.until(place)), wanted))
+    first = bisect_left(places, True, key=lambda place: _reaches(rule.apply(run.until(place)), wanted))
     return int(run.table.steps[places[first] - 1]) - onset
 
 

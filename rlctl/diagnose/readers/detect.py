@@ -10,9 +10,9 @@ from rlctl.diagnose.readers.choose import Candidate, Worth, choose
 from rlctl.diagnose.readers.collect import Collected, Collector
 from rlctl.diagnose.readers.framework import Dialect
 from rlctl.diagnose.readers.reading import Reading
-from rlctl.diagnose.readers.source import STDIN, Watch
+from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.readers.streams import LOOKED_FOR, read_files
-from rlctl.diagnose.table import RunLog, facts_of
+from rlctl.diagnose.table import STDIN, RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec

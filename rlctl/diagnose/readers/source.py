@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rlctl.diagnose.table import STDIN
+
 _GZIP = b"\x1f\x8b"
 _GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's header
 _CHUNK_BYTES = 1 << 16
-#: Stands for standard input.
-STDIN = Path("-")
 #: Told how many of a file's bytes were read so far, and how many there are.
 Watch = Callable[[int, int], None]
 

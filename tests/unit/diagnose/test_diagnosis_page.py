@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("plotly", reason="plotly is not installed")
 
 from rlctl.diagnose.compare import compare
-from rlctl.diagnose.page import write
-from rlctl.diagnose.page.write import page as page_text
+from rlctl.diagnose.page import diagnosis_page
+from rlctl.diagnose.page.diagnosis_page import diagnosis_page as page_text
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import Table
@@ -106,7 +106,7 @@ def test_findings_are_marked_on_plots_that_can_be_chosen(sick, shown):
 
 def test_several_runs_share_plots_and_zoom_together(healthy, sick, shown):
     page = shown(page_text([healthy, sick], compare(healthy, sick)))
-    assert f"from there {CORR}kl of B is" in page.locator(".comparison").inner_text()
+    assert f"Since step 31 {CORR}kl of B is" in page.locator(".comparison").inner_text()
     assert page.locator("figure").first.locator("path.js-line").count() == 2
     ranges = "[...document.querySelectorAll('.plot')].map((plot) => plot._fullLayout.xaxis.range)"
     box = page.locator("figure .nsewdrag").first.bounding_box()
@@ -143,14 +143,20 @@ def hostile(diagnosis):
     columns = {**table.columns, EVIL_KEY: np.linspace(0, 1, len(table.steps))}
     run = replace(diagnosis.run, path=diagnosis.run.path / EVIL, notes=(EVIL,))
     run = replace(run, table=Table(table.steps, columns))
-    evil = {"what": EVIL, "cause": EVIL, "source": EVIL, "why_so_sure": EVIL, "could_not_check": (EVIL,)}
+    evil = {
+        "what": EVIL,
+        "cause": EVIL,
+        "source": EVIL,
+        "confidence_reason": EVIL,
+        "could_not_check": (EVIL,),
+    }
     first, *others = diagnosis.findings
     evidence = (replace(first.evidence[0], metric=EVIL_KEY, figure=EVIL),)
-    remedies = tuple(replace(remedy, spec=(EVIL,), why=EVIL) for remedy in first.remedies)
+    fixes = tuple(replace(fix, spec=(EVIL,), why=EVIL) for fix in first.fixes)
     return replace(
         diagnosis,
         run=run,
-        findings=(replace(first, evidence=evidence, remedies=remedies, **evil), *others),
+        findings=(replace(first, evidence=evidence, fixes=fixes, **evil), *others),
     )
 
 
@@ -167,7 +173,7 @@ def test_hostile_text_is_only_text(sick, healthy, shown):
 
 def test_what_is_injected_does_not_run_nor_load(sick, loaded_from_elsewhere, tmp_path, monkeypatch):
     """The policy holds even if text became markup."""
-    monkeypatch.setattr(write, "_plotly", lambda: "")  # no plots, and no second to load them
+    monkeypatch.setattr(diagnosis_page, "_plotly", lambda: "")  # no plots, and no second to load them
     path = tmp_path / "report.html"
     path.write_text(page_text([sick]))
     assert loaded_from_elsewhere(path, str(sick.run.path)) == []

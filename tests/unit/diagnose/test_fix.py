@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
-from rlctl.diagnose.finding import Diagnosis, Evidence, Finding, Remedy
-from rlctl.diagnose.fix import as_yaml, fix, write_fix
+from rlctl.diagnose.finding import Evidence, Finding, Fix
+from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.spec_patch import as_yaml, propose_patch, write_patch
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
@@ -16,8 +17,8 @@ from rlctl.spec.load import load_spec
 RC = "algorithm.rollout_correction."
 
 
-def finding(rule, *remedies, severity="critical", what="something is wrong"):
-    made = tuple(remedy if isinstance(remedy, Remedy) else Remedy(remedy) for remedy in remedies)
+def finding(rule, *fixes, severity="critical", what="something is wrong"):
+    made = tuple(fix_ if isinstance(fix_, Fix) else Fix(fix_) for fix_ in fixes)
     return Finding(severity, what, (Evidence("actor/lr", "1"),), "cause", "source", made, rule=rule)
 
 
@@ -34,7 +35,7 @@ def test_the_fixed_spec_loads_and_differs_in_the_changed_keys_only(tmp_path):
         finding("spread", (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")),
     )
     path = tmp_path / "out.yaml"
-    write_fix(path, fix(seen))
+    write_patch(path, propose_patch(seen))
     loaded = load_spec([], [path], [])
     expected = seen.run.spec.model_copy(deep=True).model_dump()
     expected["actor"]["lr"] = 0.0005
@@ -48,8 +49,8 @@ def test_the_fixed_spec_loads_and_differs_in_the_changed_keys_only(tmp_path):
     assert lines[place - 1] == "  # gap: something is wrong (was 0.001)"
 
 
-def test_the_worst_finding_wins_a_conflict_and_the_next_remedy_is_taken():
-    found = fix(
+def test_the_worst_finding_wins_a_conflict_and_the_next_fix__is_taken():
+    found = propose_patch(
         diagnosis(
             finding("first", ("actor.lr=0.0005",)),
             finding("second", ("actor.lr=0.0001",), ("actor.grad_clip=0.5",)),
@@ -59,22 +60,22 @@ def test_the_worst_finding_wins_a_conflict_and_the_next_remedy_is_taken():
     )
     assert found.changes == {"actor.lr": "0.0005", "actor.grad_clip": "0.5"}
     left = {each.finding.rule: each.why for each in found.not_applied}
-    assert "first wants 0.0005" in left["third"]
-    assert left["fourth"] == "done already for first"
-    assert "# Not applied: third (critical): actor.lr=0.0002: first wants 0.0005" in as_yaml(found)
+    assert "first sets 0.0005" in left["third"]
+    assert left["fourth"] == "already set for first"
+    assert "# Not applied: third (critical): actor.lr=0.0002: first sets 0.0005" in as_yaml(found)
 
 
-def test_a_remedy_that_the_checks_refuse_gives_way_to_the_next():
+def test_a_fix__that_the_checks_refuse_gives_way_to_the_next():
     refused = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=nonsense")
-    found = fix(diagnosis(finding("one", refused, ("actor.lr=0.0005",)), finding("two", refused)))
+    found = propose_patch(diagnosis(finding("one", refused, ("actor.lr=0.0005",)), finding("two", refused)))
     assert found.changes == {"actor.lr": "0.0005"}
     assert "rollout_rs_threshold=nonsense" in found.not_applied[0].why
 
 
 def test_remarks_and_things_to_do_by_hand_change_nothing():
-    found = fix(
+    found = propose_patch(
         diagnosis(
-            finding("hand", Remedy(why="look at the engine's logs")),
+            finding("hand", Fix(why="look at the engine's logs")),
             finding("same", ("actor.lr=0.001",)),
             finding("remark", ("actor.lr=0.5",), severity="info"),
         )
@@ -82,15 +83,15 @@ def test_remarks_and_things_to_do_by_hand_change_nothing():
     assert found.applied == ()
     assert [each.why for each in found.not_applied] == [
         "no setting helps, do by hand: look at the engine's logs",
-        "the spec says so already",
+        "the spec has this value already",
         "only a remark",
     ]
 
 
 def test_a_log_without_a_spec_gives_an_overlay_that_layers(tmp_path):
-    remedy = Remedy(("actor.lr=5e-07", f"{RC}rollout_is=token"), others={"trl": "learning_rate=5e-07"})
+    fix_ = Fix(("actor.lr=5e-07", f"{RC}rollout_is=token"), others={"trl": "learning_rate=5e-07"})
     path = tmp_path / "out.yaml"
-    write_fix(path, fix(diagnosis(finding("gap", remedy), spec=False, framework="trl")))
+    write_patch(path, propose_patch(diagnosis(finding("gap", fix_), spec=False, framework="trl")))
     text = path.read_text()
     assert yaml.safe_load(text) == {
         "actor": {"lr": 5e-07},
@@ -106,7 +107,7 @@ def test_comments_cannot_be_left(tmp_path):
     path = tmp_path / "out.yaml"
     seen = diagnosis(evil)
     seen = replace(seen, run=replace(seen.run, path=Path("a\nactor: 1\x85b/metrics.jsonl")))
-    write_fix(path, fix(seen))
+    write_patch(path, propose_patch(seen))
     assert load_spec([], [path], []).spec.actor.lr == 0.0005
 
 
@@ -114,14 +115,14 @@ def test_nothing_is_replaced(tmp_path):
     path = tmp_path / "out.yaml"
     path.write_text("mine")
     with pytest.raises(UsageError, match="exists"):
-        write_fix(path, fix(diagnosis(finding("gap", ("actor.lr=0.0005",)))))
+        write_patch(path, propose_patch(diagnosis(finding("gap", ("actor.lr=0.0005",)))))
     assert path.read_text() == "mine"
     with pytest.raises(UsageError, match="no such directory"):
-        write_fix(tmp_path / "no" / "out.yaml", fix(diagnosis()))
+        write_patch(tmp_path / "no" / "out.yaml", propose_patch(diagnosis()))
 
 
 def test_a_log_without_a_spec_gets_changes_to_rlctls_defaults_too():
     """What rlctl does by default, the run that is diagnosed may not do."""
-    found = fix(diagnosis(finding("gap", ("engine.dtype=fp32",)), spec=False, framework="verl"))
+    found = propose_patch(diagnosis(finding("gap", ("engine.dtype=fp32",)), spec=False, framework="verl"))
     assert found.changes == {"engine.dtype": "fp32"}
-    assert fix(diagnosis(finding("gap", ("engine.dtype=fp32",)))).changes == {}
+    assert propose_patch(diagnosis(finding("gap", ("engine.dtype=fp32",)))).changes == {}

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rlctl.diagnose.charts import sparkline, thinned
-from rlctl.diagnose.finding import Diagnosis, Evidence, Finding, Remedy, Skipped
-from rlctl.diagnose.report import print_diagnosis
-from rlctl.diagnose.report_markdown import as_markdown
+from rlctl.diagnose.diagnosis_report import visible
+from rlctl.diagnose.finding import Evidence, Finding, Fix, Skipped
+from rlctl.diagnose.output_markdown import as_markdown
+from rlctl.diagnose.output_text import print_diagnosis
+from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import Origin, RunLog, Series, Table
-from rlctl.diagnose.wording import visible
 
 HOSTILE = "[red]x[/] \x1b[2J\u202e</script><b>`|`\ud800 [y](http://z)"
 KEY = f"val-core/{HOSTILE}/reward/mean@1"
@@ -43,7 +44,7 @@ def hostile(tmp_path):
         (Evidence(KEY, HOSTILE, 21, 40),),
         HOSTILE,
         HOSTILE,
-        (Remedy(("actor.lr=1e-6",), HOSTILE, {"trl": "learning_rate=1e-6"}), Remedy(("actor.grad_clip=1",))),
+        (Fix(("actor.lr=1e-6",), HOSTILE, {"trl": "learning_rate=1e-6"}), Fix(("actor.grad_clip=1",))),
         could_not_check=(HOSTILE,),
         rule="some-rule",
     )
@@ -78,10 +79,10 @@ def test_charts_fit_the_terminal(hostile, width):
     assert all(len(line) <= width for line in drawn)
 
 
-def test_a_remedy_is_told_in_the_frameworks_own_keys(hostile):
+def test_a_fix_is_written_in_the_frameworks_own_keys(hostile):
     text = printed(hostile, width=200)
-    assert "try     learning_rate=1e-6" in text
-    assert "or      actor.grad_clip=1  # in rlctl's keys" in text
+    assert "try         learning_rate=1e-6" in text
+    assert "or          actor.grad_clip=1  # in rlctl's keys" in text
     assert "logged" in text
 
 
@@ -106,7 +107,7 @@ def test_markdown_shows_hostile_text_without_markup(hostile):
 
 def test_markdown_code_ends_where_it_should(hostile):
     [finding] = hostile.findings
-    other = replace(finding, remedies=(Remedy(others={"trl": "a=`b``"}),))
+    other = replace(finding, fixes=(Fix(others={"trl": "a=`b``"}),))
     assert "``` a=`b`` ```" in as_markdown([replace(hostile, findings=(other,))])
 
 

@@ -111,7 +111,7 @@ def test_figures_that_move_together_share_their_steps():
     assert (fall.metric, norm.metric) == (f"{CORR}rollout_is_raw_eff_sample_size", "actor/grad_norm")
     assert (fall.first_step, fall.last_step) == (norm.first_step, norm.last_step)
     assert 23 <= fall.first_step <= 27
-    assert any("before step" in str(remedy) for remedy in finding.remedies)
+    assert any("before step" in str(fix) for fix in finding.fixes)
 
 
 # --- logs of others: rules go by what is known, not by who wrote them ---------------------------------
@@ -136,7 +136,7 @@ def test_another_frameworks_user_gets_its_own_keys():
     corr(rollout_is_eff_sample_size=0.2)(rows)
     [finding] = [one for one in examine(run_log(rows, facts=TRL)).findings if one.severity == "critical"]
     assert finding.rule == "effective-samples"
-    others = [remedy.others for remedy in finding.remedies]
+    others = [fix.others for fix in finding.fixes]
     assert any("vllm_importance_sampling_clip_min=0.6" in one.get("trl", "") for one in others)
     assert any(one.get("trl") == "learning_rate=5e-07" for one in others)
     assert any("actor_rollout_ref.actor.optim.lr=5e-07" in one.get("verl", "") for one in others)
@@ -149,12 +149,12 @@ def test_another_frameworks_user_gets_its_own_keys():
         (always(actor__grad_norm=later(0.8, 20.0)), "gradient-norm", "learning_rate=5e-06"),  # as logged
     ],
 )
-def test_what_the_log_does_not_tell_still_has_a_remedy(spoil, rule, words):
+def test_what_the_log_does_not_tell_still_has_a_fix(spoil, rule, words):
     rows = healthy_rows()
     spoil(rows)
     unknown = Facts(bypass_mode=False, rollout_rs="off", has_critic=False)
     [finding] = [one for one in examine(run_log(rows, facts=unknown)).findings if one.rule == rule]
-    assert words in [remedy.others.get("trl") for remedy in finding.remedies]
+    assert words in [fix.others.get("trl") for fix in finding.fixes]
 
 
 def test_a_tail_behind_truncation_is_seen_through_chi2():

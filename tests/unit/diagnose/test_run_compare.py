@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.diagnose.compare import compare, metric_change
-from rlctl.diagnose.compare_report import sentences
+from rlctl.diagnose.compare import compare, comparison_document, metric_change, sentences
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import Table
@@ -67,7 +66,7 @@ def test_what_differs_is_told_with_its_step_and_the_spec(tmp_path):
     assert [finding.rule for finding in found.findings_b] == ["truncated"]
     assert found.findings_a == ()
     first, *others = sentences(found)
-    assert first.startswith("The same before step 1")
+    assert first.startswith("Since step 1")
     assert any("Only in B: 20.0%" in sentence for sentence in others)
 
 
@@ -76,11 +75,9 @@ def test_same_figures_are_told_to_the_last_digit(tmp_path):
     changed = [row | {"actor/entropy": row["actor/entropy"] + 1e-9 * (row["step"] > 40)} for row in rows]
     found = compared(tmp_path, rows, [row | {"perf/total_num_tokens": 3} for row in changed])
     assert found.identical_until == 40
-    assert next(iter(sentences(found))) == "The same to the last digit up to step 40."
+    assert next(iter(sentences(found))) == "Every training metric is identical up to step 40."
     found = compared(tmp_path, rows, rows)
-    assert list(sentences(found)) == [
-        "Every figure of the training is the same to the last digit, up to step 60."
-    ]
+    assert list(sentences(found)) == ["Every training metric is identical up to step 60."]
 
 
 def test_runs_without_a_shared_step_or_spec_are_told_so(tmp_path):
@@ -88,7 +85,7 @@ def test_runs_without_a_shared_step_or_spec_are_told_so(tmp_path):
     found = compared(tmp_path, healthy_rows(30), later, has_spec=False)
     assert found.shared is None
     assert list(sentences(found)) == ["The runs have no step in common: nothing can be compared."]
-    assert found.as_document()["shared_steps"] is None
+    assert comparison_document(found)["shared_steps"] is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from rlctl.cli.app import run as rlctl
-from rlctl.diagnose import thresholds as th
+from rlctl.diagnose import rules_reward, rules_weights
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, RULES
+from rlctl.diagnose.rules_reward import TRUNCATED
+from rlctl.diagnose.rules_weights import CHI2_TOKEN
 from rlctl.diagnose.selftest import DATA
+from rlctl.diagnose.thresholds import Levels
 from tests.simulated_logs import export, matrix
 from tests.simulated_logs.faults import FAULTS
 from tests.simulated_logs.healthy import KINDS
@@ -45,7 +48,7 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
 
 def test_a_rule_that_goes_blind_is_seen(monkeypatch):
     small(monkeypatch, "truncated", "chi2")
-    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 0.4),), "a test"))
+    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
     failures = matrix.run(2, lambda *counts: None).failures
     assert {(trial.rule, trial.kind) for trial in failures} == {
         ("truncated", "mild"),
@@ -56,7 +59,7 @@ def test_a_rule_that_goes_blind_is_seen(monkeypatch):
 
 def test_a_rule_that_cries_wolf_is_seen(monkeypatch):
     small(monkeypatch, kinds=("long reasoning",))
-    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 1e-3),), "a test"))
+    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 1e-3),)))
     found = matrix.run(1, lambda *counts: None)
     assert [trial.form for trial in found.failures] == ["rlctl", "verl", "trl"]
     assert "[truncated]" in found.failures[0].problem
@@ -108,8 +111,8 @@ def test_the_command_passes_on_all_of_them(capsys):
 
 def test_the_command_names_a_missed_fault_and_a_false_alarm(shipped, monkeypatch, capsys):
     shipped("truncated", "chi2", "long reasoning")
-    monkeypatch.setattr(th, "TRUNCATED", th.Levels(th.TRUNCATED.key, (("warning", 0.4),), "a test"))
-    monkeypatch.setattr(th, "CHI2_TOKEN", th.Levels(th.CHI2_TOKEN.key, (("warning", 1e-9),), "a test"))
+    monkeypatch.setattr(rules_reward, "TRUNCATED", Levels(TRUNCATED.key, (("warning", 0.4),)))
+    monkeypatch.setattr(rules_weights, "CHI2_TOKEN", Levels(CHI2_TOKEN.key, (("warning", 1e-9),)))
     assert rlctl(["diagnose", "--selftest"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "truncated, mild, trl: expected warning, found nothing" in shown

@@ -14,8 +14,8 @@ from rlctl.diagnose.signals import (
 from rlctl.diagnose.table import Series, Table
 from rlctl.diagnose.thresholds import FAR_SIGMAS, SPIKE_SIGMAS, WINDOW, Levels, Move
 
-LEVELS = Levels("some/key", (("info", 1.0), ("critical", 2.0)), "a test")
-RELATIVE = Levels("some/key", (("warning", 1.0), ("critical", 50.0)), "a test", relative=True)
+LEVELS = Levels("some/key", (("info", 1.0), ("critical", 2.0)))
+RELATIVE = Levels("some/key", (("warning", 1.0), ("critical", 50.0)), relative=True)
 
 
 def series(values, first=1):
@@ -44,10 +44,10 @@ def test_the_worst_level_and_where_it_was():
 
 
 def test_floors_and_absolute_values():
-    floor = Levels("some/key", (("warning", -1.0),), "a test", is_floor=True)
+    floor = Levels("some/key", (("warning", -1.0),), is_floor=True)
     assert crossing(series([-2.0] * 11), floor).worst == -2.0
     assert crossing(series([0.0] * 11), floor) is None
-    either = Levels("some/key", (("warning", 1.0),), "a test", absolute=True)
+    either = Levels("some/key", (("warning", 1.0),), absolute=True)
     assert crossing(series([-2.0] * 11), either).worst == 2.0
 
 
@@ -71,7 +71,7 @@ def test_a_start_is_a_robust_one():
 
 
 @pytest.mark.parametrize(
-    ("values", "severity", "excuse"),
+    ("values", "severity", "remark"),
     [
         (noisy(3.0, 60), "info", "as from"),
         (np.concatenate([noisy(3.0, 30), noisy(9.0, 30)]), "warning", ""),
@@ -82,11 +82,11 @@ def test_a_start_is_a_robust_one():
         (np.concatenate([noisy(3.0, 12), noisy(0.5, 48)]), "info", "at the run's start only"),
     ],
 )
-def test_what_the_start_excuses(values, severity, excuse):
+def test_what_the_start_excuses(values, severity, remark):
     found = crossing(series(values), RELATIVE)
     assert found.severity == severity
-    assert excuse in found.excuse
-    assert bool(found.excuse) == bool(excuse)
+    assert remark in found.remark
+    assert bool(found.remark) == bool(remark)
 
 
 @pytest.mark.parametrize("count", [40, 1000, 50_000])

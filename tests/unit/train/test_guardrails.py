@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
 from rlctl.diagnose.rules import RULES
-from rlctl.diagnose.thresholds import WINDOW, ZERO_REWARD_STEPS
+from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
+from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe
 from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.spec.load import load_spec

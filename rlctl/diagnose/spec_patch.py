@@ -1,4 +1,4 @@
-"""A diagnosis' best remedies as a spec file that `rlctl train --spec` takes."""
+"""The best fixes of a diagnosis as a spec file for `rlctl train --spec`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from rlctl.diagnose.finding import Diagnosis, Finding, Remedy
+from rlctl.diagnose.diagnosis_report import run_name, settings, visible
+from rlctl.diagnose.finding import Finding, Fix
+from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
-from rlctl.diagnose.wording import run_name, settings, visible
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run import RunSpec
@@ -21,10 +22,10 @@ from rlctl.spec.yaml_source import read_value
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A remedy that goes into the new spec, and the finding it answers."""
+    """A fix that goes into the new spec, and its finding."""
 
     finding: Finding
-    remedy: Remedy
+    fix: Fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class NotApplied:
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
-    """What `--fix` does.
+class SpecPatch:
+    """What `--fix` writes.
 
     Attributes:
         run: the diagnosed run.
@@ -54,13 +55,13 @@ class Fix:
     @property
     def changes(self) -> Mapping[str, str]:
         """Dotted key → value as text."""
-        return dict(_pairs(setting for each in self.applied for setting in each.remedy.spec))
+        return dict(_pairs(setting for each in self.applied for setting in each.fix.spec))
 
 
-def fix(diagnosis: Diagnosis) -> Fix:
-    """Of every finding that is at least a warning the best remedy that fits those chosen before it.
+def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
+    """For every finding that is at least a warning, its first fix compatible with those chosen before.
 
-    A remedy fits if it gives no key another value than a worse finding wants, and if the spec with it
+    A fix is compatible if it sets no key to another value than a worse finding's fix, and if the spec with it
     passes all checks. Without a spec of the run it is checked on top of the defaults.
     """
     base = diagnosis.run.spec
@@ -74,44 +75,46 @@ def fix(diagnosis: Diagnosis) -> Fix:
         else:
             chosen.append(outcome[0])
             spec = outcome[1]
-    return Fix(diagnosis.run, tuple(chosen), tuple(left), spec if base else None)
+    return SpecPatch(diagnosis.run, tuple(chosen), tuple(left), spec if base else None)
 
 
 def _best(
     finding: Finding, chosen: list[Applied], base: RunSpec | None, spec: RunSpec
 ) -> tuple[Applied, RunSpec] | str:
-    """The first remedy that fits, with the spec it makes; or why there is none."""
+    """The first compatible fix, with the spec it makes; or why there is none."""
     if finding.severity == "info":
         return "only a remark"
-    settings_of = [remedy for remedy in finding.remedies if remedy.spec]
-    if not settings_of:
-        by_hand = "; ".join(remedy.why for remedy in finding.remedies)
-        return f"no setting helps, do by hand: {by_hand}" if by_hand else "nothing to try is known"
-    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _pairs(each.remedy.spec)}
-    earlier = [setting for each in chosen for setting in each.remedy.spec]
+    with_settings = [fix for fix in finding.fixes if fix.spec]
+    if not with_settings:
+        by_hand = "; ".join(fix.why for fix in finding.fixes)
+        return f"no setting helps, do by hand: {by_hand}" if by_hand else "no fix is known"
+    taken = {key: (value, each.finding.rule) for each in chosen for key, value in _pairs(each.fix.spec)}
+    earlier = [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []
-    for remedy in settings_of:
-        if clash := _clash(remedy, taken):
-            whys.append(clash)
+    for fix in with_settings:
+        if conflict := _conflict(fix, taken):
+            whys.append(conflict)
             continue
         try:
-            changed = _with(base, [*earlier, *remedy.spec])
+            changed = _with(base, [*earlier, *fix.spec])
         except SpecError as error:
             first = next(problem for problem in error.problems if problem.severity == "error")
-            whys.append(f"{' '.join(remedy.spec)}: {first.what}")
+            whys.append(f"{' '.join(fix.spec)}: {first.what}")
             continue
-        if changed == spec and (base is not None or all(key in taken for key, _ in _pairs(remedy.spec))):
-            rules = {taken[key][1] for key, _ in _pairs(remedy.spec) if key in taken}
-            return f"done already for {', '.join(sorted(rules))}" if rules else "the spec says so already"
-        return Applied(finding, remedy), changed
+        if changed == spec and (base is not None or all(key in taken for key, _ in _pairs(fix.spec))):
+            rules = {taken[key][1] for key, _ in _pairs(fix.spec) if key in taken}
+            return (
+                f"already set for {', '.join(sorted(rules))}" if rules else "the spec has this value already"
+            )
+        return Applied(finding, fix), changed
     return "; ".join(whys)
 
 
-def _clash(remedy: Remedy, taken: Mapping[str, tuple[str, str]]) -> str | None:
-    for key, value in _pairs(remedy.spec):
+def _conflict(fix: Fix, taken: Mapping[str, tuple[str, str]]) -> str | None:
+    for key, value in _pairs(fix.spec):
         if key in taken and taken[key][0] != value:
             other, rule = taken[key]
-            return f"{key}={value}: {rule} wants {other}"
+            return f"{key}={value}: {rule} sets {other}"
     return None
 
 
@@ -142,20 +145,20 @@ def check_free(path: Path) -> None:
         UsageError: there is a file of that name, or no such directory.
     """
     if path.exists() or path.is_symlink():
-        fix = "choose another name, or remove it first"
-        raise UsageError("the file exists; --fix replaces nothing", where=str(path), fix=fix)
+        where, how = str(path), "choose another name, or remove it first"
+        raise UsageError("the file exists; --fix does not overwrite", where=where, fix=how)
     if not path.parent.is_dir():
         raise UsageError("no such directory", where=str(path.parent), fix="create it first")
 
 
-def write_fix(path: Path, found: Fix) -> None:
+def write_patch(path: Path, patch: SpecPatch) -> None:
     """Write the new spec; each changed key says which finding changed it, and what it was.
 
     Raises:
         UsageError: the file exists, or cannot be written.
     """
     check_free(path)
-    text = as_yaml(found)
+    text = as_yaml(patch)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -163,15 +166,15 @@ def write_fix(path: Path, found: Fix) -> None:
         raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def as_yaml(found: Fix) -> str:
-    """The spec with its comments, as `write_fix` writes it."""
+def as_yaml(found: SpecPatch) -> str:
+    """The spec with its comments, as `write_patch` writes it."""
     run = found.run
     if found.spec is not None:
         head = [f"The spec of {run_name(run)} with what `rlctl diagnose` proposes."]
         text = dump_spec(found.spec)
     else:
         head = [f"Only the changes that `rlctl diagnose` proposes for {run_name(run)}, in rlctl's keys:"]
-        head.append("the log comes without a spec of rlctl. Layer it over one with a second --spec.")
+        head.append("the log has no spec of rlctl. Layer it over one with a second --spec.")
         text = yaml.safe_dump(_nested(found.changes), sort_keys=False, allow_unicode=True, width=1 << 20)
     head += [
         f"Not applied: {each.finding.rule} ({each.finding.severity}): {each.why}"
@@ -188,17 +191,17 @@ def as_yaml(found: Fix) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _comments(found: Fix) -> dict[str, list[str]]:
+def _comments(found: SpecPatch) -> dict[str, list[str]]:
     """Dotted key → what stands above it."""
-    before = _flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
+    before = flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
     comments: dict[str, list[str]] = {}
     for each in found.applied:
-        for place, (key, _) in enumerate(_pairs(each.remedy.spec)):
-            was = f" (was {before[key]})" if key in before else ""
+        for place, (key, _) in enumerate(_pairs(each.fix.spec)):
+            was = f" (was {_shown(before[key])})" if key in before else ""
             lines = comments.setdefault(key, [])
             lines.append(f"{each.finding.rule}: {each.finding.what}{was}")
-            if place == 0 and found.run.framework in each.remedy.others:
-                lines.append(f"in {found.run.framework}: {settings(each.remedy, found.run)}")
+            if place == 0 and found.run.framework in each.fix.others:
+                lines.append(f"in {found.run.framework}: {settings(each.fix, found.run)}")
     return comments
 
 
@@ -214,12 +217,13 @@ def _nested(changes: Mapping[str, str]) -> dict[str, Any]:
     return root
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections → dotted key → value."""
+    found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: _shown(value)}
-    return flat
+        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _shown(value: object) -> str:

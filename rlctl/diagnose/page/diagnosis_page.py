@@ -1,8 +1,8 @@
-"""Diagnoses as one page that needs nothing else: findings beside plots they are marked on.
+"""Diagnoses as one self-contained page: findings, and plots on which they are marked.
 
-What logs say may be hostile. Texts are escaped by the template or inserted as text, names reach the plots
-escaped, data lies in a JSON block in which no character can end the block, and a policy lets only this
-page's own scripts run and nothing be loaded. Styles are free, because plotly makes its own while it runs.
+Logs may contain hostile texts. The template escapes texts or inserts them as text, plot names are escaped, no
+character in the JSON data block can end the block, and the content security policy runs only this page's own
+scripts and loads nothing. Styles are not restricted, because plotly creates its own at run time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,10 @@ from typing import Any
 from markupsafe import Markup
 
 from rlctl.diagnose.charts import thinned
-from rlctl.diagnose.compare import Comparison
-from rlctl.diagnose.compare_report import sentences, shown, when
-from rlctl.diagnose.finding import Diagnosis, Finding
-from rlctl.diagnose.report import verdict
+from rlctl.diagnose.compare import Comparison, metric_rows, sentences, shown
+from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
+from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
-from rlctl.diagnose.wording import (
-    how_to_apply,
-    is_in_other_words,
-    not_checked,
-    run_name,
-    seen,
-    settings,
-    visible,
-)
 from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import csp_hash, json_block, render
 from rlctl.metric_names import METRICS, describe
@@ -37,7 +27,7 @@ _HERE = Path(__file__).parent
 _FIRST_PLOTS = 6
 
 
-def page(diagnoses: Sequence[Diagnosis], comparison: Comparison | None = None) -> str:
+def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: Comparison | None = None) -> str:
     """The page as text, for one run or several, which share each plot.
 
     Args:
@@ -117,62 +107,30 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
 
 
 def _run(diagnosis: Diagnosis, places: Mapping[str, int]) -> dict[str, Any]:
-    run = diagnosis.run
-    steps = run.table.steps
-    text, severity = verdict(diagnosis)
-    hit = {finding.rule for finding in diagnosis.findings}
-    rules = [("found" if r.name in hit else "ok", r.name, r.looks_for) for r in diagnosis.checked]
-    rules += [("SKIPPED" if s.missing else "n/a", s.rule, not_checked(s, run)) for s in diagnosis.skipped]
-    return {
-        "name": run_name(run),
-        "about": f"steps {steps[0]:,}–{steps[-1]:,}, logged by {run.framework}",
-        "verdict": text,
-        "severity": severity or "healthy",
-        "notes": [visible(note) for note in run.notes],
-        "findings": [_finding(finding, run, places) for finding in diagnosis.findings],
-        "commands": how_to_apply(run),
-        "rules": rules,
-    }
+    report = run_report(diagnosis)
+    findings = [
+        {
+            "severity": finding.severity,
+            "rule": finding.rule,
+            "what": finding.what,
+            "plot": next((plot for line in finding.lines if (plot := _plot(line, places)) is not None), None),
+            "lines": [(line.label, line.code, line.text, _plot(line, places)) for line in finding.lines],
+        }
+        for finding in report.findings
+    ]
+    return {"report": report, "findings": findings}
 
 
-def _finding(finding: Finding, run: RunLog, places: Mapping[str, int]) -> dict[str, Any]:
-    plotted = [places[evidence.metric] for evidence in finding.evidence if evidence.metric in places]
-    origins = {e.metric: run.origins[e.metric] for e in finding.evidence if e.metric in run.origins}
-    return {
-        "severity": finding.severity,
-        "rule": finding.rule,
-        "what": visible(finding.what),
-        "seen": [(seen(evidence), places.get(evidence.metric)) for evidence in finding.evidence],
-        "logged": [
-            visible(f"{key} as {origin.name}{f': {origin.meaning}' if origin.meaning else ''}")
-            for key, origin in origins.items()
-            if origin.name != key or origin.meaning
-        ],
-        "cause": visible(finding.cause),
-        "remedies": [
-            (settings(remedy, run), visible(remedy.why), is_in_other_words(remedy, run))
-            for remedy in finding.remedies
-        ],
-        "sure": visible(": ".join(filter(None, (finding.confidence, finding.why_so_sure)))),
-        "open": [visible(text) for text in finding.could_not_check],
-        "source": visible(finding.source),
-        "plot": plotted[0] if plotted else None,
-    }
+def _plot(line: Line, places: Mapping[str, int]) -> int | None:
+    return places.get(line.evidence.metric) if line.evidence else None
 
 
 def _comparison(found: Comparison, places: Mapping[str, int]) -> dict[str, Any]:
+    plots = [places.get(change.key) for change in found.metrics]
     return {
         "sentences": [visible(sentence) for sentence in sentences(found)],
-        "spec": [(change.key, shown(change.a), shown(change.b)) for change in found.spec],
-        "metrics": [
-            {
-                "name": visible(change.key),
-                "figures": (f"{change.a:.3g}", f"{change.b:.3g}", f"{change.sigmas:.1f}"),
-                "when": when(change),
-                "plot": places.get(change.key),
-            }
-            for change in found.metrics
-        ],
+        "spec": [(change.key, visible(shown(change.a)), visible(shown(change.b))) for change in found.spec],
+        "metrics": [(plot, *map(visible, row)) for plot, row in zip(plots, metric_rows(found), strict=True)],
     }
 
 

@@ -1,0 +1,198 @@
+"""What can be tried: changes of the spec with the same in other frameworks' keys, and things to do by hand.
+
+A change is offered unless the run is known to have it already.
+"""
+
+from __future__ import annotations
+
+from rlctl.diagnose.finding import Fix
+from rlctl.diagnose.table import RunLog
+
+RC = "algorithm.rollout_correction."
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_TRL_IS = "vllm_importance_sampling_"
+OPENRLHF_IS = "--algo.advantage.is_correction_"
+
+#: rlctl's key → the same setting of verl, TRL and OpenRLHF; empty where there is none. The keys of rollout
+#: correction are verl's own.
+_FRAMEWORKS = ("verl", "trl", "openrlhf")
+_KEYS: dict[str, tuple[str, str, str]] = {
+    "actor.lr": (f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr"),
+    "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs"),
+    "actor.grad_clip": (f"{_ACTOR}grad_clip", "max_grad_norm", ""),
+    "actor.clip_ratio_high": (f"{_ACTOR}clip_ratio_high", "epsilon_high", ""),
+    "actor.kl_loss_coef": (f"{_ACTOR}kl_loss_coef", "beta", "--algo.kl.init_coef"),
+    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_ctrl.kl_coef", "beta", "--algo.kl.init_coef"),
+    "actor.loss_agg_mode": (f"{_ACTOR}loss_agg_mode", "", ""),
+    "rollout.n": (f"{_ROLLOUT}n", "num_generations", "--rollout.n_samples_per_prompt"),
+    "rollout.temperature": (f"{_ROLLOUT}temperature", "temperature", "--rollout.temperature"),
+    "data.max_response_length": (
+        "data.max_response_length", "max_completion_length", "--rollout.max_new_tokens"
+    ),
+    "critic.ppo_epochs": ("critic.ppo_epochs", "", ""),
+    "trainer.critic_warmup": ("trainer.critic_warmup", "", ""),
+}  # fmt: skip
+
+
+def change(*settings: str, why: str = "", **others: str) -> Fix:
+    """Settings `key=value` that belong together.
+
+    Args:
+        settings: in rlctl's keys.
+        why: one clause.
+        others: framework → its settings, where they are not the same ones under other keys.
+    """
+    pairs = [setting.partition("=")[::2] for setting in settings]
+    renamed = {}
+    for place, framework in enumerate(_FRAMEWORKS):
+        keys = [
+            key if key.startswith(RC) and place == 0 else _KEYS.get(key, ("", "", ""))[place]
+            for key, _ in pairs
+        ]
+        equals = " " if framework == "openrlhf" else "="
+        if all(keys):
+            values = (f"{key}{equals}{value}" for key, (_, value) in zip(keys, pairs, strict=True))
+            renamed[framework] = " ".join(values)
+    return Fix(settings, why, {**renamed, **others})
+
+
+def by_hand(why: str, **others: str) -> Fix:
+    """What no setting of rlctl does."""
+    return Fix((), why, others)
+
+
+def gentler(run: RunLog) -> tuple[Fix, ...]:
+    """Let the policy move less between sampling and the last update on a batch."""
+    facts = run.facts
+    fixes: tuple[Fix, ...] = ()
+    if facts.ppo_epochs is not None and facts.ppo_epochs > 1:
+        fixes += (change("actor.ppo_epochs=1", why="sample more often"),)
+    if facts.updates_per_batch is not None and facts.updates_per_batch > (facts.ppo_epochs or 1):
+        one = change(
+            "actor.ppo_mini_batch_size=null",
+            why="one update per pass over the batch",
+            verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
+            trl="steps_per_generation=<gradient_accumulation_steps>",
+            openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
+        )
+        fixes += (one,)
+    return (*fixes, slower(run))
+
+
+def slower(run: RunLog) -> Fix:
+    """Half the peak learning rate, as configured or else as logged."""
+    logged = run.table.series("actor/lr").values
+    peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
+    return change(f"actor.lr={peak / 2:g}") if peak else by_hand("halve the learning rate")
+
+
+def calmer(run: RunLog) -> tuple[Fix, ...]:
+    """Smaller updates."""
+    clip = (change("actor.grad_clip=1.0"),) if run.spec and run.spec.actor.grad_clip == 0.0 else ()
+    return (*clip, slower(run))
+
+
+#: What lets samples be old, and its value for fresh ones.
+_FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
+
+
+def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
+    """Samples of the newest weights, or half as old; empty without a spec, or where they are new already."""
+    if run.spec is None:
+        return ()
+    ages = {name: getattr(run.spec.rollout, name) for name in _FRESH}
+    return tuple(
+        change(f"rollout.{name}={_FRESH[name] if fully else max(_FRESH[name], age // 2)}")
+        for name, age in ages.items()
+        if age > _FRESH[name]
+    )
+
+
+def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
+    """Reject responses with extreme tokens, unless something is rejected already."""
+    if run.facts.rollout_rs not in {None, "off"}:
+        return ()
+    return (
+        change(
+            f"{RC}rollout_rs=token_k1",
+            f"{RC}rollout_rs_threshold=0.6_1.6",
+            why="reject responses with extreme tokens",
+            trl=f"{_TRL_IS}mode=token_mask {_TRL_IS}clip_min=0.6 {_TRL_IS}clip_max=1.6",
+            openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type icepop {OPENRLHF_IS}threshold 0.6 1.6",
+        ),
+    )
+
+
+def wider_bound(run: RunLog) -> tuple[Fix, ...]:
+    """Truncate fewer weights, where the bound is low."""
+    threshold = run.facts.rollout_is_threshold
+    if run.facts.rollout_is == "off" or (threshold is not None and threshold >= 5.0):
+        return ()
+    return (change(f"{RC}rollout_is_threshold=5", trl=f"{_TRL_IS}clip_max=5.0"),)
+
+
+def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
+    """Importance weights, where there are none. In bypass mode only REINFORCE multiplies by them."""
+    if run.facts.rollout_is not in {None, "off"}:
+        return ()
+    correction = run.spec.algorithm.rollout_correction if run.spec else None
+    only_measured = correction is not None and correction.bypass_mode and correction.loss_type != "reinforce"
+    decoupled = (f"{RC}bypass_mode=false",) if only_measured else ()
+    return (
+        change(
+            *decoupled,
+            f"{RC}rollout_is=token",
+            why="correct for the gap",
+            trl=f"{_TRL_IS}correction=True {_TRL_IS}mode=token_truncate",
+            openrlhf=f"{OPENRLHF_IS}enable {OPENRLHF_IS}type tis",
+        ),
+    )
+
+
+def geometric(run: RunLog) -> tuple[Fix, ...]:
+    """A weight that does not grow with the length, kept near 1 (verl and TRL have none)."""
+    if run.facts.rollout_is == "geometric":
+        return ()
+    settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
+    others = {"openrlhf": f"{OPENRLHF_IS}enable {OPENRLHF_IS}type seq-mask-tis"}
+    return (Fix(tuple(RC + one for one in settings), "a weight that does not grow with the length", others),)
+
+
+def same_precision(run: RunLog) -> tuple[Fix, ...]:
+    """Engine and trainer in the same precision, the higher one."""
+    fixes: tuple[Fix, ...] = ()
+    if run.spec and run.spec.rollout.dtype not in {None, run.spec.engine.dtype}:
+        fixes += (change("rollout.dtype=null", why="sample in the trainer's precision"),)
+    if run.facts.dtype in {None, "bf16"}:
+        fixes += (
+            change(
+                "engine.dtype=fp32",
+                why="higher precision (FP16 on both sides costs less, where available)",
+                verl=f"{_ROLLOUT}dtype=float16 {_ACTOR}fsdp_config.dtype=float16",
+                trl="bf16=False fp16=True",
+            ),
+        )
+    return fixes
+
+
+def larger_groups(run: RunLog) -> tuple[Fix, ...]:
+    """Twice the responses per prompt, where their number is known."""
+    size = run.facts.group_size
+    return (change(f"rollout.n={2 * size}", why="larger groups"),) if size else ()
+
+
+def guarded(run: RunLog) -> tuple[Fix, ...]:
+    """Let training itself act on these rules, unless it does."""
+    if run.spec is None or run.spec.trainer.guardrails.mode == "act":
+        return ()
+    return (change("trainer.guardrails.mode=act", why="let training withhold or scale such updates"),)
+
+
+def find_the_cause() -> Fix:
+    """Of a gap between two implementations."""
+    return by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
+
+
+def resume_before(step: int) -> Fix:
+    """Back to weights from before the fault."""
+    return by_hand(f"resume from a checkpoint before step {step}")

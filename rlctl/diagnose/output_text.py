@@ -1,0 +1,165 @@
+"""Diagnoses, comparisons and patched specs on the terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.diagnose.charts import sparkline
+from rlctl.diagnose.compare import METRIC_COLUMNS, Comparison, metric_rows, sentences, shown
+from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
+from rlctl.diagnose.finding import Evidence
+from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.spec_patch import SpecPatch
+from rlctl.diagnose.table import RunLog
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+_LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
+_CHART_WIDTH = 60
+_LABEL_WIDTH, _LEAST_ROOM = 12, 20
+#: Columns next to a chart: indent, labels, and the range of its values.
+_NEXT_TO_CHART = 38
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """Findings worst first, then what was checked and what was not."""
+    from rich.text import Text
+
+    report = run_report(diagnosis)
+    console.print(Text.assemble((report.name, "bold"), f": {report.about}"), soft_wrap=True)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    console.print()
+    for finding in report.findings:
+        _print_finding(console, finding, diagnosis.run)
+    console.print(Text(report.summary, style=_STYLES[report.severity] if report.severity else "bold green"))
+    for command in report.commands:
+        console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
+    console.print()
+    width = max((len(name) for _, name, _ in report.rules), default=0)
+    for word, name, text in report.rules:
+        style = "yellow" if word == "SKIPPED" else "dim"
+        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, style)), soft_wrap=True)
+
+
+def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> None:
+    from rich.text import Text
+
+    style = _STYLES[finding.severity]
+    head = Text.assemble(
+        (finding.severity.upper(), style), f"  {finding.what}", (f"  [{finding.rule}]", "dim")
+    )
+    console.print(head, soft_wrap=True)
+    for line in finding.lines:
+        if line.code:
+            text = Text.assemble((line.code, "cyan"), (f"  # {line.text}" if line.text else "", "dim"))
+        else:
+            text = Text(line.text, style=_LABEL_STYLES.get(line.label, ""))
+        _print_line(console, line.label, text, in_one_line=bool(line.code))
+        if line.evidence:
+            for chart in _chart(line.evidence, style, run, console.width - _NEXT_TO_CHART):
+                _print_line(console, "", chart, in_one_line=True)
+    console.print()
+
+
+def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) -> None:
+    """A label and its text; it wraps on a terminal, unless it is to be pasted or goes into a pipe."""
+    from rich.text import Text
+
+    room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
+    for line in [text] if in_one_line or not console.is_terminal else text.wrap(console, room):
+        line.rstrip()
+        console.print(Text.assemble(f"  {label:<{_LABEL_WIDTH}}", line), soft_wrap=True)
+        label = ""
+
+
+def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[Text]:
+    """The metric over the run as a line of blocks, and below it a mark under the evidence's steps."""
+    from rich.text import Text
+
+    series = run.table.series(evidence.metric)
+    blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, room)))
+    if len(blocks) < 2 or evidence.first_step is None or evidence.last_step is None:
+        return
+    first = max(0, int(steps.searchsorted(evidence.first_step, "right")) - 1)
+    last = max(first, int(steps.searchsorted(evidence.last_step, "right")) - 1)
+    values = f"  {series.values.min():.3g} … {series.values.max():.3g}"
+    line = Text.assemble(blocks, (values, "dim"), no_wrap=True)
+    line.stylize(style, first, last + 1)
+    yield line
+    mark = "╵" if first == last else f"└{'─' * (last - first - 1)}┘"
+    yield Text(" " * first + mark, style=style, no_wrap=True)
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Sentences first, then specs, metrics by size, and what cannot be compared."""
+    from rich.text import Text
+
+    for name, diagnosis in (("A", found.a), ("B", found.b)):
+        steps = diagnosis.run.table.steps
+        about = f": steps {steps[0]}–{steps[-1]}"
+        console.print(Text.assemble((f"{name}  ", "bold"), run_name(diagnosis.run), about), soft_wrap=True)
+    console.print()
+    for sentence in sentences(found):
+        console.print(Text(visible(sentence), style="bold"), soft_wrap=True)
+    console.print()
+    if found.spec:
+        rows = [(one.key, shown(one.a), shown(one.b)) for one in found.spec]
+        _print_table(console, ("spec", "A", "B"), rows)
+    else:
+        console.print("The specs do not differ, as far as they are known.")
+    if found.metrics:
+        console.print()
+        _print_table(console, METRIC_COLUMNS, metric_rows(found), figures=slice(1, 4))
+    if found.same:
+        console.print(Text(f"{len(found.same)} metrics: no lasting difference", style="dim"))
+    for name, keys in (("A", found.only_a), ("B", found.only_b)):
+        if keys:
+            line = f"only in {name}: {', '.join(keys)}"
+            console.print(Text(visible(line), style="dim"), soft_wrap=True)
+
+
+def _print_table(
+    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: slice = slice(0)
+) -> None:
+    """A table without lines; the columns in `figures` are aligned right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        is_figure = heading in headings[figures]
+        table.add_column(
+            heading, justify="right" if is_figure else "left", overflow="fold", no_wrap=is_figure
+        )
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    console.print(table)
+
+
+def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:
+    """What was changed for which finding, what was not and why; `path` is None where nothing was written."""
+    from rich.text import Text
+
+    for applied in patch.applied:
+        line = Text.assemble(("applied  ", "green"), " ".join(applied.fix.spec))
+        console.print(line.append(f"  for {applied.finding.rule}", style="dim"), soft_wrap=True)
+    for left in patch.not_applied:
+        line = Text.assemble(("left     ", "yellow"), left.finding.rule)
+        console.print(line.append(visible(f": {left.why}"), style="dim"), soft_wrap=True)
+    if path is None:
+        console.print("No finding has a setting to change: nothing was written.")
+        return
+    name = shlex.quote(visible(str(path)))
+    if patch.spec is not None:
+        console.print(Text(f"{name} written; run it with: rlctl train --spec {name}"), soft_wrap=True)
+    else:
+        why = "holds only the changed keys, because the log has no spec of rlctl"
+        console.print(Text(f"{name} written; it {why}."), soft_wrap=True)
+        console.print(Text(f"Layer it over yours: rlctl train --spec YOURS --spec {name}"), soft_wrap=True)

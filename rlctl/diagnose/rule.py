@@ -1,0 +1,182 @@
+"""The form of a rule: what it reads, what it detects, and what every finding of it says.
+
+A rule is one `@rule(...)` above one function, listed in its file's `RULES`. `docs/diagnose-rules.md` is
+generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped, Sure
+from rlctl.diagnose.signals import Crossing, crossing
+from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.thresholds import MIN_STEPS, Levels
+
+#: Facts of a run that a rule may need.
+Fact = Literal[
+    "bypass_mode", "updates_per_batch", "ppo_epochs", "rollout_is", "rollout_rs", "batch_size", "lr"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What a rule's function returns; the rest of the finding is the rule's.
+
+    Attributes:
+        severity, what, evidence, could_not_check: as in `Finding`.
+        cause, fixes, sure: in place of the rule's where they depend on what was detected.
+    """
+
+    severity: Severity
+    what: str
+    evidence: tuple[Evidence, ...]
+    cause: str | None = None
+    fixes: tuple[Fix, ...] | None = None
+    sure: Sure | None = None
+    could_not_check: tuple[str, ...] = ()
+
+
+Detect = Callable[[RunLog], Detection | Skipped | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing to look for.
+
+    Attributes:
+        name: short and stable, for reports and scripts.
+        label: the healthy state, one line.
+        detect: returns None if nothing is found.
+        signal: what it looks at, in Markdown.
+        thresholds: levels for `info / warning / critical`, in Markdown.
+        source: of the thresholds.
+        cause: the likely one.
+        fixes: what to try, given the run.
+        sure: confidence in the cause, and the reason.
+        needs: metrics without which it is skipped.
+        one_of: metrics of which one must be logged.
+        uses: further metrics it reads where they are logged.
+        facts: what must be known of the run.
+        not_applicable: why it does not apply to a run; empty where it does.
+        min_steps: values that each needed metric must have.
+    """
+
+    name: str
+    label: str
+    detect: Detect
+    signal: str
+    thresholds: str
+    source: str
+    cause: str
+    fixes: Callable[[RunLog], tuple[Fix, ...]]
+    sure: Sure
+    needs: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    not_applicable: Callable[[RunLog], str] = lambda run: ""
+    min_steps: int = MIN_STEPS
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Every metric it reads."""
+        return (*self.needs, *self.one_of, *self.uses)
+
+    def apply(self, run: RunLog) -> Finding | Skipped | None:
+        """The rule's finding; why it was skipped; or None."""
+        why = self.not_applicable(run)
+        found = Skipped(why) if why else self._skipped(run) or self.detect(run)
+        if found is None or isinstance(found, Skipped):
+            return found and Skipped(found.why, found.missing, self.name)
+        fixes = self.fixes(run) if found.fixes is None else found.fixes
+        return Finding(
+            found.severity,
+            found.what,
+            found.evidence,
+            found.cause or self.cause,
+            self.source,
+            fixes,
+            *(found.sure or self.sure),
+            found.could_not_check,
+            self.name,
+        )
+
+    def _skipped(self, run: RunLog) -> Skipped | None:
+        """Why the log does not suffice, if so."""
+        counts = {key: _count(run, key) for key in (*self.needs, *self.one_of)}
+        missing = tuple(key for key in self.needs if counts[key] is None)
+        if self.one_of and all(counts[key] is None for key in self.one_of):
+            missing += self.one_of
+        if missing:
+            return Skipped("not logged", missing)
+        unknown = [fact for fact in self.facts if getattr(run.facts, fact) is None]
+        if unknown:
+            return Skipped(f"unknown from the log: {', '.join(unknown)}", ("spec.yaml",))
+        for keys in (*((key,) for key in self.needs), self.one_of):
+            key = max(keys, key=lambda one: counts[one] or 0, default=None)
+            if key is not None and (count := counts[key] or 0) < self.min_steps:
+                why = f"{key} was logged at {count} of the {self.min_steps} steps that the rule needs"
+                return Skipped(why, (key,))
+        return None
+
+
+def rule(
+    name: str,
+    label: str,
+    *,
+    signal: str,
+    source: str,
+    cause: str,
+    thresholds: str | Levels,
+    sure: Sure,
+    fixes: Callable[[RunLog], tuple[Fix, ...]] = lambda run: (),
+    needs: tuple[str, ...] = (),
+    one_of: tuple[str, ...] = (),
+    uses: tuple[str, ...] = (),
+    facts: tuple[Fact, ...] = (),
+    not_applicable: Callable[[RunLog], str] = lambda run: "",
+    min_steps: int = MIN_STEPS,
+) -> Callable[[Detect], Rule]:
+    """Make a `Rule` of the function below; see there. `thresholds` may be the levels themselves."""
+    text = str(thresholds)
+    return lambda detect: Rule(
+        name, label, detect, signal, text, source, cause, fixes, sure, needs, one_of, uses, facts,
+        not_applicable, min_steps,
+    )  # fmt: skip
+
+
+def detect_crossing(run: RunLog, levels: Levels, what: str) -> Detection | None:
+    """A level crossed; in `what` stand `{worst}` and `{where}`."""
+    crossed = crossing(run.table.series(levels.key), levels)
+    return of_crossing(crossed, what) if crossed else None
+
+
+def of_crossing(crossed: Crossing, what: str) -> Detection:
+    """A crossing as a detection; in `what` stand `{worst}` and `{where}`."""
+    text = what.format(worst=crossed.worst, where=crossed.where)
+    return Detection(crossed.severity, text, (crossed.evidence,))
+
+
+def worst_of(found: list[Crossing]) -> Crossing:
+    """The most severe; of equals the first."""
+    return min(found, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def crossings(run: RunLog, levels: tuple[Levels, ...]) -> list[Crossing]:
+    """Every level that was crossed."""
+    each = (crossing(run.table.series(one.key), one) for one in levels)
+    return [crossed for crossed in each if crossed is not None]
+
+
+def _count(run: RunLog, key: str) -> int | None:
+    """At how many steps a finite value was logged; None where there is no such column.
+
+    Of a key with a variable part (`val/<data_source>/reward_mean`) the most of all that match.
+    """
+    counts = (int(np.isfinite(run.table.columns[one]).sum()) for one in run.table.matching(key))
+    return max(counts, default=None)

@@ -1,0 +1,360 @@
+"""Rules about the gap between trainer and rollout engine, before anything corrects for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rlctl.diagnose import fixes as fix
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.finding import Evidence, Fix, Skipped
+from rlctl.diagnose.rule import Detection, detect_crossing, of_crossing, rule
+from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
+from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.thresholds import Levels
+
+_STALENESS, _LR, _LENGTH = "training/staleness_max", "actor/lr", "response_length/mean"
+_ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
+_PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
+_TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
+
+LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
+#: |log| of the samples' mean −log π over the policy's entropy: 0 where the samples are the policy's own.
+SAMPLED = Levels(_ENTROPY, (("warning", 0.34), ("critical", 0.69)))
+#: Nats per token by which they must differ, and the share of it by which the two log-probs may differ.
+SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
+TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
+#: A rising token error: the part above 1 grew by this factor, to at least this.
+TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
+#: At the first step. (Frameworks' own tests ask for 1e-9 and 1e-10, which only deterministic kernels reach.)
+FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
+#: |kl| per token of an instruct model whose prompt lost its chat template: near 0.8.
+TEMPLATE_KL = (0.5, 1.2)
+#: A gap that grows without learning: by this factor, over at least so many steps.
+FROZEN_GROWTH, FROZEN_STEPS = 1.5, 20
+#: Mean bounded weight from which the log-probs are another model's.
+MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
+
+_PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
+
+
+def _mixed(run: RunLog, key: str) -> Skipped | None:
+    """Why `key` does not measure mismatch alone, if so."""
+    if run.gap_is_mismatch:
+        return None
+    if run.facts.bypass_mode is None and run.facts.updates_per_batch is None:
+        return Skipped(f"whether {key} is mismatch or progress depends on the spec", ("spec.yaml",))
+    return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
+
+
+def _compared(run: RunLog) -> tuple[Fix, ...]:
+    return (fix.find_the_cause(),)
+
+
+@rule(
+    "probability-gap",
+    "both policies give sampled tokens the same probability",
+    signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
+    thresholds=th.PROBS_GAP,
+    source=th.OWN,
+    cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
+    "cascade attention at long contexts is one)",
+    fixes=lambda run: (
+        *fix.same_precision(run),
+        fix.by_hand(
+            "turn the engine's cascade attention off, or upgrade the engine",
+            verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+        ),
+        fix.find_the_cause(),
+    ),
+    sure=("medium", _PURE),
+    needs=(th.PROBS_GAP.key,),
+    uses=(_STALENESS,),
+)
+def probability_gap(run: RunLog) -> Detection | Skipped | None:
+    """The two engines give the same tokens different probabilities."""
+    what = "the probabilities of the same tokens differ by {worst:.3g} on average {where}"
+    return _mixed(run, th.PROBS_GAP.key) or detect_crossing(run, th.PROBS_GAP, what)
+
+
+@rule(
+    "policy-gap",
+    "sampling and trained policy are close",
+    signal="`rollout_corr/kl`; where the gap is pure mismatch¹ `rollout_corr/k3_kl`, or without it "
+    "`mismatch/log_prob_abs_diff_mean`, both relative",
+    thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
+    source=th.FIELD,
+    cause="rollout engine and trainer differ, or the policy moves far while it trains on one batch",
+    fixes=lambda run: (*fix.gentler(run), *fix.correct_tokens(run)),
+    sure=("medium", "the logged gap includes the policy's own progress, or the log does not tell"),
+    one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
+    uses=(_STALENESS,),
+)
+def policy_gap(run: RunLog) -> Detection | Skipped | None:
+    """The KL between the sampling and the trained policy is large, or their log-probs differ much."""
+    k3 = th.K3
+    if not run.gap_is_mismatch:  # only a size that progress does not reach, and only where no kl is logged
+        k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
+    crossed = crossing(run.table.series(th.KL.key), th.KL)
+    if crossed is None and k3.tiers:
+        crossed = crossing(run.table.series(k3.key), k3)
+    if crossed is None and run.gap_is_mismatch:
+        crossed = _log_prob_mismatch(run)
+    if crossed is None:
+        return None
+    found = of_crossing(crossed, "trained and sampling policy are {worst:.3g} nats per token apart {where}")
+    if not run.gap_is_mismatch:
+        return found
+    return replace(
+        found,
+        cause="rollout engine and trainer differ: kernel, precision, parallelism, or stale weights",
+        fixes=(*fix.same_precision(run), fix.find_the_cause(), *fix.correct_tokens(run)),
+        sure=("medium", _PURE),
+    )
+
+
+def _log_prob_mismatch(run: RunLog) -> Crossing | None:
+    """For logs without a KL; sizes that no mismatch of implementations reaches are for `stale-weights`."""
+    series = run.table.series(th.LOG_PROB_GAP.key)
+    if len(run.table.series(th.K3.key)) or crossing(series, th.LOG_PROB_GAP) is not None:
+        return None
+    return crossing(series, LOG_PROB_MISMATCH)
+
+
+@rule(
+    "sampled-otherwise",
+    "samples are as likely as the policy's entropy implies",
+    signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, where they "
+    f"are {SAMPLED_NATS:g} nats apart and both sides agree on the log-probs",
+    thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2",
+    source=th.OWN,
+    cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
+    "model's generation config",
+    fixes=lambda run: (
+        fix.by_hand("give the engine the trainer's temperature, and no generation config"),
+        fix.find_the_cause(),
+    ),
+    sure=(
+        "medium",
+        "both log-probs agree, so the sampling differs; unequal lengths shift the figure a little",
+    ),
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY),
+    uses=(_FAILED,),
+)
+def sampled_otherwise(run: RunLog) -> Detection | None:
+    """Both sides agree on the samples' log-probs, but draws from the policy would be likelier, or less so.
+
+    The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
+    engine applies and does not report: both log-probs are right, and the samples are another policy's.
+    """
+    steps, (ours, theirs, entropy) = run.table.aligned(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY)
+    nats = ours - entropy
+    # Where the log-probs differ too, other rules apply; a failed sample is in one of the means only.
+    counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
+    if (run.table.series(_FAILED).values > 0).any():
+        return None
+    positive = np.maximum(np.stack([ours, entropy]), SAMPLED_NATS)
+    off = np.where(counts, np.abs(np.log(positive[0] / positive[1])), 0.0)
+    crossed = crossing(Series(steps, off), SAMPLED)
+    if crossed is None:
+        return None
+    apart = float(np.median(nats[counts]))
+    figure = f"the samples' −log π is {apart:+.2g} nats from it"
+    return Detection(
+        crossed.severity,
+        f"sampled tokens are {'less' if apart > 0 else 'more'} likely than draws from the policy would be",
+        (Evidence(_ENTROPY, figure, crossed.first_step, crossed.last_step),),
+    )
+
+
+@rule(
+    "token-error",
+    "token probabilities agree within a few percent, and the error does not grow",
+    signal="`mismatch/token_mult_prob_error`: level (relative), and a rise",
+    thresholds=f"— / > 1.05, or the part above 1 doubled to > {TOKEN_ERROR_EXCESS:g} / > 2",
+    source=th.NEMO,
+    cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
+    fixes=lambda run: (
+        fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),
+    ),
+    sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
+    needs=(TOKEN_ERROR.key,),
+    not_applicable=lambda run: (
+        "`policy-gap` covers the same gap"
+        if th.K3.key in run.table.columns and TOKEN_ERROR.key not in run.table.columns
+        else ""
+    ),
+)
+def token_error(run: RunLog) -> Detection | None:
+    """The mean factor between both policies' token probabilities is large, or grows."""
+    series = run.table.series(TOKEN_ERROR.key)
+    # Compared with the start by the part above 1.
+    excess = replace(
+        TOKEN_ERROR, tiers=tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
+    )
+    crossed = crossing(Series(series.steps, series.values - 1.0), excess)
+    if crossed is None or crossed.remark:
+        rise = trend(series)
+        least = max(TOKEN_ERROR_EXCESS, TOKEN_ERROR_RISE * max(rise.start - 1.0, 0.0)) if rise else 0.0
+        if rise is not None and rise.rises and rise.end - 1.0 >= least:
+            what = "the factor between the policies' token probabilities keeps rising"
+            return Detection(
+                "warning", what, (change_evidence(TOKEN_ERROR.key, rise.start, rise.end, series.steps),)
+            )
+    if crossed is None:
+        return None
+    crossed = replace(crossed, worst=crossed.worst + 1.0, limit=crossed.limit + 1.0)
+    return of_crossing(crossed, "token probabilities differ by a factor of {worst:.3g} {where}")
+
+
+@rule(
+    "first-step",
+    "at the first step trainer and engine hold the same policy",
+    signal="first step of a run with one update per batch²: `actor/ppo_kl`, `actor/pg_clipfrac`, "
+    "`mismatch/log_prob_abs_diff_mean`",
+    thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
+    source=th.SLIME,
+    cause="the engine holds other weights than the trainer, or one of them is not deterministic",
+    fixes=lambda run: (fix.by_hand("stop, and correct this before training on"), fix.find_the_cause()),
+    sure=("high", "before the first update only the implementations can differ"),
+    one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
+    facts=("updates_per_batch", "bypass_mode"),
+    min_steps=1,
+)
+def first_step(run: RunLog) -> Detection | Skipped | None:
+    """The policies differ before anything was learned."""
+    if run.table.steps[0] > th.FIRST_STEP:
+        return Skipped("the log does not begin at the run's start")
+    limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
+    if not run.facts.bypass_mode:  # there π_old is another policy
+        limits |= {_PPO_KL: FIRST_PPO_KL, _CLIPPED: FIRST_CLIPFRAC}
+    if run.facts.updates_per_batch != 1:
+        return Skipped("several updates per batch: the first step's figures include progress")
+    if not any(key in run.table.columns for key in limits):
+        return Skipped("in bypass mode KL and clipping include the gap of the engines")
+    found = []
+    for key, limit in limits.items():
+        series = run.table.series(key)  # begins after step 0 where that held a validation only
+        if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
+            step, figure = int(series.steps[0]), f"{series.values[0]:.3g}, over {limit:g}"
+            found.append(Evidence(key, figure, step, step))
+    what = "at the first step, before anything was learned, the two policies differ"
+    return Detection("warning", what, tuple(found)) if found else None
+
+
+@rule(
+    "template",
+    "both sides read the same prompt",
+    signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
+    thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
+    source=th.FIELD,
+    cause="the chat template, or special tokens, are applied on one side only",
+    fixes=lambda run: (
+        fix.by_hand("compare the token ids of one prompt on both sides"),
+        fix.find_the_cause(),
+    ),
+    sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
+    needs=(th.KL.key,),
+    uses=(_STALENESS,),
+    min_steps=1,
+)
+def template(run: RunLog) -> Detection | Skipped | None:
+    """The first step's KL has the size that a missing chat template causes."""
+    series = run.table.series(th.KL.key)
+    if series.steps[0] > th.FIRST_STEP:
+        return Skipped("the log does not begin at the run's start")
+    if mixed := _mixed(run, th.KL.key):
+        return mixed
+    kl, (low, high) = float(abs(series.values[0])), TEMPLATE_KL
+    if not low <= kl <= high:
+        return None
+    step, figure = int(series.steps[0]), f"{series.values[0]:.3g}, between {low:g} and {high:g}"
+    what = f"the first step's KL is {kl:.2g} nats per token: the two sides probably read different prompts"
+    return Detection("critical", what, (Evidence(th.KL.key, figure, step, step),))
+
+
+@rule(
+    "frozen-gap",
+    "the gap does not grow while nothing is learned",
+    signal="trend of the gap while the learning rate is 0",
+    thresholds=f"— / — / × {FROZEN_GROWTH:g}",
+    source=th.LOGIC,
+    cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
+    fixes=_compared,
+    sure=("high", "a policy that does not learn cannot move away from its sampler"),
+    one_of=th.GAPS,
+    uses=(_LR,),
+    min_steps=FROZEN_STEPS,
+)
+def frozen_gap(run: RunLog) -> Detection | Skipped | None:
+    """A gap that grows at a learning rate of zero is not caused by off-policy data."""
+    key = run.table.most_logged(th.GAPS)
+    series = run.table.series(key)
+    if run.facts.lr != 0.0:
+        if not len(run.table.series(_LR)):
+            known = run.facts.lr is not None
+            return Skipped("the policy learns") if known else Skipped("not logged", (_LR,))
+        steps, (lr, gap) = run.table.aligned(_LR, key)
+        series = Series(steps[lr == 0.0], gap[lr == 0.0])
+    if len(series) < FROZEN_STEPS:
+        return Skipped("the policy learns: a growing gap may be progress")
+    rise = trend(series)
+    if rise is None or not rise.rises or rise.end < FROZEN_GROWTH * max(rise.start, th.EXACT):
+        return None
+    what = "the gap between the policies grows although the learning rate is 0"
+    return Detection("critical", what, (change_evidence(key, rise.start, rise.end, series.steps),))
+
+
+@rule(
+    "stale-weights",
+    "the engine's log-probs are those of the policy in training",
+    signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight of the survivors (not of products over "
+    f"{th.LONG_RESPONSE:g} tokens and more)",
+    thresholds="— / — / > 1; < 0.1",
+    source=th.TRL,
+    cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
+    fixes=lambda run: (
+        *fix.fresher(run, fully=True),
+        fix.by_hand(
+            "synchronize the weights after every update; let the engine report the log-probs it sampled from",
+            verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+            trl="steps_per_generation=<gradient_accumulation_steps>",
+        ),
+        fix.find_the_cause(),
+    ),
+    sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
+    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key),
+    uses=(th.MASKED.key, _LENGTH),
+    not_applicable=lambda run: (
+        "`policy-gap` covers the same gap"
+        if run.facts.rollout_is == "off" and th.LOG_PROB_GAP.key not in run.table.columns
+        else ""
+    ),
+)
+def stale_weights(run: RunLog) -> Detection | None:
+    """Log-probs so far apart that they are those of two different models."""
+    what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
+    if found := detect_crossing(run, th.LOG_PROB_GAP, what):
+        return found
+    # Weights near zero among the survivors; products over long responses get there by themselves.
+    lengths = run.table.series(_LENGTH).values
+    if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
+        return None
+    crossed = crossing(among_survivors(run, MEAN_VANISHED.key), MEAN_VANISHED)
+    text = "importance weights are {worst:.2g} on average {where}"
+    return of_crossing(crossed, text) if crossed else None
+
+
+def among_survivors(run: RunLog, key: str) -> Series:
+    """A mean over all samples, rejected ones counted as 0 → over those that survived rejection, at most 1."""
+    if not len(run.table.series(th.MASKED.key)):
+        return run.table.series(key)
+    steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
+    return Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
+
+
+RULES = (
+    *(probability_gap, policy_gap, sampled_otherwise, token_error, first_step, template, frozen_gap),
+    stale_weights,
+)

@@ -1,0 +1,186 @@
+"""Rules about samples that are late, failed or missing, and about what makes the trainer wait."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlctl.diagnose import fixes as fix
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.finding import Evidence, Fix, Skipped
+from rlctl.diagnose.rule import Detection, crossings, rule, worst_of
+from rlctl.diagnose.signals import change_evidence, crossing, trend
+from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.thresholds import Levels
+
+_DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
+STALENESS = Levels("training/staleness_max", (("warning", 8.0),))
+#: Dropped samples grow by this factor, to at least this share of a batch.
+DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
+#: |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
+RATIO_ON_POLICY = Levels("actor/ppo_ratio_mean", (("warning", 1e-3),), absolute=True)
+PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
+#: Grading that takes so many times its median and that share of the step, on so many steps and that share
+#: of them.
+SLOW_GRADING_MEDIANS, SLOW_GRADING_SHARE, SLOW_GRADING_COUNT, SLOW_GRADING_STEPS = 3.0, 0.3, 3, 0.05
+IDLE = Levels("perf/trainer_idle_fraction", (("warning", 0.3),))
+FAILED = tuple(
+    Levels(key, (("warning", 0.05), ("critical", 0.25)))
+    for key in ("rollout/error_fraction", "rollout/empty_fraction", "reward/error_fraction")
+)
+_TIMES = 1e-9  # seconds that count as none
+
+
+def _fresher(run: RunLog) -> tuple[Fix, ...]:
+    return fix.fresher(run, fully=False) or (
+        fix.by_hand(
+            "lower how far generation may run ahead, or give training more GPUs",
+            verl="async_training.staleness_threshold",
+            trl="max_staleness",
+            openrlhf="--train.async_queue_size",
+        ),
+    )
+
+
+@rule(
+    "staleness",
+    "samples are recent enough",
+    signal="age of the oldest samples in batches; samples dropped for their age",
+    thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
+    source=th.FIELD,
+    cause="generation runs too far ahead of training, or training cannot keep up",
+    fixes=_fresher,
+    sure=("high", "age and drops are counted"),
+    one_of=(STALENESS.key, _DROPPED),
+)
+def staleness(run: RunLog) -> Detection | None:
+    """Samples are many batches old, or more and more are dropped for their age."""
+    series, updates = run.table.series(STALENESS.key), run.facts.updates_per_batch or 1
+    crossed = crossing(Series(series.steps, series.values / updates), STALENESS)
+    dropped = _more_dropped(run)
+    if crossed is None and dropped is None:
+        return None
+    what = "more and more samples are dropped because they are too old"
+    if crossed is not None:
+        what = f"the oldest samples are {crossed.worst:.3g} batches old {crossed.where}"
+    evidence = (*((crossed.evidence,) if crossed else ()), *((dropped,) if dropped else ()))
+    is_counted = run.facts.updates_per_batch or dropped
+    sure = None if is_counted else ("medium", "the number of updates per batch is unknown")
+    return Detection("warning", what, evidence, sure=sure)  # type: ignore[arg-type]
+
+
+def _more_dropped(run: RunLog) -> Evidence | None:
+    """Dropped samples per step that grow; logs may count them since the start."""
+    series = run.table.series(_DROPPED)
+    if len(series) < 2 * th.MIN_STEPS:
+        return None
+    if (np.diff(series.values) >= 0.0).all():
+        series = Series(series.steps[1:], np.diff(series.values))
+    rise = trend(series)
+    least = DROPPED_SHARE * (run.facts.batch_size or 1 / DROPPED_SHARE)
+    if rise is None or not rise.rises or rise.end < max(DROPPED_GROWTH * max(rise.start, 0.0), least):
+        return None
+    return change_evidence(_DROPPED, rise.start, rise.end, series.steps)
+
+
+@rule(
+    "nondeterminism",
+    "a policy that has not moved is equal to itself",
+    signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
+    thresholds="— / off by > 0.001 / —",
+    source=th.LOGIC,
+    cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
+    "on the batch",
+    fixes=lambda run: (
+        fix.by_hand(
+            "deterministic kernels, no dropout; replay the routing of a mixture of experts",
+            verl="actor_rollout_ref.rollout.full_determinism=True",
+        ),
+    ),
+    sure=("high", "both figures are of the same weights"),
+    one_of=(RATIO_ON_POLICY.key, PPO_KL_ON_POLICY.key),
+    facts=("updates_per_batch", "bypass_mode"),
+)
+def nondeterminism(run: RunLog) -> Detection | Skipped | None:
+    """With one update per batch π_θ is π_old, so their ratio is 1."""
+    if run.facts.updates_per_batch != 1:
+        return Skipped("several updates per batch move the policy")
+    if run.facts.bypass_mode:
+        return Skipped("in bypass mode π_old is the sampler's")
+    ratio = run.table.series(RATIO_ON_POLICY.key)
+    crossed = crossing(Series(ratio.steps, ratio.values - 1.0), RATIO_ON_POLICY)
+    figure = "π_θ/π_old is off 1"
+    if crossed is None:
+        crossed = crossing(run.table.series(PPO_KL_ON_POLICY.key), PPO_KL_ON_POLICY)
+        figure = "π_θ and π_old differ"
+    if crossed is None:
+        return None
+    what = f"{figure} by {crossed.worst:.2g} {crossed.where}, although the policy has not moved"
+    return Detection(crossed.severity, what, (crossed.evidence,))
+
+
+def _faster_grading(run: RunLog) -> tuple[Fix, ...]:
+    runs_code = run.spec is not None and any(term.name == "code" for term in run.spec.reward.all_terms)
+    shorter = (fix.change("reward.code.timeout_s=5"),) if runs_code else ()
+    return (*shorter, fix.by_hand("grade in processes that can be killed, with a deadline per answer"))
+
+
+@rule(
+    "slow-grader",
+    "grading does not delay training",
+    signal="grading over 3 × its median **and** 30 % of the step",
+    thresholds="— / ≥ 5 % of the steps, and 3 / —",
+    source=th.OWN,
+    cause="single answers take the grader long, while everything else waits for it",
+    fixes=_faster_grading,
+    sure=("high", "the times are measured"),
+    needs=(_GRADING, _STEP),
+    uses=(IDLE.key,),
+)
+def slow_grader(run: RunLog) -> Detection | None:
+    """On some steps grading takes a multiple of its usual time, and much of the step."""
+    steps, (grading, whole) = run.table.aligned(_GRADING, _STEP)
+    median = float(np.median(grading))
+    slow = (grading > SLOW_GRADING_MEDIANS * max(median, _TIMES)) & (grading > SLOW_GRADING_SHARE * whole)
+    idle = crossing(run.table.series(IDLE.key), IDLE)
+    if slow.sum() < max(SLOW_GRADING_COUNT, SLOW_GRADING_STEPS * len(steps)):
+        return None
+    times = grading.max() / max(median, _TIMES)
+    figure = f"{grading.max():.3g} s at most, {median:.3g} s in the median"
+    evidence = Evidence(_GRADING, figure, int(steps[slow][0]), int(steps[slow][-1]))
+    return Detection(
+        "warning",
+        f"grading is slow on {slow.mean():.0%} of the steps, up to {times:.0f} times its median",
+        (evidence, *((idle.evidence,) if idle else ())),
+    )
+
+
+@rule(
+    "failed-rollouts",
+    "rollouts and grading succeed",
+    signal="failed or empty rollouts, failed gradings",
+    thresholds="— / > 5 % / > 25 %",
+    source=th.FIELD,
+    cause="faults of the environment or of the engine: time-outs, tools, memory",
+    fixes=lambda run: (fix.by_hand("read the engine's own log"),),
+    sure=("high", "failures are counted"),
+    one_of=tuple(levels.key for levels in FAILED),
+)
+def failed_rollouts(run: RunLog) -> Detection | None:
+    """A lasting share of rollouts is empty or failed, or could not be graded."""
+    found = crossings(run, FAILED)
+    if not found:
+        return None
+    worst, evidence = worst_of(found), tuple(one.evidence for one in found)
+    figure = f"{worst.worst:.0%} of the"
+    if not worst.key.startswith("reward/"):
+        return Detection(worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence)
+    return Detection(
+        worst.severity,
+        f"{figure} gradings fail {worst.where}",
+        evidence,
+        "the grader raises on some answers",
+        (fix.by_hand("run the grader on stored rollouts"),),
+    )
+
+
+RULES = (staleness, nondeterminism, slow_grader, failed_rollouts)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from rlctl.data.text_files import BOM
 from rlctl.errors import UsageError
 
-BOM = b"\xef\xbb\xbf"
 #: A longer line is no record anyone meant; it is set aside without being read into memory.
 MAX_LINE_BYTES = 64 << 20
 
@@ -176,6 +176,8 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
 def _strange_line(path: Path, number: int, line: bytes) -> Record:
     """What orjson refuses: `json` takes NaN and huge numbers, and says better what is wrong."""
     bad = partial(Record, path, number, None, source=line)
+    whole = line
+    line = line.rstrip().removesuffix(b",")  # of an array whose brackets are missing
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -184,7 +186,7 @@ def _strange_line(path: Path, number: int, line: bytes) -> Record:
         return bad("invalid JSON: nested too deeply")
     except ValueError as error:
         return bad(f"invalid JSON: {error}")
-    return _checked(path, number, values, line)
+    return _checked(path, number, values, whole)
 
 
 def _checked(path: Path, number: int, values: object, source: bytes | str) -> Record:
@@ -212,6 +214,7 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
     import pyarrow as pa
 
     table = pa.ipc.open_stream(stream).read_all()
+    holds_bytes = "binary" in str(table.schema.types)
     try:
         rows = table.to_pylist()
     except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot hold: find the rows
@@ -223,4 +226,16 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
         except (UnicodeDecodeError, ValueError) as error:
             yield Record(block.path, number, None, f"a value cannot be read: {error}")
         else:
-            yield Record(block.path, number, values)
+            yield Record(block.path, number, _as_text(values) if holds_bytes else values)
+
+
+def _as_text(value: Any) -> Any:
+    """Bytes that are UTF-8 as text, at any depth: some writers leave out that a column is text."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, dict):
+        return {name: _as_text(inner) for name, inner in value.items()}
+    return [_as_text(inner) for inner in value] if isinstance(value, list) else value

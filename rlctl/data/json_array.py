@@ -1,4 +1,4 @@
-"""A JSON array read element by element, so that its size does not matter."""
+"""One JSON document read element by element, so that its size does not matter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.blocks import MAX_LINE_BYTES
+from rlctl.data.text_files import CONTAINERS
 from rlctl.errors import UsageError
 
 READ_BYTES = 1 << 20
 BLANK = " \t\r\n"
+
+
+def document_rows(path: Path, file: BufferedReader, max_rows: int) -> Iterator[list[Any]]:
+    """The rows of a document: an array's elements, those of an object's one list, or the object itself.
+
+    Raises:
+        UsageError: as of `array_elements`; or the object holds several lists of rows, or columns.
+    """
+    text = _Text(path, file)
+    if text.peek() != "{":
+        yield from _elements(text, max_rows)
+    else:
+        yield from _object_rows(path, text, max_rows)
+    if text.peek():
+        raise text.wrong("more text follows the value", text.at)
 
 
 def array_elements(path: Path, file: BufferedReader, max_rows: int) -> Iterator[list[Any]]:
@@ -23,8 +39,73 @@ def array_elements(path: Path, file: BufferedReader, max_rows: int) -> Iterator[
         UsageError: it is no JSON array, not UTF-8, or an element is longer than `MAX_LINE_BYTES`.
     """
     text = _Text(path, file)
+    yield from _elements(text, max_rows)
+    if text.peek():
+        raise text.wrong("more text follows the array", text.at)
+
+
+def _object_rows(path: Path, text: _Text, max_rows: int) -> Iterator[list[Any]]:
+    row: dict[str, Any] = {}
+    container = ""
+    text.expect("{")
+    follows = "," if text.peek() != "}" else text.expect("}")
+    while follows == ",":
+        if text.peek() != '"':
+            raise text.wrong("expecting a name in double quotes", text.at)
+        name = text.element()
+        text.expect(":")
+        if name.lower() in CONTAINERS and text.begins_rows():
+            if container:
+                raise _several(path, [container, name])
+            container = name
+            yield from _elements(text, max_rows)
+        else:
+            row[name] = text.element()
+        follows = text.expect(",}")
+    if not container:
+        yield _rows_in(path, row)
+
+
+def _rows_in(path: Path, row: dict[str, Any]) -> list[Any]:
+    """The rows an object stands for."""
+    lists = [name for name, value in row.items() if isinstance(value, list) and _is_row(value[:1])]
+    values = list(row.values())
+    if len(row) == 1 and lists:
+        return list(values[0])
+    if len(row) == 1 and isinstance(values[0], dict):
+        return _rows_in(path, values[0])
+    if row and len(lists) == len(row):
+        raise _several(path, lists)
+    if len(row) > 1 and (_are_columns(values, dict) or _are_columns(values, list)):
+        fix = "write a list of rows, in pandas `to_json(path, orient='records')`"
+        raise UsageError("the object holds columns, not rows", where=str(path), fix=fix)
+    return [row]
+
+
+def _is_row(elements: list[Any]) -> bool:
+    """Whether a list that begins so has rows; a list of messages belongs to a row."""
+    return bool(elements) and isinstance(elements[0], dict) and "role" not in elements[0]
+
+
+def _are_columns(values: list[Any], kind: type) -> bool:
+    if not all(isinstance(value, kind) and value for value in values):
+        return False
+    keys = [list(value) if kind is dict else len(value) for value in values]
+    scalars = all(
+        not isinstance(item, dict | list) for item in (values[0].values() if kind is dict else values[0])
+    )
+    return scalars and all(key == keys[0] for key in keys)
+
+
+def _several(path: Path, names: list[str]) -> UsageError:
+    what = f"the object holds several lists of rows: {', '.join(names)}"
+    return UsageError(what, where=str(path), fix="write each list to a file of its own")
+
+
+def _elements(text: _Text, max_rows: int) -> Iterator[list[Any]]:
     text.expect("[")
     if text.peek() == "]":
+        text.expect("]")
         return
     elements: list[Any] = []
     reads, follows = text.reads, ","
@@ -34,8 +115,6 @@ def array_elements(path: Path, file: BufferedReader, max_rows: int) -> Iterator[
         if len(elements) == max_rows or text.reads > reads or follows == "]":
             yield elements
             elements, reads = [], text.reads
-    if text.peek():
-        raise text.wrong("more text follows the array", text.at)
 
 
 class _Text:
@@ -66,6 +145,17 @@ class _Text:
                 self.at += 1
             elif not self._more(READ_BYTES):
                 return ""
+
+    def begins_rows(self) -> bool:
+        """Whether a list of objects comes next; nothing is stepped over."""
+        if self.peek() != "[":
+            return False
+        place = self.at + 1
+        while True:
+            rest = self._window[place:].lstrip(BLANK)
+            if rest or not self._more(READ_BYTES):
+                return rest.startswith("{")
+            place = self.at + 1  # the window was moved
 
     def expect(self, characters: str) -> str:
         """Step over one of these characters."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.blocks import (
-    BOM,
     MAX_LINE_BYTES,
     ArrowRows,
     Block,
@@ -25,15 +23,16 @@ from rlctl.data.blocks import (
     to_stream,
 )
 from rlctl.data.hub import HUB, hub_files, is_dataset, saved_files
-from rlctl.data.json_array import array_elements
+from rlctl.data.json_array import document_rows
+from rlctl.data.text_files import CODECS, csv_delimiter, is_json_lines, open_text
 from rlctl.errors import UsageError
 
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-MAX_CSV_FIELD_CHARS = 1 << 30
 #: What is kept of a line that is too long to be read.
 HEAD_BYTES = 1000
-CODECS = {".gz": "gzip", ".zst": "zstd"}
+#: Names of directories that hold what is not to be trained on.
+_HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ class Source:
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:
-    """The files meant: each as given, a directory as its readable files in order of name, a Hugging Face
-    dataset as its Arrow files.
+    """The files meant: each as given, a directory as all readable files in and below it in order of name, a
+    Hugging Face dataset as its Arrow files.
 
     Raises:
         UsageError: one does not exist, is of no known format, or is a dataset of several splits.
@@ -68,15 +67,35 @@ def _find(name: str) -> list[Source]:
     if is_dataset(path):
         return [Source(file, path.resolve().name) for file in saved_files(path)]
     if path.is_dir():
-        inside = sorted(file for file in path.iterdir() if file.is_file() and _reader(file))
+        inside = _inside(path)
         if not inside:
             raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
-        return [_file(file) for file in inside]
+        return inside
     if not path.exists():
         raise UsageError("no such file or directory", where=name)
     if not path.is_file() or _reader(path) is None:
         raise UsageError("the file's format is not known by its name", where=name, fix=_FORMATS)
     return [_file(path)]
+
+
+def _inside(path: Path) -> list[Source]:
+    """The readable files of a directory and all below it, in order of name; hidden ones are left out."""
+    found: list[Source] = []
+    splits = []
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            found += [_file(entry)] if entry.is_file() and _reader(entry) else []
+        elif not path.resolve().is_relative_to(entry.resolve()):  # no link to where we came from
+            below = _find(str(entry)) if is_dataset(entry) else _inside(entry)
+            splits += [entry.name] if below else []
+            found += below
+    if "train" in splits and _HELD_OUT & set(splits):
+        fix = f"name {' or '.join(str(path / split) for split in splits)}"
+        what = f"the directory has the splits {', '.join(splits)}: reading all of them would mix them"
+        raise UsageError(what, where=str(path), fix=fix)
+    return found
 
 
 def _file(path: Path) -> Source:
@@ -125,25 +144,6 @@ CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """A file's bytes, decompressed, and a function that tells how many of the file were read for them."""
-    codec = CODECS.get(path.suffix.lower())
-    with path.open("rb") as raw:
-        if codec is None:
-            yield raw, raw.tell
-            return
-        import pyarrow as pa
-
-        with pa.CompressedInputStream(raw, codec) as plain:
-            yield BufferedReader(plain, BLOCK_BYTES), raw.tell
-
-
-def _read_jsonl(path: Path) -> Iterator[Piece]:
-    with _opened(path) as (file, position):
-        yield from _line_pieces(file, position, in_place=path.suffix.lower() not in CODECS)
-
-
 def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place: bool) -> Iterator[Piece]:
     number, offset = 1, 0
     for lines in _whole_lines(file):
@@ -177,32 +177,49 @@ def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
 
 
 def _read_json(path: Path) -> Iterator[Piece]:
-    """A JSON array of objects; or JSON Lines, which often go by this name."""
-    with _opened(path) as (file, position):
-        if not file.peek(64)[:64].removeprefix(BOM).lstrip().startswith(b"["):
-            yield from _line_pieces(file, position, in_place=path.suffix.lower() not in CODECS)
+    """JSON Lines, an array of objects, or an object: each goes by the names of the others too."""
+    with open_text(path) as text:
+        if is_json_lines(text):
+            yield from _line_pieces(text.file, text.position, in_place=text.in_place)
             return
         number = 1
-        for elements in array_elements(path, file, max_rows=BLOCK_ROWS):
-            yield number, number + len(elements) - 1, elements, position()
-            number += len(elements)
+        for rows in document_rows(path, text.file, max_rows=BLOCK_ROWS):
+            if rows:
+                yield number, number + len(rows) - 1, rows, text.position()
+                number += len(rows)
 
 
 def _read_csv(path: Path) -> Iterator[Piece]:
-    csv.field_size_limit(MAX_CSV_FIELD_CHARS)
-    delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    with _opened(path) as (file, position):
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with open_text(path) as opened:
+        delimiter = csv_delimiter(path, opened.head)
         # Bytes that are not UTF-8 come through as lone surrogates, which the row checks refuse by row.
-        text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        text = TextIOWrapper(opened.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = _csv_rows(text, delimiter)
-        header = next(rows, (0, [], ""))[1]
+        line, header, problem = next(rows, (1, [], ""))
+        if header in (["sep="], ["sep=", ""]):  # a line that Excel writes before the header
+            line, header, problem = next(rows, (2, [], ""))
+        header = [name.strip() for name in header]
+        _check_header(f"{path}:{line}", header, problem)
         while piece := list(_portion(rows, header)):
-            yield piece[0][0], piece[-1][0], CsvRows(header, delimiter, piece), position()
+            yield piece[0][0], piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
+
+
+def _check_header(where: str, header: list[str], problem: str) -> None:
+    if problem:
+        raise UsageError(f"the header cannot be read: {problem}", where=where)
+    repeated = next((name for name in header if name and header.count(name) > 1), None)
+    if repeated is not None:
+        raise UsageError(
+            f"the header names the column {repeated!r} twice", where=where, fix="rename one of them"
+        )
 
 
 def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:
+    """A block of rows; a header that is repeated, as where files were joined, is none."""
     chars = 0
-    for line, fields, problem in islice(rows, BLOCK_ROWS):
+    data = (row for row in rows if [name.strip() for name in row[1]] != header)
+    for line, fields, problem in islice(data, BLOCK_ROWS):
         wrong = f"{len(fields)} fields where the header has {len(header)}"
         yield line, fields, problem or ("" if len(fields) == len(header) else wrong)
         chars += sum(map(len, fields))
@@ -219,7 +236,10 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, [], f"invalid CSV: {error}"
+            last = reader.line_num
+            is_open = "unexpected end of data" in str(error)
+            cut = f"a quoted field is still open where the file ends, in line {last}: a quote is missing"
+            yield line, [], f"{cut}, or the file is cut off" if is_open else f"invalid CSV: {error}"
             continue
         if fields:
             yield line, fields, ""
@@ -266,8 +286,8 @@ def _arrow_pieces(batches: Iterable[Any], row_bytes: float) -> Iterator[Piece]:
 
 
 _READERS: dict[str, Reader] = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,

@@ -1,0 +1,190 @@
+"""Text files as UTF-8 bytes, whatever they are compressed or encoded with, and what their beginning says."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rlctl.errors import UsageError
+
+BOM = b"\xef\xbb\xbf"
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+#: Bytes at the beginning of a file that are looked at.
+HEAD_BYTES = 1 << 16
+#: Names under which files keep a list of rows.
+CONTAINERS = {"data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems"}
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_NOT_TEXT = {
+    b"PAR1": "Parquet: name it .parquet",
+    b"ARROW1": "Arrow: name it .arrow",
+    b"PK\x03\x04": "a zip archive (or an Excel file): unpack it",
+    b"BZh": "bzip2: compress it with gzip or zstd instead",
+    b"\xfd7zXZ": "xz: compress it with gzip or zstd instead",
+}
+_BOMS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_CONTAINER = re.compile(rb'\s*\{\s*"(?i:' + "|".join(CONTAINERS).encode() + rb')"\s*:\s*\[')
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """An open text file.
+
+    Attributes:
+        file: its bytes, decompressed, as UTF-8.
+        head: the first of them, at most about `HEAD_BYTES`.
+        is_whole: the head is the whole file.
+        position: how many bytes of the file on disk were read so far.
+        in_place: `file` has the bytes of the file on disk.
+    """
+
+    file: Any
+    head: bytes
+    is_whole: bool
+    position: Callable[[], int]
+    in_place: bool
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextFile]:
+    """A file, decompressed by its suffix or first bytes; UTF-16 and UTF-32, with or without a mark, as UTF-8.
+
+    Lines that end in a carriage return alone end in a line feed instead.
+
+    Raises:
+        UsageError: it is no text file.
+        OSError: the compressed data or the last character is cut off.
+    """
+    with path.open("rb") as raw:
+        start = raw.peek(8)[:8]
+        codec = CODECS.get(path.suffix.lower()) or _starts(start, _COMPRESSED)
+        if codec is None:
+            yield _text_file(raw, raw.tell)
+            return
+        import pyarrow as pa
+
+        with pa.CompressedInputStream(raw, codec) as plain:
+            yield _text_file(io.BufferedReader(plain, HEAD_BYTES), raw.tell, is_plain=False, path=path)
+
+
+def _text_file(
+    file: Any, position: Callable[[], int], *, is_plain: bool = True, path: Path | None = None
+) -> TextFile:
+    head = file.read(HEAD_BYTES)
+    if kind := _starts(head, _NOT_TEXT):
+        what, _, fix = kind.partition(": ")
+        raise UsageError(f"by its content the file is {what}", where=str(path or file.name), fix=fix)
+    encoding = _encoding(head)
+    is_whole = len(head) < HEAD_BYTES
+    shown = head.decode(encoding, "ignore").encode(errors="ignore") if encoding else head
+    ends_in_returns = b"\r" in shown.removesuffix(b"\r") and b"\n" not in shown
+    if is_plain and not encoding and not ends_in_returns:
+        file.seek(0)
+        return TextFile(file, head, is_whole, position, in_place=True)
+    recoded = io.BufferedReader(_Recoded(file, head, encoding, ends_in_returns), HEAD_BYTES)
+    return TextFile(
+        recoded, shown.replace(b"\r", b"\n") if ends_in_returns else shown, is_whole, position, False
+    )
+
+
+def _starts(head: bytes, kinds: dict[bytes, str]) -> str | None:
+    return next((kind for magic, kind in kinds.items() if head.startswith(magic)), None)
+
+
+def _encoding(head: bytes) -> str | None:
+    """The encoding of text that is not UTF-8: by its byte-order mark, or by where its zero bytes are."""
+    if marked := _starts(head, _BOMS):
+        return marked
+    low, high = head[0:2000:2].count(0), head[1:2000:2].count(0)
+    fewest = len(head[:2000]) / 40
+    if head[1:2] == b"\0" != head[:1] and high > fewest and low < high / 4:
+        return "utf-16-le"
+    if head[:1] == b"\0" != head[1:2] and low > fewest and high < low / 4:
+        return "utf-16-be"
+    return None
+
+
+class _Recoded(io.RawIOBase):
+    """A stream as UTF-8 with line feeds; half of a surrogate pair stays, and is no valid UTF-8 in its row."""
+
+    def __init__(self, file: Any, head: bytes, encoding: str | None, ends_in_returns: bool) -> None:
+        self._file, self._head, self._encoding = file, head, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass") if encoding else None
+        self._ends_in_returns = ends_in_returns
+        self._left = b""
+        self._is_over = False
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as one piece of the stream does."""
+        while not self._left and not self._is_over:
+            data, self._head = self._head or self._file.read(HEAD_BYTES), b""
+            self._is_over = not data
+            self._left = self._recode(data)
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+    def _recode(self, data: bytes) -> bytes:
+        if self._decoder is not None:
+            try:
+                data = self._decoder.decode(data, final=not data).encode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                raise OSError(f"the {self._encoding} text is not valid: {error.reason}") from None
+        return data.replace(b"\r", b"\n") if self._ends_in_returns else data
+
+
+def is_json_lines(text: TextFile) -> bool:
+    """Whether each line is a value of its own, or all of the file is one."""
+    head = text.head.removeprefix(BOM).lstrip()
+    line, newline, rest = head.partition(b"\n")
+    following = rest.lstrip()[:1]
+    if head[:1] == b"[":
+        return following == b"[" and _is_json(line)
+    if head[:1] != b"{":
+        return True
+    if not newline and not text.is_whole:
+        return not _CONTAINER.match(head)
+    if _is_json(line):
+        return bool(following) or not text.is_whole
+    return following in (b"{", b"")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def csv_delimiter(path: Path, head: bytes) -> str:
+    """The delimiter its name promises, unless only another one divides the header."""
+    usual = "\t" if ".tsv" in path.name.lower() else ","
+    lines = head.removeprefix(BOM).decode(errors="replace").splitlines() or [""]
+
+    def fields(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader(lines[:1], delimiter=delimiter), ()))
+        except csv.Error:
+            return 0
+
+    return usual if fields(usual) > 1 else max((usual, ",", ";", "\t", "|"), key=fields)

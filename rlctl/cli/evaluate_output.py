@@ -44,10 +44,14 @@ def _figures(score: Score, n: int) -> Table:
     table.add_column("", justify="right")
     table.add_column("stderr", justify="right")
     table.add_column("95 % interval", justify="right")
-    table.add_row(f"avg@{n}", *_shown(score.avg))
-    for k, passed in score.pass_at.items():
-        table.add_row(f"pass@{k}", *_shown(passed))
-    if n > 1:
+    for name, worst in (score.worst_case or {}).items():
+        best = (score.best_case or {}).get(name, worst)
+        table.add_row(name.replace("avg", f"avg@{n}"), f"{worst:.3f} – {best:.3f}", "", "worst – best case")
+    if score.worst_case is None:
+        table.add_row(f"avg@{n}", *_shown(score.avg))
+        for k, passed in score.pass_at.items():
+            table.add_row(f"pass@{k}", *_shown(passed))
+    if n > 1 and score.worst_case is None:
         votes = _shown(score.majority) if score.majority else ("—", "", "no answers to vote on")
         table.add_row(f"maj@{n}", *votes)
     table.add_row("truncated", *_shown(score.truncated_fraction, ".1%"))
@@ -74,14 +78,27 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
     yield from evaluation.notes
     if num_overlong := evaluation.about["data"]["num_overlong_prompts"]:
         yield f"{num_overlong} questions were left out: their prompts are too long"
-    if num_short := evaluation.scores[-1].num_short:
+    open_ones = [score for score in evaluation.scores if score.worst_case is not None]
+    for score in open_ones:
+        yield (
+            f"{score.data_source}: {score.num_grader_errors:,} of {score.num_samples:,} responses could not "
+            "be graded, more than reward.max_error_fraction "
+            f"({evaluation.reward.max_error_fraction:g}). In the worst case all of these are wrong, in the "
+            "best case right"
+        )
+    if evaluation.timeouts:
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(evaluation.timeouts.items()))
+        count = sum(evaluation.timeouts.values())
+        yield f"{count:,} responses ended their own grading ({kinds}); they are wrong"
+    if (num_short := evaluation.scores[-1].num_short) and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {evaluation.n} graded samples: avg and maj take those "
             "there are, pass@k only questions with k"
         )
     if evaluation.grader_errors:
         first = evaluation.grader_errors[0].strip().splitlines()[-1]
-        yield f"samples the grader failed on are left out, not scored 0; the first failure: {first}"
+        excluded = "" if open_ones else "samples the grader failed on are excluded, not scored 0; "
+        yield f"{excluded}the grader's first failure: {first}"
     if evaluation.regraded:
         changed = evaluation.regraded
         yield (

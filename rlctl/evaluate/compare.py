@@ -16,6 +16,7 @@ from rlctl.evaluate.intervals import Difference, estimate, paired, questions_nee
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
+from rlctl.spec.reward import RewardSpec
 
 #: A difference of 2 points is worth telling.
 WORTH_SEEING = 0.02
@@ -106,7 +107,12 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
     ]
     if len(sources) > 1:
         comparisons.append(_comparison(OVERALL, questions_a, questions_b, ks, n))
-    return CompareReport(str(a), str(b), comparisons, list(_warnings(about_a, about_b)))
+    warnings = [
+        *_warnings(about_a, about_b),
+        *_ungraded("A", about_a, samples_a),
+        *_ungraded("B", about_b, samples_b),
+    ]
+    return CompareReport(str(a), str(b), comparisons, warnings)
 
 
 _Identity = tuple[str, str, int]
@@ -201,3 +207,13 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         yield "the chat templates differ: the models read the same questions in different words"
     if a["reward"] != b["reward"]:
         yield "graded differently: use `--regrade` with one --reward for both"
+
+
+def _ungraded(side: str, about: Mapping[str, Any], samples: Sequence[EvalSample]) -> Iterator[str]:
+    limit = RewardSpec.model_validate(about["reward"]).max_error_fraction
+    count = sum(sample.reward is None for sample in samples)
+    if count > limit * len(samples):
+        yield (
+            f"{count:,} of {len(samples):,} responses of {side} could not be graded, more than "
+            f"reward.max_error_fraction ({limit:g}): they are excluded, and the figures may say little"
+        )

@@ -35,6 +35,7 @@ class Evaluation:
         scores: one per data source; with several, the last is of all together.
         grader_errors: the first few failures, as text.
         seconds: of sampling and grading.
+        timeouts: kind (time-out, memory, crash) → responses that ended their own grading; they are wrong.
         num_stored: responses that were sampled by an earlier evaluation.
         regraded: what it was graded from, and what changed; None: it was sampled.
         notes: what the user should know.
@@ -46,6 +47,7 @@ class Evaluation:
     grader_errors: list[str]
     seconds: float
     num_stored: int = 0
+    timeouts: Mapping[str, int] = field(default_factory=dict)
     regraded: Mapping[str, Any] | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -123,6 +125,7 @@ def results_document(evaluation: Evaluation) -> dict[str, Any]:
         "interval_level": LEVEL,
         "scores": [_score(score, evaluation.n) for score in evaluation.scores],
         "grader_errors": evaluation.grader_errors,
+        "timeouts": evaluation.timeouts,
         "num_stored": evaluation.num_stored,
         "seconds": round(evaluation.seconds, 3),
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},

@@ -77,21 +77,22 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     started = time.monotonic()
     with grading(plan.reward, model.sampling.max_response_length) as reward:
         responses, num_stored = _responses(request, model, partial(progress, "sampling"))
-        samples, errors = grade(
+        grades = grade(
             reward(), as_samples(model.rows, model.prompts, responses), partial(progress, "grading")
         )
     asked = {question for question, _ in responses}
     evaluation = Evaluation(
         about=_about(plan, model, model.num_overlong + len(model.rows) - len(asked)),
         reward=plan.reward,
-        scores=summarise(samples, plan.ks, request.n),
-        grader_errors=errors,
+        scores=summarise(grades.samples, plan.ks, request.n, plan.reward.max_error_fraction),
+        grader_errors=grades.errors,
+        timeouts=grades.timeouts,
         seconds=time.monotonic() - started,
         num_stored=num_stored,
         notes=[*plan.target.notes, *plan.questions.notes, *model.notes],
     )
     out = request.out or default_out((plan.target.run_dir or Path()) / "evaluations")
-    write_evaluation(out, evaluation, samples)
+    write_evaluation(out, evaluation, grades.samples)
     return out, evaluation
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,15 +21,29 @@ from rlctl.spec.reward import RewardSpec
 _AT_ONCE = 256
 
 
-def grade(
-    reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]
-) -> tuple[list[EvalSample], list[str]]:
-    """The samples with rewards and answers, and the first few grader failures as text.
+@dataclass(frozen=True, slots=True)
+class Grades:
+    """What `grade` found.
+
+    Attributes:
+        samples: with rewards and answers.
+        errors: the first few failures of the grader, as text.
+        timeouts: kind → responses that ended their own grading, which are wrong.
+    """
+
+    samples: list[EvalSample]
+    errors: list[str]
+    timeouts: dict[str, int]
+
+
+def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:
+    """Grade samples.
 
     Rewards are without the overlong penalty, which shapes training only.
     """
     graded: list[EvalSample] = []
     errors: list[str] = []
+    timeouts: Counter[str] = Counter()
     progress(0, len(samples))
     for start in range(0, len(samples), _AT_ONCE):
         chunk = samples[start : start + _AT_ONCE]
@@ -40,8 +55,9 @@ def grade(
             for sample, score, is_valid, answer in judged
         ]
         errors += result.errors[: MAX_ERRORS_KEPT - len(errors)]
+        timeouts.update(result.timeouts)
         progress(len(graded), len(samples))
-    return graded, errors
+    return Grades(graded, errors, dict(timeouts))
 
 
 @contextmanager

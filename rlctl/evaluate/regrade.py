@@ -53,22 +53,23 @@ def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluati
 
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as reward:
-        samples, errors = grade(reward(), before, partial(progress, "grading"))
+        grades = grade(reward(), before, partial(progress, "grading"))
     evaluation = Evaluation(
         about=about,
         reward=reward_spec,
-        scores=summarise(samples, ks, n),
-        grader_errors=errors,
+        scores=summarise(grades.samples, ks, n, reward_spec.max_error_fraction),
+        grader_errors=grades.errors,
+        timeouts=grades.timeouts,
         seconds=time.monotonic() - started,
-        num_stored=len(samples),
+        num_stored=len(grades.samples),
         regraded={
             "directory": str(request.directory.resolve()),
             "reward": document["reward"],
-            **changes(before, samples),
+            **changes(before, grades.samples),
         },
     )
     out = request.out or default_out(request.directory.resolve().parent)
-    write_evaluation(out, evaluation, samples)
+    write_evaluation(out, evaluation, grades.samples)
     return out, evaluation
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.evaluate.intervals import Estimate, estimate
 from rlctl.evaluate.passk import pass_at_k
@@ -65,6 +66,9 @@ class Score:
         truncated_fraction: samples cut off at the length limit.
         mean_length: response tokens per sample.
         grader_error_fraction: samples the grader failed on.
+        worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples the grader failed on were wrong, or
+            all right. Given in the place of `avg`, `pass_at` and `majority`, which are then None, where the
+            grader failed on too many; else None.
     """
 
     data_source: str
@@ -78,9 +82,13 @@ class Score:
     truncated_fraction: Estimate | None
     mean_length: Estimate | None
     grader_error_fraction: Estimate | None
+    worst_case: dict[str, float] | None = None
+    best_case: dict[str, float] | None = None
 
 
-def summarise(samples: Sequence[EvalSample], ks: Sequence[int], n: int) -> list[Score]:
+def summarise(
+    samples: Sequence[EvalSample], ks: Sequence[int], n: int, max_error_fraction: float = 1.0
+) -> list[Score]:
     """One `Score` per data source, by name, and a last one of all questions together.
 
     With a single source that one would repeat it, and is left out.
@@ -89,14 +97,17 @@ def summarise(samples: Sequence[EvalSample], ks: Sequence[int], n: int) -> list[
         samples: graded, n of each question.
         ks: of pass@k.
         n: responses asked for per question.
+        max_error_fraction: where the grader failed on more of a score's samples, the worst and the best case
+            take the place of the figures.
     """
     by_source: dict[str, list[Question]] = {}
     for question in questions_of(samples):
         by_source.setdefault(question.data_source, []).append(question)
-    scores = [_score(source, by_source[source], ks, n) for source in sorted(by_source)]
+    limit = max_error_fraction
+    scores = [_score(source, by_source[source], ks, n, limit) for source in sorted(by_source)]
     if len(scores) > 1:
         everything = [question for group in by_source.values() for question in group]
-        scores.append(_score(OVERALL, everything, ks, n))
+        scores.append(_score(OVERALL, everything, ks, n, limit))
     return scores
 
 
@@ -114,9 +125,11 @@ def questions_of(samples: Sequence[EvalSample]) -> list[Question]:
     ]
 
 
-def _score(name: str, questions: list[Question], ks: Sequence[int], n: int) -> Score:
+def _score(
+    name: str, questions: list[Question], ks: Sequence[int], n: int, max_error_fraction: float
+) -> Score:
     num_samples = sum(len(question.samples) for question in questions)
-    return Score(
+    score = Score(
         data_source=name,
         num_questions=len(questions),
         num_samples=num_samples,
@@ -128,6 +141,46 @@ def _score(name: str, questions: list[Question], ks: Sequence[int], n: int) -> S
         truncated_fraction=_over([_mean([s.truncated for s in q.samples]) for q in questions]),
         mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_length=True),
         grader_error_fraction=_over([_mean([s.reward is None for s in q.samples]) for q in questions]),
+    )
+    if score.num_grader_errors <= max_error_fraction * num_samples:
+        return score
+    rewards = [reward for question in questions for reward in _rewards(question.graded)]
+    return replace(
+        score,
+        avg=None,
+        pass_at=dict.fromkeys(ks),
+        majority=None,
+        worst_case=_case(questions, min([0.0, *rewards]), ks, n),
+        best_case=_case(questions, max([RIGHT, *rewards]), ks, n),
+    )
+
+
+def _case(questions: list[Question], reward: float, ks: Sequence[int], n: int) -> dict[str, float]:
+    """The figures if every sample the grader failed on had this reward.
+
+    For majority votes they give the most frequent answer that is right, or wrong, as the reward is.
+    """
+    assumed = [_assumed(question, reward) for question in questions]
+    values = {"avg": [question.avg() for question in assumed]}
+    values |= {f"pass@{k}": [question.pass_at(k) for question in assumed] for k in ks}
+    if n > 1 and any(question.has_votes for question in questions):
+        values[f"maj@{n}"] = [question.majority(n) for question in assumed]
+    means = {name: _over(per_question) for name, per_question in values.items()}
+    return {name: mean.value for name, mean in means.items() if mean is not None}
+
+
+def _assumed(question: Question, reward: float) -> Question:
+    is_right = reward >= RIGHT
+    alike = [s for s in question.graded if s.reward is not None and (s.reward >= RIGHT) == is_right]
+    votes = Counter(sample.answer for sample in alike)
+    answer = votes.most_common(1)[0][0] if votes else f"another that is {'right' if is_right else 'wrong'}"
+    samples = [
+        replace(sample, reward=reward, answer=answer) if sample.reward is None else sample
+        for sample in question.samples
+    ]
+    # Whether the answers of a question are read does not show where none of its samples was graded.
+    return replace(
+        question, samples=samples, graded=samples, has_votes=question.has_votes or not question.graded
     )
 
 

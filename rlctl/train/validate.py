@@ -39,24 +39,25 @@ def validate(run: Run, step: int) -> dict[str, float]:
     if questions is None:
         return {}
     started = time.monotonic()
-    samples, errors = grade(run.reward, _sampled(run, questions), _unseen)
+    grades = grade(run.reward, _sampled(run, questions), _unseen)
     n = run.spec.rollout.val_kwargs.n
-    [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in samples))])
+    [num_failed] = run.ranks.sum([float(sum(sample.reward is None for sample in grades.samples))])
     refuse_errors(
         num_failed,
         len(questions) * n,
-        lambda: run.ranks.first("".join(errors[:1])),
+        lambda: run.ranks.first("".join(grades.errors[:1])),
         run.spec.reward.max_error_fraction,
     )
-    everyones = run.ranks.gather(samples)
+    everyones = run.ranks.gather(grades.samples)
     if not run.ranks.is_main:
         return {}
     everyones.sort(key=lambda sample: (sample.question_index, sample.sample_index))
     evaluation = Evaluation(
         about=_about(run, step, questions.num_dropped),
         reward=chosen_reward(run.spec.reward, None),
-        scores=summarise(everyones, checked_ks(None, n), n),
-        grader_errors=errors,
+        scores=summarise(everyones, checked_ks(None, n), n, run.spec.reward.max_error_fraction),
+        grader_errors=grades.errors,
+        timeouts=grades.timeouts,
         seconds=time.monotonic() - started,
     )
     write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, everyones, page=False)

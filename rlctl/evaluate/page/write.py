@@ -148,9 +148,11 @@ def _notes(
         )
     if document["grader_errors"]:
         first = document["grader_errors"][0].strip().splitlines()[-1]
-        notes.append(
-            f"Responses the grader failed on are left out of the figures. The first failure: {first}"
-        )
+        is_open = any(score.get("worst_case") for score in document["scores"])
+        assumed = "wrong in the worst case, right in the best" if is_open else "excluded from the figures"
+        notes.append(f"Responses the grader failed on are {assumed}. The first failure: {first}")
+    if timeouts := document.get("timeouts"):
+        notes.append(f"{sum(timeouts.values()):,} responses ended their own grading, and are wrong.")
     return notes
 
 
@@ -159,12 +161,24 @@ def _table(score: Mapping[str, Any], n: int) -> dict[str, Any]:
     by_count = [name for name in score if name.startswith(("pass@", "maj@"))]
     figures = {"avg": f"avg@{n}"} | {name: name for name in by_count}
     figures |= {"truncated_fraction": "truncated", "grader_error_fraction": "grader errors"}
-    rows = [_row(shown, score[name]) for name, shown in figures.items()]
+    worst, best = score.get("worst_case"), score.get("best_case")
+    rows = [
+        _case_row(shown, worst[name], best[name])
+        if worst and best and name in worst and name in best
+        else _row(shown, score[name])
+        for name, shown in figures.items()
+    ]
     return {
         "name": score["data_source"],
         "amount": f"{score['num_questions']:,} questions, {score['num_samples']:,} responses",
         "rows": [*rows, _row("tokens per response", score["mean_length"], decimals=1) | {"plot": None}],
     }
+
+
+def _case_row(name: str, worst: float, best: float) -> dict[str, Any]:
+    """A figure that too many failures of the grader leave open."""
+    shown = f"{worst:.3f} – {best:.3f}"
+    return {"name": name, "value": shown, "stderr": "", "interval": "worst – best case", "plot": None}
 
 
 def _row(name: str, estimate: Mapping[str, Any] | None, decimals: int = 3) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from rlctl.errors import UsageError
 from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.regrade import RegradeRequest, changes, regrade
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.samples import read_samples
+from rlctl.evaluate.scores import summarise
+from rlctl.spec.reward import RewardSpec
 
 
 def quiet(doing, done, total):
@@ -105,3 +110,70 @@ def test_changes_are_told_apart(make_samples):
         "now_failed": 1,
         "no_longer_failed": 1,
     }
+
+
+@pytest.fixture
+def stored(tmp_path, make_samples):
+    """Writes an evaluation of these responses to one question each, all with the ground truth 7."""
+
+    def make(responses):
+        samples = [
+            replace(sample, response=response, ground_truth="7")
+            for sample, response in zip(
+                make_samples("openai/gsm8k", [[None]] * len(responses)), responses, strict=True
+            )
+        ]
+        about = {
+            "model": {"path": "model", "run_dir": None, "step": None, "template_sha256": None},
+            "data": {"files": ["x.parquet"], "num_overlong_prompts": 0},
+            "sampling": {"n": 1, "seed": 1, "greedy": True, "temperature": 1.0, "top_p": 1.0}
+            | {"max_response_length": 9},
+        }
+        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], 1), [], 1.0)
+        write_evaluation(tmp_path / "stored", evaluation, samples)
+        return tmp_path / "stored"
+
+    return make
+
+
+def test_monstrous_responses_are_wrong(stored):
+    """Excluded, they would leave 2 right ones of 3."""
+    directory = stored(["\\boxed{7}"] * 2 + ["\\boxed{8}"] + ["\\boxed{9^{9^{9}}}"] * 5)
+    _, found = regrade(RegradeRequest(directory), quiet)
+    [score] = found.scores
+    assert score.avg.value == 0.25
+    assert score.num_grader_errors == 0
+
+
+CRASHES = """
+import os
+def grade(response, ground_truth):
+    if "crash" in response:
+        os.abort()
+    if "raise" in response:
+        raise ValueError("the grader's own fault")
+    return float(response == ground_truth)
+"""
+
+
+def test_responses_that_crash_a_grader_are_wrong_and_a_broken_grader_leaves_bounds(stored, tmp_path):
+    (tmp_path / "grader.py").write_text(CRASHES)
+    directory = stored(["7"] * 3 + ["8"] + ["crash"] * 4)
+    request = RegradeRequest(directory, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "crashed")
+    out, found = regrade(request, quiet)
+    assert found.scores[0].avg.value == 3 / 8
+    assert json.loads((out / "results.json").read_text())["timeouts"] == {"crash": 4}
+    assert "4 responses ended their own grading" in (out / "samples.html").read_text()
+
+    directory = stored_again(directory, stored, ["7"] * 3 + ["8"] + ["raise"] * 4)
+    request = RegradeRequest(directory, reward=f"{tmp_path}/grader.py:grade", out=tmp_path / "raised")
+    out, found = regrade(request, quiet)
+    [document] = json.loads((out / "results.json").read_text())["scores"]
+    assert (document["avg"], document["pass@1"]) == (None, None)
+    assert (document["worst_case"]["avg"], document["best_case"]["avg"]) == (3 / 8, 7 / 8)
+    assert "0.375 – 0.875" in (out / "samples.html").read_text()
+
+
+def stored_again(directory, stored, responses):
+    shutil.rmtree(directory)
+    return stored(responses)

@@ -104,7 +104,7 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     from rlctl.train.start import start_run
 
     with announcing() as announce:
-        run_dir, exit_code = start_run(loaded, resume=resume, announce=announce)
+        run_dir, exit_code = start_run(loaded.spec, resume=resume, announce=announce)
     print_summary(run_dir)
     return exit_code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
@@ -23,6 +24,10 @@ _Value = TypeVar("_Value")
 
 #: How long a rank waits for another before giving up.
 TIMEOUT = timedelta(minutes=30)
+#: How torchrun would describe a rank that is the only one.
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+#: Set where a lone rank described itself.
+_IS_ALONE = "RLCTL_ALONE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,7 @@ def join_ranks() -> Ranks:
         UsageError: there are more ranks on this machine than GPUs.
     """
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ |= _ALONE | {"MASTER_PORT": str(_free_port()), _IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     use_cuda = torch.cuda.is_available()
     if not use_cuda:
@@ -147,6 +151,20 @@ def leave_ranks() -> None:
     Only where all ranks do: under NCCL a failed rank that leaves would wait for the others, and they
     for it. It should end instead.
     """
+    if os.environ.get(_IS_ALONE):  # another run in this process takes the group over: DeepSpeed keeps it
+        atexit.register(_destroy_group)
+    else:
+        _destroy_group()
+
+
+def forget_lone_rank() -> None:
+    """Undo how a lone rank described itself: the next run in this process may have more ranks."""
+    if os.environ.pop(_IS_ALONE, None):
+        for name in (*_ALONE, "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -161,6 +161,8 @@ def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> di
 
 
 def log(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Track one step, and remember it for the summary."""
+    """Track one step, remember it for the summary, and tell the callbacks."""
     run.tracker.log(step, metrics)
     run.history.append({"step": float(step)} | metrics)
+    for callback in run.callbacks:
+        callback(step, metrics)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from rlctl.algos.kl import KLController
@@ -49,3 +50,4 @@ class Run:
     policy_version: int = 0  # optimizer updates so far
     stopped_because: str = ""  # the guardrails' reason to end it early
     history: list[dict[str, float]] = field(default_factory=list)
+    callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import yaml
 
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
-from rlctl.spec.load import RUN_SPEC_FILE, LoadedSpec, dump_spec
+from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -22,6 +22,10 @@ from rlctl.train.resume import refuse_unsafe
 
 #: As of `rlctl diagnose --fail-on`: what was found is the reason.
 STOPPED_BY_GUARDRAILS = 3
+
+
+#: Called with a step and its metrics.
+Callback = Callable[[int, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,22 @@ class Announce:
     progress: Callable[[float, str], None]
 
 
-def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) -> tuple[Path, int]:
+def start_run(
+    spec: RunSpec, *, resume: Path | None, announce: Announce, callbacks: Sequence[Callback] = ()
+) -> tuple[Path, int]:
     """Run to the end; returns the run directory and the exit code (0, 3 if the guardrails ended it, or
     128 + signal).
+
+    Args:
+        spec: a checked spec.
+        resume: the run directory to continue; None: a new one.
+        announce: shows notes and preparations.
+        callbacks: called on rank 0 after each step; only where this process is a rank.
 
     Raises:
         RlctlError: whatever keeps it from starting or going on.
     """
-    spec = with_absolute_paths(loaded.spec)
+    spec = with_absolute_paths(spec)
     _check_ranks(spec)
     run_dir = resume or _path_of(spec)
     target_args = (dump_spec(spec), str(run_dir), resume is not None)
@@ -59,19 +71,21 @@ def start_run(loaded: LoadedSpec, *, resume: Path | None, announce: Announce) ->
         opened.write_environment()
         announce.note(f"run directory: {run_dir}")
         try:
-            return run_dir, _run(spec, target_args, announce)
+            return run_dir, _run(spec, target_args, announce, callbacks)
         except BaseException:  # Ctrl-C and SIGTERM included
             if not resume:
                 _remove_unused(run_dir)
             raise
 
 
-def _run(spec: RunSpec, target_args: tuple[str, str, bool], announce: Announce) -> int:
+def _run(
+    spec: RunSpec, target_args: tuple[str, str, bool], announce: Announce, callbacks: Sequence[Callback]
+) -> int:
     if spec.is_embedded:
         ensure_embedded(spec.trainer.seed, progress=announce.progress)
     if spec.world_size > 1 and not under_torchrun():
         return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
-    return run_rank(*target_args)
+    return run_rank(*target_args, callbacks)
 
 
 def _remove_unused(run_dir: Path) -> None:
@@ -81,25 +95,29 @@ def _remove_unused(run_dir: Path) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def run_rank(spec_text: str, run_dir: str, is_resumed: bool) -> int:
+def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:
     """One rank, from joining the others to leaving them; returns the run's exit code."""
-    from rlctl.engine.ranks import join_ranks, leave_ranks, missing_ranks
+    from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
     from rlctl.train.loop import train
     from rlctl.train.setup import building
     from rlctl.train.stop import listening
     from rlctl.train.summary import write_summary
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
-    with listening() as stop, missing_ranks():
-        ranks = join_ranks()
-        with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
-            train(run)
-            if ranks.is_main:
-                write_summary(run, Path(run_dir))
-        leave_ranks()
-        if stop.signal_number:
-            return stop.exit_code
-        return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
+    try:
+        with listening() as stop, missing_ranks():
+            ranks = join_ranks()
+            with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
+                run.callbacks.extend(callbacks if ranks.is_main else ())
+                train(run)
+                if ranks.is_main:
+                    write_summary(run, Path(run_dir))
+            leave_ranks()
+            if stop.signal_number:
+                return stop.exit_code
+            return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
+    finally:
+        forget_lone_rank()
 
 
 def _path_of(spec: RunSpec) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlctl.cli.app import run as rlctl
-from rlctl.diagnose import rules_reward, rules_weights
+from rlctl.diagnose import rules_reward, rules_weights, selftest
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, RULES
 from rlctl.diagnose.rules_reward import TRUNCATED
@@ -90,7 +90,7 @@ def shipped(monkeypatch, tmp_path):
         data["cases"] = [case for case in data["cases"] if case["rule"] in names or case["kind"] in names]
         path = tmp_path / "data.json.gz"
         path.write_bytes(gzip.compress(json.dumps(data).encode()))
-        monkeypatch.setattr("rlctl.diagnose.selftest.DATA", path)
+        monkeypatch.setattr(selftest, "DATA", path)
 
     return keep
 

@@ -1,0 +1,5 @@
+from rlctl.api import diagnose, evaluate, grade, load_spec, train
+from rlctl.errors import RlctlError
+from rlctl.track.open_run import open_run
+
+__all__ = ["RlctlError", "diagnose", "evaluate", "grade", "load_spec", "open_run", "train"]

@@ -1,0 +1,175 @@
+"""The functions of `import rlctl`: what the command line does, for programs and notebooks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.errors import UsageError
+from rlctl.track.open_run import RunRecord, open_run
+
+if TYPE_CHECKING:
+    from rlctl.diagnose.finding import Diagnosis
+    from rlctl.spec.run import RunSpec
+
+_log = logging.getLogger("rlctl")
+
+#: Called on rank 0 after each step, with the step and its metrics.
+Callback = Callable[[int, Mapping[str, float]], None]
+
+
+def load_spec(
+    presets: str | Sequence[str] = (),
+    values: Mapping[str, object] | None = None,
+    *,
+    files: Sequence[str | Path] = (),
+) -> RunSpec:
+    """Read, layer and check a spec: presets, then files, then single values.
+
+    Args:
+        presets: names or paths, weakest first.
+        values: dotted key → value, strongest: `{"actor.lr": 1e-6, "rollout.n": 8}`.
+        files: YAML spec files.
+
+    Raises:
+        SpecError: every problem found, each with its key and what to write instead.
+
+    Warns:
+        UserWarning: problems that do not stop a run.
+    """
+    from rlctl.spec import load
+
+    names = [presets] if isinstance(presets, str) else list(presets)
+    overrides = [f"{key}={_as_text(value)}" for key, value in (values or {}).items()]
+    loaded = load.load_spec(names, [Path(file) for file in files], overrides)
+    for problem in loaded.warnings:
+        warnings.warn(f"{problem.key}: {problem.what} ({problem.fix})", stacklevel=2)
+    return loaded.spec
+
+
+def train(
+    spec: RunSpec, *, resume: str | Path | None = None, callbacks: Sequence[Callback] = ()
+) -> RunRecord:
+    """Train to the end, in this process for one rank; returns the run's record.
+
+    With several ranks (`trainer.n_gpus_per_node` above 1) they are started as processes of their own; to have
+    callbacks then, start the script itself with torchrun.
+
+    Args:
+        spec: of `load_spec`.
+        resume: a run directory to continue from its last checkpoint.
+        callbacks: called on rank 0 after each step; an exception ends the run.
+
+    Raises:
+        RlctlError: whatever keeps the run from starting or going on.
+    """
+    from rlctl.engine.launch import under_torchrun
+    from rlctl.train.start import Announce, start_run
+
+    if callbacks and spec.world_size > 1 and not under_torchrun():
+        raise UsageError(
+            "callbacks cannot be called from ranks in processes of their own",
+            where="callbacks",
+            fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
+        )
+    announce = Announce(note=_log.info, progress=lambda fraction, text: None)
+    path, _ = start_run(spec, resume=Path(resume) if resume else None, announce=announce, callbacks=callbacks)
+    return open_run(path)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """An evaluation on disk.
+
+    Attributes:
+        path: its directory: results, samples, page.
+        results: the content of its results file.
+    """
+
+    path: Path
+    results: dict[str, Any]
+
+
+def evaluate(
+    model_or_run: str | Path | RunRecord, data: str | Sequence[str] = (), **options: Any
+) -> EvaluationRecord:
+    """Sample answers, grade them, and say how good they are; what is stored is not sampled again.
+
+    Args:
+        model_or_run: a run, a model directory or a hub id.
+        data: files; empty: the run's own validation files.
+        options: fields of `rlctl.evaluate.evaluation.EvaluateRequest`: n, ks, temperature, engine …
+
+    Raises:
+        RlctlError: as `rlctl evaluate`.
+    """
+    from rlctl.evaluate.report import RESULTS_FILE
+    from rlctl.evaluate.run import EvaluateRequest
+    from rlctl.evaluate.run import evaluate as run_evaluation
+
+    target = model_or_run.path if isinstance(model_or_run, RunRecord) else model_or_run
+    files = [data] if isinstance(data, str) else list(data)
+    request = EvaluateRequest(str(target), files, **options)
+    path, _ = run_evaluation(request, lambda what, done, total: None)
+    return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
+
+
+def diagnose(log: str | Path | RunRecord) -> Diagnosis:
+    """What a run's logged metrics say is wrong, and which spec change to try.
+
+    Args:
+        log: a run directory, or a log of any framework that `rlctl diagnose` reads.
+
+    Raises:
+        UsageError: there is no such log, or nothing in it can be read.
+    """
+    from rlctl.diagnose.readers.detect import read_run
+    from rlctl.diagnose.rules import METRICS_READ, examine
+
+    path = log.path if isinstance(log, RunRecord) else Path(log)
+    return examine(read_run(path, METRICS_READ))
+
+
+def grade(
+    grader: str, responses: Sequence[str], ground_truths: Sequence[str], *, deadline_s: float = 5.0
+) -> list[float | None]:
+    """Score responses as training does, in child processes with a deadline.
+
+    Args:
+        grader: `maths`, `exact`, `multiple_choice`, `countdown`, or `file.py:function`.
+        responses: of a model.
+        ground_truths: one for each.
+        deadline_s: seconds one grading may take.
+
+    Returns:
+        A score per response; None where it could not be graded, which is not a score of 0.
+
+    Raises:
+        UsageError: no such grader, or it cannot be loaded; or the lengths differ.
+    """
+    from rlctl.reward.pool import GradingPool
+    from rlctl.reward.protocol import Failure, Sample
+
+    if len(responses) != len(ground_truths):
+        what = f"{len(responses)} responses and {len(ground_truths)} ground truths"
+        raise UsageError(what, fix="give one ground truth for each response")
+    pool = GradingPool(grader, deadline_s=deadline_s)
+    try:
+        pool.check()
+        graded = pool.judge([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
+    finally:
+        pool.close()
+    return [None if isinstance(score, Failure) else score for score in graded]
+
+
+def _as_text(value: object) -> str:
+    """A value as `key=value` has it."""
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    return json.dumps(value)

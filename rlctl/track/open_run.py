@@ -1,0 +1,131 @@
+"""Read a run directory: spec, metrics, rollouts, checkpoints. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.errors import UsageError
+from rlctl.track.jsonl import METRICS_FILE
+from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rlctl.spec.run import RunSpec
+
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run left behind; a run that is still training can be read too.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    path: Path
+
+    @property
+    def spec(self) -> RunSpec:
+        """The resolved spec.
+
+        Raises:
+            UsageError: `spec.yaml` is missing or cannot be read.
+        """
+        from rlctl.errors import SpecError
+        from rlctl.spec.load import load_spec
+
+        try:
+            return load_spec([], [self.path / SPEC_FILE], []).spec
+        except SpecError as error:
+            raise UsageError(str(error), where=str(self.path / SPEC_FILE)) from error
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and command of the run; empty where none was kept."""
+        file = self.path / ENVIRONMENT_FILE
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first; `model/` in each is a Hugging Face directory."""
+        return sorted((self.path / _CHECKPOINTS).glob("step_*[0-9]"))
+
+    def metrics(self) -> pa.Table:
+        """One row per logged step, one float64 column per metric, null where a step did not log it.
+
+        `.to_pandas()` makes a data frame. A half-written last line is left out.
+
+        Raises:
+            UsageError: there is no `metrics.jsonl`, or a line before the last is damaged.
+        """
+        import pyarrow as pa
+
+        rows = list(self._rows())
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {
+            name: pa.array([_number(row.get(name)) for row in rows], pa.float64())
+            for name in names
+            if name not in {"step", "timestamp"}
+        }
+        steps = pa.array([row["step"] for row in rows], pa.int64())
+        stamps = pa.array([row.get("timestamp") for row in rows], pa.string())
+        return pa.table({"step": steps, "timestamp": stamps, **columns})
+
+    def rollouts(self, step: int | None = None) -> pa.Table:
+        """Dumped responses with the per-token log-probs of both policies, one row per response.
+
+        Args:
+            step: only those of one step; None: all.
+
+        Raises:
+            UsageError: the run kept none.
+        """
+        import pyarrow.dataset as ds
+
+        files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
+        if not files:
+            raise UsageError(
+                "the run kept no rollouts",
+                where=str(self.path),
+                fix="train with trainer.rollouts_per_step=-1",
+            )
+        condition = None if step is None else ds.field("step") == step
+        return ds.dataset(files).to_table(filter=condition)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        file = self.path / METRICS_FILE
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        except OSError as error:
+            what = f"the metrics cannot be read: {error.strerror}"
+            raise UsageError(what, where=str(file)) from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                if number == len(lines):
+                    return
+                raise UsageError("not a line of JSON", where=f"{file}:{number}") from None
+
+
+def open_run(path: str | Path) -> RunRecord:
+    """The run in a directory.
+
+    Raises:
+        UsageError: it is no run directory.
+    """
+    directory = Path(path).expanduser()
+    if not (directory / SPEC_FILE).is_file():
+        what = f"not a run directory: it holds no {SPEC_FILE}"
+        raise UsageError(what, where=str(path), fix="name a directory such as runs/rlctl/run-…")
+    return RunRecord(directory)
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]

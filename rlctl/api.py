@@ -15,7 +15,7 @@ from rlctl.errors import UsageError
 from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
-    from rlctl.diagnose.finding import Diagnosis
+    from rlctl.diagnose.rules import Diagnosis
     from rlctl.spec.run import RunSpec
 
 _log = logging.getLogger("rlctl")
@@ -103,15 +103,15 @@ def evaluate(
 
     Args:
         model_or_run: a run, a model directory or a hub id.
-        data: files; empty: the run's own validation files.
-        options: fields of `rlctl.evaluate.evaluation.EvaluateRequest`: n, ks, temperature, engine …
+        data: benchmarks by name, and files; empty: the run's own validation files.
+        options: fields of `rlctl.evaluate.request.EvaluateRequest`: n, ks, temperature, engine …
 
     Raises:
         RlctlError: as `rlctl evaluate`.
     """
-    from rlctl.evaluate.report import RESULTS_FILE
-    from rlctl.evaluate.run import EvaluateRequest
-    from rlctl.evaluate.run import evaluate as run_evaluation
+    from rlctl.evaluate.evaluate_report import RESULTS_FILE
+    from rlctl.evaluate.evaluation import evaluate as run_evaluation
+    from rlctl.evaluate.request import EvaluateRequest
 
     target = model_or_run.path if isinstance(model_or_run, RunRecord) else model_or_run
     files = [data] if isinstance(data, str) else list(data)

@@ -56,9 +56,9 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
-        counts = {kind: self.counts.get(kind, 0) for kind in KINDS}
+        counts: dict[str, Any] = {kind: self.counts.get(kind, 0) for kind in KINDS}
         sides = {"rows_of": self.rows_of, "against": self.against}
-        return sides | {"of": self.num_rows, "rows": self.num_leaked, **counts}
+        return sides | {"of": self.num_rows, "rows": self.num_leaked} | counts
 
 
 @dataclass(frozen=True, slots=True)

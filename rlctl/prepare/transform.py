@@ -158,9 +158,9 @@ def _transform(plan: Plan, block: Block) -> Transformed:
     sources = Counter(row.data_source for row in rows)
     has_other = any(row.extra.keys() - EXTRA_COLUMNS for row in rows)
     doubts = [
-        (record.number, found)
+        (record.number, doubt)
         for record, row in zip(records, rows, strict=True)
-        if (found := answer_doubts(row))
+        if (doubt := answer_doubts(row))
     ]
     return Transformed(
         num_records, stream, keys, bad, truths, truth_of, sources, doubts, batch.nbytes, has_other

@@ -19,7 +19,7 @@ from rlctl.rollout.protocol import Sampling
 #: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
 #: What helps where vLLM cannot run an adapter.
-MERGE = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
+MERGE_LORA = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout.completions import LOGPROBS_MODE, MERGE
+from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -154,7 +154,7 @@ class Replicas:
                     words = self._failure.what if self._failure else replica.last_words()
                     self.close()
                     if "does not support LoRA" in words:
-                        raise UsageError(f"vLLM refuses: {words}", where=str(replica.log), fix=MERGE)
+                        raise UsageError(f"vLLM refuses: {words}", where=str(replica.log), fix=MERGE_LORA)
                     raise EnvironmentFailure(
                         f"a vLLM server does not start: {words}",
                         where=str(replica.log),

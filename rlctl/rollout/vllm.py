@@ -13,7 +13,7 @@ from torch import Tensor
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 from rlctl.rollout.completions import (
     LOGPROBS_MODE,
-    MERGE,
+    MERGE_LORA,
     Completion,
     CompletionRollout,
     Request,
@@ -21,7 +21,7 @@ from rlctl.rollout.completions import (
     vllm_missing,
 )
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
 
 VLLMDtype = Literal["fp32", "bf16"]
@@ -161,7 +161,7 @@ class TrainedVLLMRollout(VLLMRollout):
     ) -> None:
         super().__init__(model_path, tokenizer, reads_weights=False, max_lora_rank=max_lora_rank, **options)
         self._expected = expected
-        self._adapters = Versions(None) if max_lora_rank else None
+        self._adapters = VersionedDir(None) if max_lora_rank else None
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
@@ -192,7 +192,7 @@ class TrainedVLLMRollout(VLLMRollout):
         weights = ((name, tensor) for names, tensor in checked for name in names)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
-    def _adopt(self, adapter: SavedAdapter, versions: Versions) -> None:
+    def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:
         """The adapter in place of the one before.
 
         Each has a number and a path of its own: vLLM's caches go by them.
@@ -209,7 +209,9 @@ class TrainedVLLMRollout(VLLMRollout):
             engine.add_lora(self._adapter)
         except ValueError as error:  # layers of which vLLM knows no adapted kind
             raise UsageError(
-                f"vLLM cannot run the adapter: {one_line(error)}", where="model.target_modules", fix=MERGE
+                f"vLLM cannot run the adapter: {one_line(error)}",
+                where="model.target_modules",
+                fix=MERGE_LORA,
             ) from error
 
 
@@ -252,7 +254,7 @@ def _generation_config(model_path: str, trust_remote_code: bool) -> Any:
 
 def _not_started(model_path: str, error: Exception) -> RlctlError:
     if "does not support LoRA" in str(error):
-        return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE)
+        return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
     if isinstance(error, ValueError):  # pydantic's errors too: what it says of the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from rlctl.errors import EnvironmentFailure
-from rlctl.rollout.completions import LOGPROBS_MODE, MERGE
+from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 
 _INFO_S = 60.0  # the server's first answer looks through its environment
 _RETRY_S = 1.0
@@ -62,7 +62,7 @@ def _check_settings(url: str, lora_rank: int) -> None:
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
         )
         what = f"the server takes no adapters of rank {lora_rank}"
-        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE}")
+        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
 
 
 def _takes_adapters(info: dict[str, Any], rank: int) -> bool:

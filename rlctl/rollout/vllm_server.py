@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rlctl.errors import RlctlError, RunFailure, UsageError
-from rlctl.rollout.completions import MERGE, Completion, CompletionRollout, Request
-from rlctl.rollout.handover import Handover
+from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, Request
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 
 #: Requests one rank has open at once; each is a prompt with all its responses. The client's work per
 #: request grows with their number.
@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class PublishedPaths:
     """Where the newest version lies: directories that every server sees.
 
     Attributes:
@@ -58,7 +58,7 @@ class VLLMServerRollout(CompletionRollout):
         device: where the tensors lie that `generate` returns.
         rank: this process among the run's.
         agree: gives every rank the first text among theirs that is not empty.
-        handover: hands weights over; None on all ranks but the main one.
+        published: writes weights where the servers read them; None on all ranks but the main one.
         adapters: the same for adapters; None without them, and on all ranks but the main one.
         takes_adapter: whether servers apply the adapter themselves.
         replicas: the servers of this process, if it has any; they start with the first weights.
@@ -74,19 +74,19 @@ class VLLMServerRollout(CompletionRollout):
         device: torch.device | str,
         rank: int,
         agree: Callable[[str], str],
-        handover: Handover | None,
+        published: PublishedWeights | None,
         replicas: Replicas | None,
         start_timeout: float,
-        adapters: Versions | None = None,
+        adapters: VersionedDir | None = None,
         takes_adapter: bool = False,
     ) -> None:
         super().__init__(tokenizer, generation_config, policy_version=None, device=device)
         self._urls, self._rank, self._agree = urls, rank, agree
-        self._handover, self._replicas = handover, replicas
+        self._published, self._replicas = published, replicas
         self._start_timeout = start_timeout
         self._adapters, self._takes_adapter = adapters, takes_adapter
         self._adapter_numbers = count(1)
-        self._newest = Newest()
+        self._newest = PublishedPaths()
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
@@ -102,9 +102,9 @@ class VLLMServerRollout(CompletionRollout):
         if adapter is None or not self._newest.weights:
             weights = policy.weights(merged=adapter is None)
         newest, failure = self._newest, None
-        if self._handover:
+        if self._published:
             try:
-                newest = self._hand_over(self._handover, weights, adapter, policy_version)
+                newest = self._publish(self._published, weights, adapter, policy_version)
             except RlctlError as error:
                 failure = error
         for _ in weights or ():  # gathering is a collective, even for ranks that keep nothing
@@ -114,14 +114,14 @@ class VLLMServerRollout(CompletionRollout):
             raise failure
         if others:
             raise RunFailure(others)
-        self._newest = Newest(self._agree(newest.weights), self._agree(newest.adapter))
+        self._newest = PublishedPaths(self._agree(newest.weights), self._agree(newest.adapter))
         self._policy_version = policy_version
 
     def close(self) -> None:
         """End the servers started here, and remove the weights handed over."""
         if self._replicas:
             self._replicas.close()
-        for versions in (self._handover, self._adapters):
+        for versions in (self._published, self._adapters):
             if versions:
                 versions.close()
 
@@ -149,17 +149,17 @@ class VLLMServerRollout(CompletionRollout):
             for choice in sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
         ]
 
-    def _hand_over(
+    def _publish(
         self,
-        handover: Handover,
+        published: PublishedWeights,
         weights: Iterator[tuple[str, Tensor]] | None,
         adapter: SavedAdapter | None,
         policy_version: int,
-    ) -> Newest:
+    ) -> PublishedPaths:
         """Bring a version to every server; returns where it lies."""
         newest = self._newest
         if weights is not None:
-            newest = replace(newest, weights=str(handover.write(weights, policy_version)))
+            newest = replace(newest, weights=str(published.write(weights, policy_version)))
         if adapter and self._adapters:
             name = f"adapter-{next(self._adapter_numbers)}"  # never the same: caches go by the name
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
@@ -170,13 +170,15 @@ class VLLMServerRollout(CompletionRollout):
             asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
         return newest
 
-    async def _load_everywhere(self, newest: Newest, *, with_weights: bool) -> None:
+    async def _load_everywhere(self, newest: PublishedPaths, *, with_weights: bool) -> None:
         async with self._client(timeout=_SYNC_S) as client:
             await asyncio.gather(
                 *(self._load(client, url, newest, with_weights=with_weights) for url in self._urls)
             )
 
-    async def _load(self, client: httpx.AsyncClient, url: str, newest: Newest, *, with_weights: bool) -> None:
+    async def _load(
+        self, client: httpx.AsyncClient, url: str, newest: PublishedPaths, *, with_weights: bool
+    ) -> None:
         last = self._newest.adapter
         has_last = bool(last) and await self._has(client, url, last)
         if has_last and newest.adapter == last:
@@ -202,7 +204,7 @@ class VLLMServerRollout(CompletionRollout):
         except RunFailure as error:
             if await self._has(client, url, adapter):  # another rank's request has renewed it meanwhile
                 return
-            raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE) from error
+            raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE_LORA) from error
 
     async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
         """Sample; a server that was away may have come back with the weights it once started with."""

@@ -16,8 +16,8 @@ from rlctl.engine.model import load_beside, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
+from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.protocol import RolloutEngine
-from rlctl.rollout.turns import TakingTurns, Turns
 from rlctl.spec.run import RunSpec
 from rlctl.train.rollout_engine import build_rollout
 
@@ -98,8 +98,8 @@ def build_models(
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
         ref = base
-    turns = Turns()
-    trainers, ahead = TakingTurns(rollout, turns, first=True), TakingTurns(rollout, turns, first=False)
+    lock = EngineLock()
+    trainers, ahead = LockedRollout(rollout, lock, first=True), LockedRollout(rollout, lock, first=False)
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic)
 
 

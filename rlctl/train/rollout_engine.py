@@ -10,12 +10,12 @@ import torch
 
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.rollout.completions import MERGE, vllm_missing
-from rlctl.rollout.handover import Handover
+from rlctl.rollout.completions import MERGE_LORA, vllm_missing
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import RolloutEngine
+from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.vllm import VLLM_DTYPES, TrainedVLLMRollout
 from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
@@ -50,7 +50,7 @@ def build_rollout(
         )
     if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
         what = "vLLM's kernels for adapters know half precision only"
-        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE}")
+        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
     if rollout.mode == "server":
         return _on_servers(spec, model, tokenizer, ranks, run_dir)
     return TrainedVLLMRollout(
@@ -72,19 +72,19 @@ def build_rollout(
 
 def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir: Path) -> VLLMServerRollout:
     server = spec.rollout.server
-    handover = adapters = replicas = None
+    published = adapters = replicas = None
     if ranks.is_main:
         if server.urls:
             reachable(server.urls, server.start_timeout, lora_rank=spec.model.lora_rank * spec.syncs_adapter)
         elif importlib.util.find_spec("vllm") is None:
             raise vllm_missing(ModuleNotFoundError(name="vllm"))
         directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
-        handover = Handover(model, tokenizer, directory)
+        published = PublishedWeights(model, tokenizer, directory)
         if spec.syncs_adapter:
-            adapters = Versions(directory)
+            adapters = VersionedDir(directory)
         if not server.urls:
             replicas = Replicas(
-                server.replicas, replica_settings(spec), handover.latest, run_dir / ENGINE_LOGS
+                server.replicas, replica_settings(spec), published.latest, run_dir / ENGINE_LOGS
             )
     urls = server.urls or ranks.first(" ".join(replicas.urls) if replicas else "").split()
     return VLLMServerRollout(
@@ -94,7 +94,7 @@ def _on_servers(spec: RunSpec, model: Any, tokenizer: Any, ranks: Ranks, run_dir
         device=ranks.device,
         rank=ranks.rank,
         agree=ranks.first,
-        handover=handover,
+        published=published,
         replicas=replicas,
         start_timeout=server.start_timeout,
         adapters=adapters,

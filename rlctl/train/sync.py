@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.rollout.completions import MERGE
+from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.prepare import as_train_batch
 from rlctl.train.schedule import is_due
@@ -95,5 +95,5 @@ def _check_adapter(gap: float, base_gap: float, step: int) -> None:
             f"the rollout engine samples without the adapter: its log-probs are {gap:.3g} nats per token "
             f"away from the policy's and {base_gap:.3g} from the base model's",
             where=f"rollout.name: vllm, step {step}",
-            fix=MERGE,
+            fix=MERGE_LORA,
         )

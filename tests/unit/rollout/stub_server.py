@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlctl.rollout.handover import Handover
 from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model, take
 
@@ -111,7 +111,7 @@ def engine_on(servers: list[Server], tmp_path: Path, **options: Any) -> tuple[VL
         device="cpu",
         rank=0,
         agree=lambda text: text,
-        handover=Handover(model, TOKENIZER, tmp_path / "weights"),
+        published=PublishedWeights(model, TOKENIZER, tmp_path / "weights"),
         replicas=None,
         start_timeout=5.0,
         **options,

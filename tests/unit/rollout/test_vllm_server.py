@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import handover, vllm_server
-from rlctl.rollout.handover import Handover
-from rlctl.rollout.turns import TakingTurns, Turns
+from rlctl.rollout import published_weights, vllm_server
+from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
@@ -96,16 +96,16 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
         return first
 
     def on_rank(rank: int) -> VLLMServerRollout:
-        handed = Handover(model, TOKENIZER, tmp_path / "weights") if rank == 0 else None
+        handed = PublishedWeights(model, TOKENIZER, tmp_path / "weights") if rank == 0 else None
         names = SimpleNamespace(eos_token_id=None)
         return VLLMServerRollout(
             [server.url], TOKENIZER, names, device="cpu", rank=rank, agree=partial(agree, rank),
-            handover=handed, replicas=None, start_timeout=5.0,
+            published=handed, replicas=None, start_timeout=5.0,
         )  # fmt: skip
 
-    engines, turns = [on_rank(0), on_rank(1)], Turns()
-    trainers = [engines[0], TakingTurns(engines[1], turns, first=True)]
-    ahead = TakingTurns(engines[1], turns, first=False)
+    engines, lock = [on_rank(0), on_rank(1)], EngineLock()
+    trainers = [engines[0], LockedRollout(engines[1], lock, first=True)]
+    ahead = LockedRollout(engines[1], lock, first=False)
 
     def sync(version: int) -> None:
         weights = [PlainWeights(model.state_dict().items())] * 2
@@ -151,9 +151,9 @@ def test_weights_that_are_incomplete_are_not_served(servers: list[Server], tmp_p
 def test_only_two_versions_are_kept_and_each_is_a_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(handover, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(published_weights, "SHARD_BYTES", shard_bytes)
     model = random_model(1)
-    versions = Handover(model, TOKENIZER, tmp_path)
+    versions = PublishedWeights(model, TOKENIZER, tmp_path)
     for version in range(4):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -171,7 +171,7 @@ def test_weights_of_killed_runs_are_cleared_away(tmp_path: Path) -> None:
     elsewhere = tmp_path / "rlctl-weights-another.host-999999999-abc"
     for directory in (dead, elsewhere):
         directory.mkdir()
-    Handover(random_model(1), TOKENIZER, tmp_path)
+    PublishedWeights(random_model(1), TOKENIZER, tmp_path)
     assert not dead.exists()
     assert elsewhere.exists()
 
@@ -180,9 +180,9 @@ def test_weights_of_a_run_in_another_container_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers may share a name and their shared memory, and yet not see one another's processes."""
-    theirs = Handover(random_model(1), TOKENIZER, tmp_path)
+    theirs = PublishedWeights(random_model(1), TOKENIZER, tmp_path)
     monkeypatch.setattr("psutil.pid_exists", lambda _: False)
-    Handover(random_model(1), TOKENIZER, tmp_path)
+    PublishedWeights(random_model(1), TOKENIZER, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     theirs.close()
     assert len(list(tmp_path.iterdir())) == 1

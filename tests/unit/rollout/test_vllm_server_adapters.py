@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout import vllm_server
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from tests.unit.rollout.stub_server import Server, engine_on, generate
@@ -49,7 +49,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server, tmp_path: Path) -> Iterator[VLLMServerRollout]:
-    engine, model = engine_on([server], tmp_path, adapters=Versions(tmp_path / "weights"), takes_adapter=True)
+    engine, model = engine_on(
+        [server], tmp_path, adapters=VersionedDir(tmp_path / "weights"), takes_adapter=True
+    )
     engine.policy = Adapted(model)
     yield engine
     engine.close()

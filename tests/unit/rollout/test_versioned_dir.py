@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 from rlctl.errors import RunFailure
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from rlctl.rollout.versions import Versions
     [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")],
 )
 def test_a_full_disk_is_said_and_leaves_the_version_before(tmp_path: Path, trouble: Exception) -> None:
-    versions = Versions(tmp_path)
+    versions = VersionedDir(tmp_path)
 
     def whole(directory: Path) -> None:
         (directory / "weights").write_text("whole")

@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rlctl-weights-"
 
 
-class Versions:
+class VersionedDir:
     """Where each version of something is written, the last two kept.
 
     A directory appears under its name only when it is complete, so an engine that starts again may

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
-from rlctl.rollout.turns import Turns
+from rlctl.rollout.engine_lock import EngineLock
 
 
 def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
-    turns, order, inside = Turns(), list[str](), list[int]()
+    lock, order, inside = EngineLock(), list[str](), list[int]()
     stop, sampling = threading.Event(), threading.Event()
 
     def sample_on_and_on() -> None:
         while not stop.is_set():
-            with turns.taken(first=False):
+            with lock.held(first=False):
                 inside.append(1)
                 assert len(inside) == 1
                 order.append("batch")
@@ -28,7 +28,7 @@ def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
         sampling.clear()
         sampling.wait(5)
         before = len(order)
-        with turns.taken(first=True):
+        with lock.held(first=True):
             inside.append(1)
             assert len(inside) == 1
             # At most the batch being sampled, and one begun before this thread came to wait.
@@ -41,12 +41,12 @@ def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
 
 
 def test_whoever_fails_lets_the_next_one_in() -> None:
-    turns = Turns()
+    lock = EngineLock()
     for first in (True, False):
         try:
-            with turns.taken(first=first):
+            with lock.held(first=first):
                 raise ValueError
         except ValueError:
             pass
-    with turns.taken(first=True):
+    with lock.held(first=True):
         pass

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlctl.rollout.versions import Versions
+from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
 
 #: Weights are written in files of about this size, so that no more than that is held twice.
 SHARD_BYTES = 2 * 2**30
 
 
-class Handover(Versions):
+class PublishedWeights(VersionedDir):
     """Writes each version of the policy's weights as a model that engines can load.
 
     Args:

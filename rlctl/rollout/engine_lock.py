@@ -10,7 +10,7 @@ from rlctl.batch import Prompts, Rollouts
 from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
 
 
-class Turns:
+class EngineLock:
     """Who may use an engine. A thread that waits as the trainer is let in before any other."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Turns:
         self._num_trainers = 0  # waiting
 
     @contextlib.contextmanager
-    def taken(self, *, first: bool) -> Iterator[None]:
+    def held(self, *, first: bool) -> Iterator[None]:
         """Hold the engine; `first`: before those who are not."""
         with self._changed:
             self._num_trainers += first
@@ -34,33 +34,33 @@ class Turns:
                 self._changed.notify_all()
 
 
-class TakingTurns:
+class LockedRollout:
     """A `RolloutEngine` shared by threads.
 
     Args:
         engine: used by one of them at a time.
-        turns: the same for every thread's view of the engine.
+        lock: the same for every thread's view of the engine.
         first: whether this is the trainer's, which waits for one batch at most.
     """
 
-    def __init__(self, engine: RolloutEngine, turns: Turns, *, first: bool) -> None:
-        self._engine, self._turns, self._first = engine, turns, first
+    def __init__(self, engine: RolloutEngine, lock: EngineLock, *, first: bool) -> None:
+        self._engine, self._lock, self._first = engine, lock, first
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:
         """See `ResponseSampler.generate`."""
-        with self._turns.taken(first=self._first):
+        with self._lock.held(first=self._first):
             return self._engine.generate(
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
-        with self._turns.taken(first=self._first):
+        with self._lock.held(first=self._first):
             self._engine.sync_weights(policy, policy_version)
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
-        with self._turns.taken(first=self._first):
+        with self._lock.held(first=self._first):
             self._engine.close()

@@ -56,8 +56,9 @@ def try_out(
 ) -> None:
     """Run a reward over answers whose score is known, and show where it disagrees, fails or is slow.
 
-    Every row's ground truth as a response should score 1, and an empty answer 0; stored responses should
-    score what they did. Tests for programs are tried on empty answers only. No policy is loaded.
+    Every row's ground truth as a response should score 1, the same with a number changed 0, and an empty
+    answer 0; stored responses should score what they did. Tests for programs are tried on empty answers
+    only. No policy is loaded.
 
     rlctl reward test maths --data data/gsm8k/train.parquet
 

@@ -24,7 +24,9 @@ _FIX = "name an evaluation's samples.parquet, or a run's rollouts directory"
 def cases_of(
     data: Sequence[str], responses: Sequence[str], limit: int | None, *, is_shaped: bool
 ) -> list[Case]:
-    """Each row's ground truth (1 expected) and an empty answer (0), then the stored responses.
+    """Each row's ground truth (1 expected), the same with a number changed (0) and an empty answer (0).
+
+    Then the stored responses.
 
     Args:
         data: Parquet in the row schema.
@@ -38,7 +40,8 @@ def cases_of(
     rows = load_rows(data)[:limit]
     cases: list[Case] = []
     for row in rows:
-        cases.append(Case("ground truth", _sample(row, row.ground_truth), 1.0, row.where))
+        cases.append(Case("ground truth", _sample(row, ""), 1.0, row.where))
+        cases.append(Case("number changed", _sample(row, ""), 0.0, row.where))
         cases.append(Case("empty answer", _sample(row, ""), 0.0, row.where))
     by_truth: dict[tuple[str, str], list[Row]] = {}
     for row in rows if limit is None else load_rows(data):

@@ -248,12 +248,10 @@ def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
         Finding(
             "ground-truth",
             "error",
-            rows_that(
-                count, "have a ground truth that the grader cannot read: grader(ground truth) is not 1"
-            ),
+            rows_that(count, "have a ground truth that their grader cannot read or compare"),
             count,
             tuple(examples[:EXAMPLES_SHOWN]),
-            "no response can be right: mend the ground truth, or name another data_source or reward",
+            "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
         )
     ]
 

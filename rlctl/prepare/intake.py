@@ -157,7 +157,7 @@ class _GraderCheck:
                 continue
             number, (source, text) = int(done.keys["number"][place]), done.truths[truth]
             if knows_source(source):
-                wrong[number] = (place, f"grader(ground truth) is not 1: {reasons[truth]}")
+                wrong[number] = (place, f"the ground truth cannot be graded: {reasons[truth]}")
             else:
                 self._places.add(f"{block.path}:{number}", f"{text[:60]!r}: {reasons[truth]}")
         return {

@@ -27,13 +27,16 @@ class Place:
     Attributes:
         text: the piece.
         is_whole: it is nothing but the answer; False: it is prose around it.
+        is_marked: it stands in a box, in a tag or after `####`: nothing else of the response counts.
     """
 
     text: str
     is_whole: bool
+    is_marked: bool = False
 
 
 _DIGIT = re.compile(r"\d")
+_CONTENT = re.compile(r"\w")
 #: What ends an answer: a chat template's marks, as text.
 _TURN_END = re.compile(
     r"<\|(?:eot_id|im_end|im_start|endoftext|end_of_text|end|eom_id|start_header_id|user|assistant)\|>"
@@ -104,7 +107,7 @@ def places(response: str) -> Iterator[Place]:
     marked = sorted([*_boxes(text), *_hashes(text), *_tags(text)], key=lambda found: -found[0])
     for _, found in marked:
         if len(found) <= MAX_LABELLED_CHARS:
-            yield Place(found, True)
+            yield Place(found, True, is_marked=bool(_CONTENT.search(found)))
         else:
             yield from _conclusion(found)
     announced = [(m.end(), False) for m in _last(_IS, text)] + [(m.end(), True) for m in _last(_LABEL, text)]

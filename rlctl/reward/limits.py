@@ -94,9 +94,6 @@ _FUNCTIONS = frozenset(
     }
 )
 _CONSTANTS = {"\\pi": math.log10(math.pi), "pi": math.log10(math.pi), "e": math.log10(math.e)}
-_LOOKS = re.compile(
-    r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|\\[,!;: ]|(?<=\\)[dt](?=frac|binom)|[\s$~]"
-)
 
 
 class _TooLarge(Exception):
@@ -123,13 +120,6 @@ def is_too_large(text: str) -> bool:
     except (_TooLarge, RecursionError):
         return True
     return False
-
-
-def written_form(text: str) -> str:
-    """The formula that `is_too_large` looks at, for comparison as text: white space and the like removed."""
-    form = _LOOKS.sub("", _formula(text))
-    form = form.replace("**", "^").replace("\\cdot", "*").replace("\\times", "*")
-    return re.sub(r"\{(\w)\}", r"\1", form).rstrip(".")
 
 
 def _formula(text: str) -> str:

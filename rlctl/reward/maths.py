@@ -1,169 +1,240 @@
-"""Mathematical answers, read and compared by math-verify.
+r"""Mathematical answers: equal to the ground truth, read in the kind of the ground truth.
 
-Where in a response the answer stands is `rlctl.reward.answer`'s business, and how numbers are written in
-prose that of `rlctl.reward.numbers`; what an expression means and whether it equals the ground truth is
-math-verify's. What is too large to be computed is compared as text, see `rlctl.reward.limits`. Nothing here
-has a time limit, and not everything that takes sympy for ever is found from its text, so untrusted responses
-go through `rlctl.reward.pool`.
+A ground truth is one of three kinds. A *number* ("$1,234", "12 apples", "50\%", also 3\pi) equals numbers,
+which may stand in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other
+*expression*, such as a matrix, an interval or an equation, is kept whole and compared with whole expressions
+by math-verify. What cannot be read, or is too large to be computed (`rlctl.reward.limits`), equals itself.
+
+Where in a response the answer stands is `rlctl.reward.answer`'s business, how numbers are written in prose
+that of `rlctl.reward.numbers`, and what expressions mean that of `rlctl.reward.expressions`. Nothing here has
+a time limit, and not everything that takes sympy for ever is found from its text, so untrusted responses go
+through `rlctl.reward.pool`.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from rlctl.reward.answer import MATHS, Place, places
-from rlctl.reward.limits import is_too_large, written_form
-from rlctl.reward.numbers import legible, measure, number_in, plain
+from rlctl.reward import expressions
+from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
+from rlctl.reward.numbers import Number, legible, measure, number_in, plain
 
 ANSWER_MARK = "####"
-BOX = "\\boxed"
-_EQUALS = re.compile(r"(?<![<>!\\])=")
+_WRAPPER = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
+_COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+#: Words of three letters and more that are mathematics.
+_NAMES = re.compile(r"sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?")
+_EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
-_COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+#: A unit in bare letters behind an expression: 2 sqrt(3) units.
+_UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
+#: Between formulas that are one answer: "$x = 1$ or $x = 2$".
+_JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+#: An equation's left side that is no name of its right side: a letter and a number outside of brackets.
+_BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
+_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_BASE = re.compile(r"[0-9A-Z]+_\{?(\w+)\}?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Gold:
+    """A ground truth: a plain number, or else an expression, or else a text; and how it is spelled."""
+
+    spelling: str
+    number: Number | None
+    expression: Any | None
+
+    @property
+    def is_text(self) -> bool:
+        return self.number is None and self.expression is None
+
+    @property
+    def is_number(self) -> bool:
+        return self.number is not None or expressions.is_closed_number(self.expression)
 
 
 def grade(response: str, ground_truth: str) -> float:
     """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).
 
     Raises:
-        ValueError: the ground truth is no mathematical expression.
-        Exception: whatever sympy raises on the response; such a sample is unjudged, not wrong.
+        ValueError: the ground truth is no answer: it is a sentence, or has neither letters nor digits.
     """
     gold = _gold(ground_truth)
-    answers = _answers(response)
-    if not answers:
-        return 0.0
-    return float(_library().verify(gold, answers, timeout_seconds=None, raise_on_error=True))
+    for place in places(response):
+        text = place.text if place.is_whole else _formula(place.text) or place.text
+        if gold.spelling in (_spelling(place.text), _spelling(text)):
+            return 1.0
+        answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
+        if answer is not None:
+            return float(_equal(gold, answer, text))
+        if place.is_marked:
+            return 0.0
+    return 0.0
 
 
 def answer_of(response: str) -> str | None:
     """The answer as text: numbers by their value ("1/2" and "0.5" alike, percent without its sign), anything
-    else as sympy prints it; None without one.
+    else as sympy prints it, or as it is spelled; None without one.
     """
-    answers = _answers(response)
-    if not answers:
-        return None
-    answer = answers[0]
-    if getattr(answer, "is_Relational", False) and not answer.rhs.free_symbols:  # x = 5
-        answer = answer.rhs
-    if getattr(answer, "is_number", False):
-        percent = _percent(answer)
-        answer = answer.doit() if percent is None else percent
-        answer = _sympy().nsimplify(answer, rational=True) if answer.has(_sympy().Float) else answer
-    text: str = str(answer)
-    return text
+    unread = None
+    for place in places(response):
+        answer = _reading(place, is_number=True)
+        if isinstance(answer, Number):
+            return str(answer.value)
+        if answer is not None:
+            return expressions.as_text(answer)
+        unread = unread or (_spelling(place.text) if place.is_whole else None)
+        if place.is_marked:
+            break
+    return unread or None
+
+
+def boxed(ground_truth: str) -> str:
+    """The ground truth as a response gives it in the form that prompts ask for."""
+    return f"\\boxed{{{_final(ground_truth)}}}"
+
+
+def _final(ground_truth: str) -> str:
+    return ground_truth.rpartition(ANSWER_MARK)[2].strip()
 
 
 @lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
-def _gold(ground_truth: str) -> list[Any]:
-    text = legible(ground_truth.rpartition(ANSWER_MARK)[2]).strip()
-    gold = _readings(Place(text, is_whole=True)) or _parse(text)
-    if not gold:
+def _gold(ground_truth: str) -> _Gold:
+    text = legible(_final(ground_truth)).strip().strip("$").strip()
+    is_prose = "\\" not in text and len(re.findall(r"[A-Za-z]{2,}", text)) > MAX_WORDS
+    number = _number(text)
+    if not re.search(r"\w|\\", text) or (is_prose and number is None):
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is not a mathematical expression")
-    return gold
+    expression = None
+    if number is None and not _is_words(text):
+        expression = _expression(text)
+    return _Gold(_spelling(text), number, expression)
 
 
-def _answers(response: str) -> list[Any]:
-    """Readings of the first place that can be read."""
-    return next(filter(None, map(_readings, places(response))), [])
+def _is_words(text: str) -> bool:
+    r"""Whether a text is words, or holds some: "no solution", `\text{(A)}`, "5 and a half"."""
+    bare = _WRAPPER.sub("", text)
+    words = _WORD.findall(_COMMAND.sub(" ", bare))
+    return not re.search(r"[\w\\]", bare) or any(not _NAMES.fullmatch(word) for word in words)
 
 
-def _readings(place: Place) -> list[Any]:
-    return _whole(place.text) if place.is_whole else _prose(place.text)
+def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
+    if isinstance(answer, Number):
+        if gold.number is not None:
+            return gold.number.equals(answer)
+        answer = expressions.from_number(answer)
+    bases = [_BASE.fullmatch(spelling) for spelling in (gold.spelling, _spelling(text))]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # the parser drops them
+        return False
+    expected = gold.expression if gold.number is None else expressions.from_number(gold.number)
+    if gold.spelling.startswith(("(", "[")) and _spelling(text).startswith(("\\{", "\\lbrace")):
+        return False  # a set is no pair
+    if expressions.equal(expected, answer):
+        return True
+    with_units = expressions.read(text)  # for a gold with its unit in letters: 5m and 5\text{ m}
+    return with_units is not None and with_units != answer and expressions.equal(expected, with_units)
 
 
-def _whole(text: str) -> list[Any]:
-    """Readings of a text that is all answer."""
-    if number := _amount(text):
-        return _parse(_boxed(number))
+def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
+    """What a place says: as a number first where `is_number`, else as an expression; None: nothing."""
+    if place.is_whole:
+        return _whole(place.text, is_number=is_number)
+    return _prose(place.text, is_number=is_number)
+
+
+def _whole(text: str, *, is_number: bool) -> Number | Any | None:
+    """The reading of a text that is all answer."""
+    if is_number and (number := _amount(text)):
+        return number
     shown = plain(text)
-    if _SEVERAL.search(shown) and (several := _parse(_boxed(shown))):
-        return several
-    if _WORD.search(shown):  # a sentence in a box
+    num_words = len(_WORD.findall(shown))
+    is_sentence = num_words > 1 or (num_words == 1 and not re.search(r"\d", shown))
+    if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(shown):
         if number := number_in(shown, words=True):
-            return _parse(_boxed(number))
-        if re.search(r"\d", shown) or (len(_WORD.findall(text)) > 1 and "\\" not in text):
-            return []  # no product of letters
-    return _parse(_boxed(text.strip().strip("$")))
+            return number
+    elif is_number:
+        text = _UNIT_WORD.sub("", text)
+    return None if _is_words(text) else _expression(text)
 
 
-def _prose(sentence: str) -> list[Any]:
-    """Readings of the number or formula that a sentence states."""
-    bold = _BOLD.findall(sentence)
-    if bold and (number := number_in(plain(bold[-1]))):
-        return _parse(_boxed(number))
+def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
+    """The reading of the number or formula that a sentence states."""
+    if is_number:
+        if number := _amount(sentence.strip().rstrip(".")):
+            return number
+        bold = _BOLD.findall(sentence)
+        if bold and (number := number_in(plain(bold[-1]))):
+            return number
     formula = _formula(sentence)
-    if formula and not _amount(formula) and re.search(r"[A-Za-z\[\](]", plain(formula)):
-        return _parse(sentence) if formula != sentence else _parse(_boxed(sentence.strip().rstrip(".")))
-    in_words = number_in(plain(sentence), words=True)
-    return _parse(_boxed(in_words)) if in_words else []
+    if formula and (
+        not is_number or (not _amount(formula) and re.search(r"[A-Za-z\[\](\\^{]", plain(formula)))
+    ):
+        return _whole(formula, is_number=is_number)
+    if not is_number or "\\begin" in sentence:
+        return None
+    return number_in(plain(sentence), words=True)
 
 
-def _amount(text: str) -> str | None:
-    """The number of a text that says nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
-    shown = _ASIDE.sub("", plain(text))
-    result = shown if _SEVERAL.search(shown) else _EQUALS.split(shown)[-1]
-    return measure(result)
+def _number(text: str) -> Number | None:
+    r"""The number of a text that is one and perhaps a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
+    wrapped = _WRAPPER.fullmatch(text)
+    bare = expressions.without_units(wrapped[1] if wrapped else text)
+    return measure(plain(bare), has_unit=not _FRACTION.search(bare))
+
+
+def _amount(text: str) -> Number | None:
+    """The number of an answer that says nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
+    shown = text.strip().strip("$")
+    if not _SEVERAL.search(plain(shown)):
+        *left, shown = _EQUALS.split(shown)
+        for side in left:
+            outside = _BRACKETED.sub("", plain(side))
+            if re.search(r"\d", outside) and _LETTER.search(outside):
+                return None
+    return _number(_ASIDE.sub("", shown).strip())
+
+
+def _expression(text: str) -> Any | None:
+    bare = expressions.without_units(text)
+    answer = expressions.read(bare)
+    return expressions.read(text) if answer is None and bare != text else answer
 
 
 def _formula(sentence: str) -> str | None:
-    """The last formula of a sentence, or the whole of a sentence without words."""
-    found = [next(filter(None, groups)) for groups in MATHS.findall(sentence)]
-    found = [text for text in found if not _WORD.search(_COMMAND.sub("", text))]  # not "$5 and then $"
-    if found:
-        last: str = found[-1]
-        return last
-    return None if _WORD.search(plain(sentence)) else sentence
+    """The last formula of a sentence, with those it is joined to, or all of a sentence without words."""
+    formulas: list[tuple[int, int, str]] = [
+        (match.start(), match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(sentence)
+    ]
+    found = [one for one in formulas if not _WORD.search(_COMMAND.sub("", one[2]))]  # not "$5 and then $"
+    if not found:
+        bare = sentence.strip().rstrip(".")
+        return None if _WORD.search(_COMMAND.sub("", _UNIT_WORD.sub("", bare))) else bare
+    start, _, formula = found.pop()
+    while found and _JOINT.fullmatch(sentence[found[-1][1] : start]):
+        start, _, earlier = found.pop()
+        formula = f"{earlier}, {formula}"
+    return formula
 
 
-def _boxed(text: str) -> str:
-    return f"{BOX}{{{text}}}"
-
-
-def _parse(text: str) -> list[Any]:
-    """What math-verify extracts; empty when nothing in the text is mathematics."""
-    if not text.strip():
-        return []
-    if is_too_large(text):  # equal only to itself, as text
-        return [written_form(text)]
-    parsed: list[Any] = _library().parse(
-        text, _targets(), fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
-    )
-    return parsed
-
-
-def _percent(answer: Any) -> Any:
-    """The number in front of a percent sign, which math-verify reads as a product; None for other numbers."""
-    hundredth = _sympy().UnevaluatedExpr(_sympy().Rational(1, 100))
-    return answer.as_independent(hundredth)[0] if answer.has(hundredth) else None
-
-
-@cache
-def _sympy() -> Any:
-    import sympy  # type: ignore[import-untyped]
-
-    return sympy
-
-
-@cache
-def _library() -> Any:
-    """math-verify, imported on first use: it takes most of a second."""
-    # It warns once that its own time limits are off. They are: they need the main thread, and cannot
-    # interrupt integer arithmetic anyway.
-    for module in ("parser", "grader"):
-        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
-    import math_verify
-
-    return math_verify
-
-
-@cache
-def _targets() -> list[Any]:
-    library = _library()
-    return [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
+def _spelling(text: str) -> str:
+    """The text without what only changes how it looks; equal spellings are equal answers of any kind."""
+    text = legible(text).strip()
+    formula = MATHS.fullmatch(text.rstrip("."))
+    text = (next(filter(None, formula.groups())) if formula else text).rstrip("$. \n").lstrip("$ \n")
+    while (shown := _WRAPPER.sub(r" \1 ", text)) != text:
+        text = shown
+    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|~|(?<!\w)\*\*|\*\*(?!\w)", " ", text)
+    text = re.sub(r"(?<=\\)[dtc](?=frac|binom)", "", text).replace("**", "^")
+    text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
+    if _is_words(text):
+        text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[\"()]", "", text.casefold())
+    text = re.sub(r"(?<=[A-Za-z])\.|(?<=\d)\s+(?=[A-Za-z])", "", text)
+    text = re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", re.sub(r"\s+", " ", text))
+    return re.sub(r"^\(([A-Za-z])\)$|\{(\w)\}", r"\1\2", text)

@@ -4,7 +4,47 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as it is written.
+
+    Attributes:
+        value: its value; of a percentage the number before the sign.
+        is_percent: it is followed by a percent sign.
+    """
+
+    value: Fraction
+    is_percent: bool = False
+
+    @property
+    def is_decimal(self) -> bool:
+        """Whether it is a decimal fraction such as 0.25, and no integer."""
+        rest = self.value.denominator
+        for prime in (2, 5):
+            while rest % prime == 0:
+                rest //= prime
+        return rest == 1 < self.value.denominator
+
+    def equals(self, other: Number) -> bool:
+        """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".
+
+        A decimal fraction may differ in its seventh place, but not by more than 1e-4 of the value.
+        """
+        if self.is_percent == other.is_percent:
+            return self._is_close(other.value, other)
+        if abs(self.value) >= 1 and self._is_close(other.value, other):
+            return True
+        return self._is_close(other.value / 100 if other.is_percent else other.value * 100, other)
+
+    def _is_close(self, value: Fraction, other: Number) -> bool:
+        gap = abs(self.value - value)
+        is_rounded = self.is_decimal or other.is_decimal
+        return gap == 0 or (is_rounded and 2_000_000 * gap <= 1 and 10_000 * gap <= abs(self.value))
+
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
@@ -18,8 +58,8 @@ _PLAIN = [
     (re.compile(pattern), text)
     for pattern, text in (
         (r"(?<=\d)(?:\\[,!: ]|\{,\}|,\\!|~)(?=\d{3}(?!\d))", ""),
-        (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2 "),
-        (r"\\[dtc]?frac\s*(\d)\s*(\d)", r" \1/\2 "),
+        (r"\\[dtc]?frac\s*(?:\{\s*([\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))", r" \1\2/\3\4 "),
+        (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1)/(\2) "),
         (r"\\(?:text\w*|math\w+|mbox|boldsymbol|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
@@ -36,7 +76,7 @@ _PLAIN = [
 
 _DIGITS = (
     r"(?:\d{1,3}(?:\.\d{3})+,\d{1,2}(?!\d)"  # 1.234,00
-    r"|\d{1,3}(?:[, ]\d{3})+(?![\d,]|-[a-z])(?:\.\d+)?"  # 1,234.00 and 1 234
+    r"|[1-9]\d{0,2}(?:[, ]\d{3})+(?![\d,]|-[a-z])(?:\.\d+)?"  # 1,234.00 and 1 234
     r"|\d+(?:\.\d+)?|\.\d+)"
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -53,17 +93,36 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 _WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\b", re.IGNORECASE)
 
-#: After a number: its unit, and nothing else.
+_SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph|k)\b"
+#: After a number: its unit, and nothing else. Two letters that are no unit are a product: 5 xy.
+_POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
-    r"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{2,}\b\.?|\s*/\s*[A-Za-z]\b|\s+[cCdgGhKLlmsVWN]\b|\s*[/$¢%€£'\"]|\s*[a-z]+\^\d)*[\s.)}\]$*]*"
+    rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
+    rf"|[\s-]+(?:[A-Za-z]{{3,}}\b\.?|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
+    rf"(?:\s*(?:[/$%¢-]\s*)?[A-Za-z]{{2,}}\b\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
+    r"[\s.$*\u2600-\U0001faff]*"
 )
+_END = re.compile(r"[\s.$*%]*")
 #: After a number: it is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
 )
 #: Before a number: likewise.
 _OPERATOR = re.compile(r"[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*\s*$")
+#: Before a number: it is a bound, or not the one.
+_DENIED = re.compile(
+    r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
+    r"|cannot)\b(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
+    re.IGNORECASE,
+)
+_NAMED = re.compile(r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$")  # June 20
+#: Two numbers side by side: "41 and 42", "3, 4 or 5".
+_NUMBER_AND = re.compile(
+    r"(?:\d[%)]?|(?:^|\b(?:is|are)\s)[\s$]*\d\S*(?:\s+[a-z]+){1,2})"
+    r"\s*,?\s*(?:,|\b(?:and|or)\b|&)\s*[($€£-]*$"
+)
+_AND_NUMBER = re.compile(r"[%)]?\s*,?\s*(?:,\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
 _RESULT = re.compile(
     r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+"
     r"(?:about\s+)?[($€£-]*\s*$"
@@ -116,10 +175,11 @@ def plain(text: str) -> str:
     return text
 
 
-def number_in(sentence: str, *, words: bool = False) -> str | None:
-    """The number a sentence ends up with, as LaTeX; None when there is none.
+def number_in(sentence: str, *, words: bool = False) -> Number | None:
+    """The number a sentence ends up with; None when there is none, or one of two as good as each other.
 
-    Not an operand ("20 + 6 = 26"), nor one in passing ("in 5 days", "(24 hours)") if there is another.
+    Not an operand ("20 + 6 = 26"), nor one in passing ("in 5 days", "(24 hours)") if there is another, nor
+    a bound ("> 5") or one that is denied ("is not 5").
 
     Args:
         sentence: as `plain` returns it.
@@ -129,7 +189,7 @@ def number_in(sentence: str, *, words: bool = False) -> str | None:
         sentence = _WORD.sub(
             lambda word: str(_WORDS[word[1].lower()] + _WORDS.get((word[2] or "").lower(), 0)), sentence
         )
-    best: tuple[int, int, str] | None = None
+    best: tuple[int, int, re.Match[str]] | None = None
     previous = _NEVER
     for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
         rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
@@ -137,21 +197,29 @@ def number_in(sentence: str, *, words: bool = False) -> str | None:
         # Of those in passing the first, of the others the last.
         key = (rank, place if rank == _LESS else -place)
         if rank != _NEVER and (best is None or key < best[:2]):
-            best = (*key, _latex(match))
-    return best[2] if best else None
+            best = (*key, match)
+    if best is None:
+        return None
+    rank, _, match = best
+    before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
+    if rank != _RESULT_OF and (_NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())):
+        return None
+    return _value(match)
 
 
-def measure(text: str) -> str | None:
-    """The number, as LaTeX, of a text that is a number and perhaps a unit, such as "$18 per day."; else None.
+def measure(text: str, *, has_unit: bool = True) -> Number | None:
+    """The number of a text that is a number and perhaps a unit, such as "$18 per day."; else None.
 
     Args:
         text: as `plain` returns it.
+        has_unit: words after the number are its unit.
     """
-    text = re.sub(r"^[\s$({\[]*(?:[A-Za-z]\s*=|=|approximately|about|only|exactly|~|:)?\s*", "", text)
+    text = re.sub(r"^[\s$]*(?:approximately|about|only|exactly|~)?\s*", "", text)
     match = _NUMBER.match(text)
     if match is None or match["stuck"]:
         return None
-    return _latex(match) if _UNIT.fullmatch(text, match.end()) else None
+    rest = _UNIT if has_unit else _END
+    return _value(match) if rest.fullmatch(text, match.end()) else None
 
 
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
@@ -159,7 +227,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    if match["stuck"] or is_operand or re.search(r"\bnot\s*$", before):
+    if match["stuck"] or is_operand or _DENIED.search(before) or _NAMED.search(before):
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF
@@ -174,18 +242,16 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     return rank
 
 
-def _latex(match: re.Match[str]) -> str:
+def _value(match: re.Match[str]) -> Number | None:
+    """None for a division by zero."""
     digits = match["digits"]
     if re.fullmatch(r"\d{1,3}(?:\.\d{3})+,\d{1,2}", digits):
         digits = digits.replace(".", "").replace(",", ".")
-    digits = digits.replace(",", "").replace(" ", "")
-    if match["scale"] or match["under"]:
-        value = Fraction(digits) if not match["mixed"] else Fraction(int(match["mixed"]))
-        if match["under"]:
-            if int(match["under"]) == 0:
-                return f"{digits}/0"
-            value /= int(match["under"])
-            value += Fraction(digits) if match["mixed"] else 0
-        digits = str(value * _SCALES.get((match["scale"] or "").lower(), 1))
-    sign = "-" if match["minus"] or match["inner"] else ""
-    return sign + digits + ("\\%" if match["percent"] else "")
+    value = Fraction(digits.replace(",", "").replace(" ", ""))
+    if match["under"]:
+        if int(match["under"]) == 0:
+            return None
+        whole, over = (value, Fraction(int(match["mixed"]))) if match["mixed"] else (Fraction(0), value)
+        value = whole + over / int(match["under"])
+    value *= _SCALES.get((match["scale"] or "").lower(), 1)
+    return Number(-value if match["minus"] or match["inner"] else value, bool(match["percent"]))

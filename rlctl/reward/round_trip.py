@@ -1,4 +1,4 @@
-"""Whether ground truths can be graded at all: as a response each must score 1, and no response 0."""
+"""Whether ground truths can be graded: each must score 1 as a response, another number 0, no answer 0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from rlctl.reward import maths
 from rlctl.reward.code import parse_tests
 from rlctl.reward.countdown import parse_task
 from rlctl.reward.pool import GradingPool
@@ -15,8 +16,12 @@ from rlctl.reward.sources import SourceGrader, grader_for
 
 #: Ground truths whose verdict is remembered.
 MAX_KNOWN = 100_000
+#: Characters of a response in a reason.
+MAX_CHARS = 60
 #: Ground truths that are no answers, and what reads them.
 _TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": parse_task}
+#: The first number that is no subscript, and any.
+_NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
 #: Numbers that need no process: the tests show that all of them go round.
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 
@@ -24,7 +29,8 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """What is wrong with each ground truth as its source's grader sees it; "" where nothing is.
 
-    The grader runs in child processes that are ended on their deadline. They, and what is known of equal
+    Three responses are graded: `right_answer` (1 expected), `wrong_answer` (0), and an empty one (0). The
+    grader runs in child processes that are ended on their deadline. They, and what is known of equal
     pairs, stay for the next call of this process. Of tests for programs, and of tasks that have many
     answers, it is only seen whether they can be read.
 
@@ -34,9 +40,30 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return _round_trips(os.getpid()).check(pairs)
 
 
-def answers_itself(grader: str) -> bool:
-    """Whether a ground truth of this grader is also a right response; tests for a program are not."""
-    return grader not in _TASKS
+def right_answer(grader: str, ground_truth: str) -> str | None:
+    """A response that must score 1: for mathematics the ground truth in a box, else the ground truth.
+
+    None: a ground truth of this grader is no response, as tests for a program.
+    """
+    if grader in _TASKS:
+        return None
+    return maths.boxed(ground_truth) if grader == "maths" else ground_truth
+
+
+def wrong_answer(grader: str, ground_truth: str) -> str | None:
+    """A response that must score 0: the right answer with its first number one higher.
+
+    A subscript is changed only where there is no other number. None: there is no number to change, or the
+    grader compares no numbers.
+    """
+    response = None if grader == "multiple_choice" else right_answer(grader, ground_truth)
+    if response is None:
+        return None
+    found = next(filter(None, (pattern.search(response) for pattern in _NUMBERS)), None)
+    if found is None:
+        return None
+    other = str(int(found[0]) + 1).zfill(len(found[0]))
+    return response[: found.start()] + other + response[found.end() :]
 
 
 class _RoundTrips:
@@ -61,12 +88,17 @@ class _RoundTrips:
         if grader in _TASKS:
             return [_unreadable(_TASKS[grader], truth) for truth in truths]
         doubtful = [truth for truth in truths if grader != "maths" or not _PLAIN_NUMBER.fullmatch(truth)]
-        samples = [Sample(response, truth) for truth in doubtful for response in (truth, "")]
+        asked: list[tuple[Sample, float]] = []
+        for truth in doubtful:
+            responses = ((right_answer(grader, truth), 1.0), (wrong_answer(grader, truth), 0.0), ("", 0.0))
+            asked += [(Sample(text, truth), wanted) for text, wanted in responses if text is not None]
         verdicts: list[Verdict] = []
-        if samples:
-            verdicts = self._pools.setdefault(grader, GradingPool(grader)).judge(samples)
-        judged = zip(verdicts[::2], verdicts[1::2], strict=True)
-        found = dict(zip(doubtful, (_reason(itself, empty) for itself, empty in judged), strict=True))
+        if asked:
+            pool = self._pools.setdefault(grader, GradingPool(grader))
+            verdicts = pool.judge([sample for sample, _ in asked])
+        found: dict[str, str] = {}
+        for (sample, wanted), verdict in zip(asked, verdicts, strict=True):
+            found[sample.ground_truth] = found.get(sample.ground_truth) or _reason(sample, wanted, verdict)
         return [found.get(truth, "") for truth in truths]
 
 
@@ -83,10 +115,12 @@ def _unreadable(read: Callable[[str], object], truth: str) -> str:
     return ""
 
 
-def _reason(itself: Verdict, empty: Verdict) -> str:
-    for verdict, wanted, response in ((itself, 1.0, "the ground truth"), (empty, 0.0, "an empty response")):
-        if isinstance(verdict, Failure):
+def _reason(sample: Sample, wanted: float, verdict: Verdict) -> str:
+    if isinstance(verdict, Failure):
+        if verdict.score is None:
             return verdict.text.strip().splitlines()[-1]
-        if verdict != wanted:
-            return f"the grader gives {response} {verdict:g}, not {wanted:g}"
-    return ""
+        verdict = verdict.score
+    if verdict == wanted:
+        return ""
+    response = repr(sample.response[:MAX_CHARS]) if sample.response else "an empty response"
+    return f"the grader gives {response} {verdict:g}, not {wanted:g}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlctl.reward.protocol import Failure, Sample, Scorer
-from rlctl.reward.round_trip import answers_itself
+from rlctl.reward.round_trip import right_answer, wrong_answer
 from rlctl.reward.sources import grader_for
 
-Kind = Literal["ground truth", "empty answer", "stored response"]
+Kind = Literal["ground truth", "number changed", "empty answer", "stored response"]
 
 #: Of each list in a report.
 MAX_SHOWN = 20
@@ -28,7 +28,8 @@ class Case:
 
     Attributes:
         kind: where the response comes from.
-        sample: the response and what may be known when it is graded.
+        sample: the response and what may be known when it is graded. How a ground truth is written as a
+            response, and one with a number changed, depends on who grades: see `rlctl.reward.round_trip`.
         expected: its score; None: nothing is expected but a number.
         where: the row, for messages.
     """
@@ -120,9 +121,9 @@ def try_reward(
 ) -> Trial:
     """Score every case, one after the other, so that each call's time is its own.
 
-    Ground truths and empty answers are compared term by term, stored rewards with the weighted sum. A
-    reward model is expected nothing of; tests for programs, and tasks with many solutions, are not tried
-    as responses.
+    Ground truths, the same with a number changed, and empty answers are compared term by term, stored
+    rewards with the weighted sum. A reward model is expected nothing of; tests for programs, and tasks with
+    many solutions, are not tried as responses.
 
     Args:
         terms: label → (weight, who scores).
@@ -136,9 +137,9 @@ def try_reward(
     _warm_up(terms, cases)
     for done, case in enumerate(cases):
         progress(done, len(cases))
-        asked = {name: scorer for name, (_, scorer) in terms.items() if _is_tried(graders[name], case)}
+        asked = {name: sample for name in terms if (sample := _sample(graders[name], case))}
         started = time.perf_counter()
-        verdicts = {name: scorer.judge([case.sample])[0] for name, scorer in asked.items()}
+        verdicts = {name: terms[name][1].judge([sample])[0] for name, sample in asked.items()}
         if asked:
             seconds.append(time.perf_counter() - started)
         is_stored = case.kind == "stored response"
@@ -157,7 +158,7 @@ def try_reward(
                 continue
             total += terms[name][0] * verdict
             if not is_stored and graders[name] != "model":
-                _compare(trial, tally, case, verdict)
+                _compare(trial, tally, replace(case, sample=asked[name]), verdict)
         if is_stored and case.expected is not None and not math.isnan(total):
             name = SUM if len(terms) > 1 else next(iter(terms))
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
@@ -180,9 +181,14 @@ def _key(term: str, case: Case) -> tuple[str, Kind, str]:
     return term, case.kind, case.sample.data_source
 
 
-def _is_tried(grader: str, case: Case) -> bool:
+def _sample(grader: str, case: Case) -> Sample | None:
+    """What a grader is asked; None: the case says nothing of it."""
+    answers = {"ground truth": right_answer, "number changed": wrong_answer}
+    if case.kind not in answers:
+        return case.sample
     actual = grader_for(case.sample.data_source) if grader == "auto" else grader
-    return case.kind != "ground truth" or answers_itself(actual)
+    response = answers[case.kind](actual, case.sample.ground_truth)
+    return None if response is None else replace(case.sample, response=response)
 
 
 def _compare(trial: Trial, tally: Tally, case: Case, got: float) -> None:

@@ -26,7 +26,8 @@ STORED = pa.schema(
 @pytest.fixture
 def data(tmp_path):
     def write(*rows):
-        table = pa.Table.from_pylist([row.to_arrow("train") for row in rows], schema=arrow_schema())
+        schema = arrow_schema(with_other=True)
+        table = pa.Table.from_pylist([row.to_arrow("train") for row in rows], schema=schema)
         pq.write_table(table, tmp_path / "data.parquet")
         return str(tmp_path / "data.parquet")
 
@@ -71,6 +72,7 @@ def test_sources_are_tried_by_their_own_graders(data, capsys):
     found = document(capsys, "auto", "--data", path)
     assert tally(found, "ground truth") == (2, 1, 1, 1)
     assert tally(found, "empty answer") == (2, 1, 1, 1)
+    assert tally(found, "number changed") == (1, 1, 1, 0)
     assert tally(found, "ground truth", "cais/mmlu") == (1, 1, 1, 0)
     assert tally(found, "empty answer", "codecontests") == (1, 1, 1, 0)
     assert tally(found, "empty answer", "countdown") == (1, 1, 1, 0)
@@ -81,7 +83,7 @@ def test_sources_are_tried_by_their_own_graders(data, capsys):
     assert "'€' is not a mathematical expression" in found["errors"][0]
     times = found["seconds_per_call"]
     assert 0 < times["p50"] <= times["p99"] <= times["max"]
-    assert times["num"] == 8
+    assert times["num"] == 9
     assert found["seconds_per_batch"]["num_responses"] > 0
 
 

@@ -137,7 +137,7 @@ def test_ground_truths_no_grader_accepts_are_bad_rows(tmp_path, capfd):
     command = ["prepare-data", "parquet", str(source), "--val-size", "0", "--out", str(tmp_path / "wrong")]
     assert run([*command, "--data-source", "openai/gsm8k"]) == 2
     message = capfd.readouterr().err
-    assert "wrong.jsonl:4: grader(ground truth) is not 1" in message
+    assert "wrong.jsonl:4: the ground truth cannot be graded" in message
 
 
 def heeding_ctrl_c():

@@ -1,0 +1,180 @@
+"""Mathematical expressions, read and compared by math-verify.
+
+Its parser is asked for one expression at a time, and that expression is kept whole: a text that does not
+parse as a whole has no reading. math-verify's own search for an answer would take a number out of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from typing import Any
+
+from rlctl.reward.limits import is_too_large
+from rlctl.reward.numbers import Number
+
+#: Times of day, ranges, feet and minutes: the parser reads 6:30 as 1/5, 3-5 as -2 and 5'6'' as 56.
+_NO_EXPRESSION = re.compile(r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'", re.DOTALL)
+_PRIMES = re.compile(r"([A-Za-z])\s*('+)")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
+#: Units behind an expression: text with its power, and degrees.
+_UNITS = re.compile(
+    r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
+    r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
+)
+#: What cannot stand before a unit.
+_OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty)[A-Za-z]+)\s*$")
+#: Values closer than this, relative to the larger one, are equal if math-verify says so.
+RELATIVE_TOLERANCE = 1e-4
+
+
+def read(latex: str) -> Any | None:
+    """The expression that all of the text says.
+
+    None when it says none, one without a value (1/0), or one that is too large to be computed.
+    """
+    text = _SEPARATOR.sub("", latex.strip().strip("$").rstrip(". "))
+    if not text or _NO_EXPRESSION.match(text) or is_too_large(f"\\boxed{{{text}}}"):
+        return None
+    text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
+    parser = _parser()
+    try:
+        expression = parser.latex2sympy(text, is_real=True, normalization_config=_normalization())
+        return None if expression.has(_sympy().zoo, _sympy().nan) else expression
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises the bare class for what is no LaTeX
+        return None
+
+
+def without_units(latex: str) -> str:
+    r"""The text without units behind it: `\text{…}` with its power, and degrees."""
+    while (found := _UNITS.search(latex)) and found.start() and not _OPEN.search(latex[: found.start()]):
+        latex = latex[: found.start()]
+    return latex
+
+
+def equal(gold: Any, answer: Any) -> bool:
+    """Whether math-verify finds two expressions equal and they are of one kind.
+
+    Args:
+        gold: an expression, kept as it was read.
+        answer: likewise. An equation counts for its right side only where the left side names what was
+            asked ("m + n = 7") or is equal to the gold; "y - 3 = 0" is not 0.
+    """
+    sympy = _sympy()
+    equations = [] if _is_relation(gold) else _equations(answer)
+    if not all(_names(left) or _verify(gold, left) for left in equations) or not _verify(gold, answer):
+        return False
+    if isinstance(gold, sympy.FiniteSet) and isinstance(answer, sympy.Interval | sympy.Tuple):
+        return False  # math-verify drops the order of a pair
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):  # two equations without solutions
+        left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer) if _is_scalar(one)]
+        return len(left) < 2 or left[0] in (left[1], -left[1]) or bool(sympy.solve(gold))
+    return _is_close(gold, answer)
+
+
+def is_closed_number(expression: Any) -> bool:
+    """Whether it is a number without symbols, and neither a set, a matrix nor a relation."""
+    return bool(getattr(expression, "is_number", False)) and isinstance(expression, _sympy().Expr)
+
+
+def from_number(number: Number) -> Any:
+    """A number of prose as math-verify has it: decimals as floats, percent as a product."""
+    sympy = _sympy()
+    value = sympy.Rational(number.value.numerator, number.value.denominator)
+    if number.is_decimal:
+        value = sympy.Float(value, 30)
+    return _parser().convert_to_pct(value) if number.is_percent else value
+
+
+def as_text(expression: Any) -> str:
+    """The expression as text that is equal for equal numbers: "1/2" for 0.5, percent without its sign."""
+    sympy = _sympy()
+    if isinstance(expression, sympy.Eq) and not expression.rhs.free_symbols:  # x = 5
+        expression = expression.rhs
+    if is_closed_number(expression):
+        hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+        if expression.has(hundredth):
+            expression = expression.as_independent(hundredth)[0]
+        expression = sympy.nsimplify(expression.doit(), rational=expression.has(sympy.Float) or None)
+    return str(expression)
+
+
+def _verify(gold: Any, answer: Any) -> bool:
+    return bool(_library().verify(gold, answer, timeout_seconds=None))
+
+
+def _is_relation(expression: Any) -> bool:
+    if isinstance(expression, _sympy().FiniteSet):
+        return any(map(_is_relation, expression.args))
+    return bool(_library().grader.is_relation(expression))
+
+
+def _equations(answer: Any) -> list[Any]:
+    """Left sides of an answer's equations; of a chain "20 + 6 = 26 = …" the first."""
+    sympy = _sympy()
+    if isinstance(answer, sympy.FiniteSet):
+        return [left for one in answer.args for left in _equations(one)]
+    if isinstance(answer, sympy.Eq):
+        return [answer.lhs]
+    return [answer._unsorted_args[0].lhs] if _library().grader.is_equation(answer) else []
+
+
+def _names(left: Any) -> bool:
+    """Whether an equation's left side only names something: no number is added to or multiplied with it."""
+    sympy = _sympy()
+    if left.is_number and isinstance(left, sympy.Expr):
+        return False
+    if isinstance(left, sympy.Add | sympy.Mul):
+        return all(_names(part) or part == -1 for part in left.args)
+    return True
+
+
+def _is_scalar(equation: Any) -> bool:
+    return all(isinstance(side, _sympy().Expr) for side in equation.args)
+
+
+def _is_close(gold: Any, answer: Any) -> bool:
+    """False for decimals that are equal only because math-verify rounds to six places: 1e-7 and 2e-7."""
+    sympy = _sympy()
+    if not (is_closed_number(gold) and is_closed_number(answer) and (gold - answer).has(sympy.Float)):
+        return True
+    if (gold - answer).has(sympy.UnevaluatedExpr):
+        return True
+    gap, size = abs((gold - answer).evalf()), max(abs(gold.evalf()), abs(answer.evalf()))
+    return bool(gap <= RELATIVE_TOLERANCE * size)
+
+
+@cache
+def _sympy() -> Any:
+    import sympy  # type: ignore[import-untyped]
+
+    return sympy
+
+
+@cache
+def _parser() -> Any:
+    import latex2sympy2_extended
+
+    return latex2sympy2_extended
+
+
+@cache
+def _normalization() -> Any:
+    # Units of math-verify's own list are not removed: they include single letters, so that 3t were 3.
+    return _parser().NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    )
+
+
+@cache
+def _library() -> Any:
+    """math-verify, imported on first use: it takes most of a second."""
+    # It warns once that its own time limits are off. They are: they need the main thread, and cannot
+    # interrupt integer arithmetic anyway.
+    logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+    import math_verify.grader
+
+    return math_verify

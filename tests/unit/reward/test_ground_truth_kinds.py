@@ -1,0 +1,253 @@
+"""Ground truths of every kind: credited are they themselves, and nothing of another kind or number."""
+
+import logging
+import re
+
+import math_verify
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rlctl.reward import maths
+from rlctl.reward.round_trip import right_answer, wrong_answer
+
+PROPERTY = settings(max_examples=4, deadline=None)
+
+N = st.integers(2, 60).map(str)
+SIGNED = st.integers(-60, 60).filter(lambda n: abs(n) > 1).map(str)
+LARGE = st.integers(100, 999).map(str)
+FRACTION = st.tuples(N, st.sampled_from(["7", "11", "13"])).map(r"\frac{{{0[0]}}}{{{0[1]}}}".format)
+VALUE = st.one_of(SIGNED, LARGE, FRACTION)
+LETTER = st.sampled_from("xyzt")
+OPEN, CLOSE = st.sampled_from("(["), st.sampled_from(")]")
+UNIT = st.sampled_from(["cm", "inches", "degrees", "miles per hour", "m", "apples"])
+MONTH = st.sampled_from(["June", "July", "March"])
+
+
+def built(pattern, *parts):
+    """Texts of a pattern whose `@` are drawn from `parts`, in order."""
+
+    def fill(drawn):
+        rest = iter(drawn)
+        return re.sub("@", lambda _: next(rest), pattern)
+
+    return st.tuples(*parts).map(fill)
+
+
+def increasing(pattern):
+    pairs = st.tuples(st.integers(-50, 400), st.integers(1, 400)).map(lambda p: (p[0], p[0] + p[1]))
+    return pairs.map(lambda p: pattern.replace("@", str(p[0]), 1).replace("@", str(p[1]), 1))
+
+
+#: Kinds that are no single number: nothing of them may be credited by a number in them.
+WHOLE = {
+    "matrix": st.one_of(
+        built(r"\begin{pmatrix}@&@\\@&@\end{pmatrix}", *[VALUE] * 4),
+        built(r"\begin{bmatrix} @ \\ @ \\ @ \end{bmatrix}", *[VALUE] * 3),
+    ),
+    "interval": st.one_of(*(increasing(p) for p in ("[@,@]", "(@,@)", "[@, @)", r"\left(@,@\right]"))),
+    "half line": st.one_of(built(r"(-\infty,@]", VALUE), built(r"[@,\infty)", VALUE)),
+    "union": st.tuples(st.integers(-50, 40), st.integers(1, 50)).map(
+        lambda p: rf"(-\infty,{p[0]})\cup ({p[0] + p[1]},\infty)"
+    ),
+    "point": st.one_of(built("(@,@)", VALUE, LARGE), built("(@, @, @)", VALUE, VALUE, VALUE)),
+    "list": st.lists(st.integers(-300, 300), min_size=2, max_size=4, unique=True).map(
+        lambda values: ", ".join(map(str, values))
+    ),
+    "set": st.lists(st.integers(-300, 300), min_size=2, max_size=4, unique=True).map(
+        lambda values: r"\{" + ",".join(map(str, values)) + r"\}"
+    ),
+    "equation": st.one_of(
+        built("@^{2}-@=0", LETTER, LARGE),
+        built("@x-@y+@z+@=0", *[N] * 4),
+        built("y=@x+@", N, N),
+        built("x^2+y^2=@", LARGE),
+    ),
+    "inequality": st.one_of(
+        built(r"@ \ge @", LETTER, SIGNED), built("x<@", VALUE), increasing(r"@ < x \le @")
+    ),
+    "expression": st.one_of(
+        built("@@^@", N, LETTER, N),
+        built("@x^2+@x-@", N, N, N),
+        built(r"\frac{@}{@ m}", N, st.sampled_from(["7", "11"])),
+        built(r"@+@\sqrt{@}x", N, N, st.sampled_from("2357")),
+        built(r"@n\pi", N),
+        built("@t", LARGE),
+        built("e^{@x}+C", N),
+        built(r"\log_{@} x", N),
+    ),
+    "two solutions": st.one_of(
+        built(r"@ \pm \sqrt{@}", SIGNED, st.sampled_from("2357")),
+        st.integers(-60, 60).map(lambda n: rf"x={n} \text{{ or }} x={n + 7}"),
+    ),
+    "complex": built("@+@i", SIGNED, N),
+    "text": st.one_of(
+        built(r"\text{@ @}", MONTH, N), built(r"\text{@ @, 2001}", MONTH, N), built(r"\text{Room @}", LARGE)
+    ),
+    "time": st.one_of(built(r"@:45 \text{ p.m.}", N), built("@:30", N)),
+    "congruence": built(r"a \equiv @ \pmod{61}", N),
+}
+#: Kinds that are one number, with everything around it that is read.
+NUMBERS = {
+    "integer": st.one_of(SIGNED, LARGE),
+    "separators": st.integers(1000, 10**9).map("{:,}".format),
+    "fraction": FRACTION,
+    "decimal": st.decimals(-999, 999, places=2, allow_nan=False).filter(lambda d: d % 1).map(str),
+    "mixed": st.tuples(N, st.integers(1, 6)).map(lambda p: rf"{p[0]}\frac{{{p[1]}}}{{7}}"),
+    "percent": built(r"@\%", N),
+    "money": built(r"\$@.50", N),
+    "unit": st.one_of(
+        built(r"@\text{ @}", LARGE, UNIT), built(r"@ \mbox{ inches}^2", LARGE), built("@ apples", LARGE)
+    ),
+    "fraction with unit": built(r"@\text{ @}", FRACTION, UNIT),
+    "degrees": built(r"@^\circ", N),
+    "root": built(r"@\sqrt{@}", N, st.sampled_from("2357")),
+    "of pi": st.one_of(built(r"@\pi", N), built(r"\frac{@\pi}{7}", N)),
+    "power": built(r"@\times 10^{@}", N, N),
+    "ratio": built("@:7", N),
+    "binomial": st.integers(9, 30).map(lambda n: rf"\binom{{{n}}}{{3}}"),
+    "factorial": st.integers(3, 20).map("{}!".format),
+    "base": built("@1_8", N),
+}
+ANY = {**WHOLE, **NUMBERS}
+
+
+@pytest.mark.parametrize("kind", ANY)
+@PROPERTY
+@given(st.data())
+def test_a_ground_truth_is_right_in_a_box_and_bare_and_with_a_number_changed_wrong(kind, data):
+    truth = data.draw(ANY[kind])
+    assert maths.grade(right_answer("maths", truth), truth) == 1.0
+    assert maths.grade(f"Thus the answer is ${truth}$.", truth) == 1.0
+    assert maths.grade(truth, truth) == 1.0
+    other = wrong_answer("maths", truth)
+    assert other != right_answer("maths", truth)
+    assert maths.grade(other, truth) == 0.0
+    assert maths.grade(right_answer("maths", truth), other) == 0.0
+    assert maths.grade("", truth) == 0.0
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@PROPERTY
+@given(st.data())
+def test_a_part_of_a_ground_truth_is_wrong(kind, data):
+    truth = data.draw(WHOLE[kind])
+    numbers = re.findall(r"\d+", truth)
+    for part in {numbers[0], numbers[-1], "".join(numbers), "0"}:
+        assert maths.grade(f"\\boxed{{{part}}}", truth) == 0.0
+        assert maths.grade(f"The answer is {part}.", truth) == 0.0
+        assert maths.grade(f"\\boxed{{{truth}}}", part) == 0.0
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@PROPERTY
+@given(st.data())
+def test_another_kind_is_wrong(kind, data):
+    truth = data.draw(WHOLE[kind])
+    other_kind = data.draw(st.sampled_from(sorted(set(ANY) - {kind})))
+    alike = [{"interval", "point", "half line"}, {"list", "set", "point", "interval", "two solutions"}]
+    assume(not any({kind, other_kind} <= kinds for kinds in alike))
+    assert maths.grade(f"\\boxed{{{data.draw(ANY[other_kind])}}}", truth) == 0.0
+
+
+def raw(truth, answer):
+    """What math-verify says by itself, of the ground truth as it stands and the answer in a box."""
+    parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer)]
+    return math_verify.verify(*parsed, timeout_seconds=None)
+
+
+@pytest.mark.parametrize("kind", sorted(set(WHOLE) - {"text", "time", "congruence"}))
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_no_more_credit_than_math_verify_gives(kind, data):
+    logging.disable()
+    truth, other = data.draw(WHOLE[kind]), data.draw(st.one_of(*ANY.values(), WHOLE[kind]))
+    if maths.grade(f"\\boxed{{{other}}}", truth):
+        assert raw(truth, other)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("42", r"\begin{cases}1\\42\end{cases}"),
+        ("0", "y-3=0"),
+        ("0", "x^{2}-7=0"),
+        ("10", "2x=10"),
+        ("5", ">5"),
+        ("5", r"\ge 5"),
+        ("5", "5xy"),
+        ("3250", "(3,250)"),
+        ("100", "[0,100]"),
+        ("20", r"\text{June 20}"),
+        ("42", "41 and 42"),
+        ("12", "1 2"),
+        (r"50\%", r"0.5\%"),
+        (r"\text{even}", r"\text{neve}"),
+        (r"\{1,2\}", "(1,2)"),
+        ("(1,2)", r"\{1,2\}"),
+        ("x^2+1=0", "x^2+2=0"),  # math-verify: both have no solutions
+        ("0.0000001", "0.0000002"),  # math-verify: both are 0 to six places
+        ("y'", "y"),
+        ("5'6''", "56"),
+        ("6:30", r"\frac{1}{5}"),
+        ("3-5", "7-9"),
+        ("2516_8", "2516_7"),
+        (r"\langle 1,2\rangle", "1.2"),
+        (r"\frac{1}{0}", r"\frac{2}{0}"),
+        (r"\frac{1}{2}", r"\frac{1}{0}"),
+    ],
+)
+def test_wrong(truth, answer):
+    for response in (f"\\boxed{{{answer}}}", f"The answer is ${answer}$.", f"#### {answer}"):
+        assert maths.grade(response, truth) == 0.0, response
+
+
+@pytest.mark.parametrize(
+    ("truth", "answers"),
+    [
+        (r"\frac{1}{2}", ["0.5", "1/2", r"\dfrac12", r"x = \frac{1}{2}", r"50\%", r"\frac{1}{2} \text{ cm}"]),
+        (r"864 \mbox{ inches}^2", ["864", r"864 \text{ in}^2", "864 square inches"]),
+        (r"\frac{270}7\text{ degrees}", [r"\frac{270}{7}", r"\frac{270}{7}^\circ", r"38\frac{4}{7}"]),
+        (r"\text{June 20}", ["June 20", "June 20th", r"\text{June }20"]),
+        (r"\text{(A)}", ["A", "(A)", r"\textbf{(A)}", r"\text{A}"]),
+        ("no solution", [r"\text{No solution}", "No solution."]),
+        ("7", ["m+n=7", "f(3)=7", r"\text{Area} = 7", "x = 7", "3 + 4 = 7", "seven"]),
+        ("[0,100]", [r"x \in [0, 100]", r"\left[0,100\right]"]),
+        ("x>5", [r"(5,\infty)", "5<x"]),
+        ("1 < x < 2", ["(1,2)"]),
+        ("1,2,3", ["3, 2, 1", r"\{1,2,3\}"]),
+        (r"x=1 \text{ or } x=2", ["1, 2", r"x=2 \text{ or } x=1"]),
+        ("x^2-7=0", ["x^2=7", "x^{2} - 7 = 0"]),
+        ("y=2x+3", ["2x+3", "y = 3 + 2x"]),
+        (r"2\sqrt{3}", [r"\sqrt{12}", r"2\sqrt{3} \text{ cm}", r"2\sqrt{3} units"]),
+        (r"3 \times 10^8", ["300000000", "300,000,000", r"3\cdot 10^{8}"]),
+        ("6+9i", ["9i + 6", "6 + 9 i"]),
+        ("5m", [r"5\text{ m}", "5 m"]),
+        ("3:4", [r"\frac{3}{4}", "3 : 4"]),
+        ("2516_8", ["2516_{8}", "2516"]),
+        (r"2\text{ hours } 30 \text{ minutes}", ["2 hours 30 minutes"]),
+        (r"\binom{5}{2}", ["10"]),
+        (r"\log_2 8", ["3"]),
+        (r"12.5\%", ["12.5", "0.125", r"\frac{1}{8}"]),
+        ("32{,}768", ["32768", "32,768", "2^{15}"]),
+    ],
+)
+def test_right(truth, answers):
+    for answer in answers:
+        assert maths.grade(f"\\boxed{{{answer}}}", truth) == 1.0, answer
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("The answer is 41 and 42", "42"),
+        ("The answer is 41 apples and 42 oranges", "42"),
+        ("The answer isn't 5", "5"),
+        ("The answer is not equal to 5.", "5"),
+        ("So $x > 5$.", "5"),
+        ("So x - 3 = 0.", "0"),
+        ("\\boxed{\\text{none}}\nAnd 5 is no answer.", "5"),
+    ],
+)
+def test_prose_that_does_not_say_the_number(response, truth):
+    assert maths.grade(response, truth) == 0.0

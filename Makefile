@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check setup setup-dev verl system bench gpu clean
+.PHONY: help train test check docs setup setup-dev verl system bench gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -19,11 +19,15 @@ train: setup  ## Set everything up and train the built-in model (RLOO, sequence 
 test: setup-dev verl system check  ## Set everything up; lint, types, room boundaries, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-check: setup-dev  ## Lint, types and import directions only
+check: setup-dev  ## Format, lint, types, import directions and the documentation site only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: setup-dev  ## Show the documentation site at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 setup: $(VENV)/.installed  ## Install rlctl into .venv
 setup-dev: $(VENV)/.installed-dev  ## ... and what the tests need

@@ -1,6 +1,6 @@
 """Does correction help? The embedded task, off-policy on purpose, with and without every correction.
 
-    python benchmarks/off_policy.py [--seeds 6-10] [--workers 2] [--memory FILE] [--out DIR]
+    python benchmarks/off_policy.py [--seeds 6-10] [--staleness 0,4,16] [--workers 2] [--memory FILE]
 
 Every setting trains the same model on the same prompts with RLOO advantages. What differs is how old
 the responses are (`rollout.staleness`), how precise the copy that sampled them is (`rollout.dtype`),
@@ -94,9 +94,11 @@ def final_reward(outcome: Outcome) -> float:
     return 0.0 if outcome.validation is None else outcome.validation
 
 
-def tune(memory: Path, workers: int) -> tuple[Rates, dict[tuple[str, str], list[float]]]:
+def tune(
+    staleness: list[str], memory: Path, workers: int
+) -> tuple[Rates, dict[tuple[str, str], list[float]]]:
     """Best rate of every method under every staleness, and its mean final rewards in the order of `RATES`."""
-    cells = [(condition, method) for condition in STALENESS for method in METHODS]
+    cells = [(condition, method) for condition in staleness for method in METHODS]
     jobs = {
         (*cell, rate, seed): job_of(*cell, rate, seed)
         for seed in TUNING_SEEDS
@@ -112,21 +114,27 @@ def tune(memory: Path, workers: int) -> tuple[Rates, dict[tuple[str, str], list[
         for cell in cells
     }
     rates = {cell: RATES[found.index(max(found))] for cell, found in means.items()}
-    for condition in PRECISION:
-        rates |= {(condition, method): rates[FRESH, method] for method in PRECISION_METHODS}
+    if FRESH in staleness:
+        for condition in PRECISION:
+            rates |= {(condition, method): rates[FRESH, method] for method in PRECISION_METHODS}
     return rates, means
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("6-10"), help="6-10 or 6,9; reported")
+    ages = [name.split()[1] for name in STALENESS]
+    parser.add_argument("--staleness", default=",".join(ages), help=f"some of {', '.join(ages)}, in batches")
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, one core each")
     parser.add_argument("--memory", type=Path, default=Path("off_policy.jsonl"), help="finished runs")
     parser.add_argument("--out", type=Path, default=Path(), help="where table and plot go")
     options = parser.parse_args()
     if not set(options.seeds).isdisjoint(TUNING_SEEDS):
         parser.error(f"the rates were tuned on seeds {TUNING_SEEDS}: report others")
-    rates, means = tune(options.memory, options.workers)
+    staleness = [f"staleness {age}" for age in options.staleness.split(",")]
+    if not set(staleness) <= set(STALENESS):
+        parser.error(f"--staleness takes some of {', '.join(ages)}")
+    rates, means = tune(staleness, options.memory, options.workers)
     jobs = {
         (*cell, seed): job_of(*cell, rate, seed)
         for conditions in (STALENESS, PRECISION)

@@ -43,7 +43,7 @@ class Part:
         name: what the spec calls it.
         function: what it does; its signature is the registry's.
         label: a few words for people.
-        formula: what it computes, in the notation of docs/algorithms.md.
+        formula: what it computes, in the notation of docs/reference/algorithms.md.
         source: the paper or the code that the formula comes from.
         needs: what it reads of the batch beyond what every batch has.
         options: dotted spec keys that it reads; the spec warns where others are set.

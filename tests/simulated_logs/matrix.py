@@ -217,7 +217,7 @@ def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
     return int(run.table.steps[places[first] - 1]) - onset
 
 
-if __name__ == "__main__":  # the table of docs/diagnose-validation.md
+if __name__ == "__main__":  # the table of docs/explanation/diagnose-validation.md
     from rich.console import Console
 
     found = run(2, lambda done, total: None)

@@ -1,0 +1,37 @@
+# syntax=docker/dockerfile:1
+# rlctl for CPUs and for CUDA cards:
+#
+#   docker build --target cpu  -t rlctl:cpu  .
+#   docker build --target cuda -t rlctl:cuda .
+#   docker run --rm -v "$PWD:/work" rlctl:cpu train --preset rloo-seq-is
+#   docker run --rm -v "$PWD:/work" --gpus all --shm-size 16g rlctl:cuda train run.yaml
+#
+# A compiler stays in both images: DeepSpeed builds operators on first use, vLLM and Triton kernels.
+
+FROM python:3.11-slim AS cpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ ninja-build \
+    && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml README.md LICENSE /src/
+COPY rlctl /src/rlctl
+COPY presets /src/presets
+# uv knows where torch keeps its CPU builds, which carry no CUDA packages.
+RUN pip install --no-cache-dir uv \
+    && uv pip install --system --no-cache --torch-backend cpu /src
+WORKDIR /work
+ENTRYPOINT ["rlctl"]
+CMD ["--help"]
+
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ ninja-build python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/rlctl
+ENV PATH=/opt/rlctl/bin:$PATH
+COPY pyproject.toml README.md LICENSE /src/
+COPY rlctl /src/rlctl
+COPY presets /src/presets
+RUN pip install --no-cache-dir "/src[vllm,liger]"
+WORKDIR /work
+ENTRYPOINT ["rlctl"]
+CMD ["--help"]

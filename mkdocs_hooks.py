@@ -1,0 +1,100 @@
+"""What the documentation site takes from elsewhere when it is built: tables of the code, pages of the root.
+
+A page names a table by a comment of its own line, `<!-- generated: spec keys -->`; `TABLES` says which there
+are. README, CONTRIBUTING, SECURITY and CHANGELOG become pages; their links into `docs/` stay valid.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent
+#: File at the root → its page.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changes.md",
+}
+_MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
+_LINK = re.compile(r"(?<=\]\()(?:docs/)?([^)#:\s]+)")
+_EXAMPLES = re.compile(r"(?:^  \S.*\n+)+", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages made from files at the root."""
+    from mkdocs.structure.files import File
+
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=as_page(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the markers of a page by their tables."""
+    return with_tables(markdown)
+
+
+def as_page(text: str) -> str:
+    """The same text with links as seen from `docs/`."""
+    return _LINK.sub(lambda link: PAGES.get(link[1], link[1]), text)
+
+
+def with_tables(markdown: str) -> str:
+    """The text with every marker replaced.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+    return _MARKER.sub(lambda marker: TABLES[marker[1]](), markdown)
+
+
+def _spec_keys() -> str:
+    from rlctl.cli.app import run
+
+    with redirect_stdout(io.StringIO()) as table:
+        run(["schema", "--markdown"])
+    return table.getvalue()
+
+
+def _metrics() -> str:
+    from rlctl.metric_names import markdown
+
+    return markdown()
+
+
+def _commands() -> str:
+    """Help of every command, as Typer documents it, one heading level down and without Rich's markup."""
+    import click
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from rlctl.cli.app import app
+
+    command = get_command(app)
+    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="rlctl"), name="rlctl")
+    text = re.sub(r"\[/?bold\]", "`", text.partition("\n")[2])
+    return _EXAMPLES.sub(_code_block, text)
+
+
+def _code_block(examples: re.Match[str]) -> str:
+    lines = [line.strip() for line in examples[0].splitlines() if line.strip()]
+    return "```bash\n" + "\n".join(lines) + "\n```\n\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "spec keys": _spec_keys,
+    "metrics": _metrics,
+    "commands": _commands,
+}

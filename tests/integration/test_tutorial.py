@@ -1,0 +1,45 @@
+"""The tutorial's commands and files, run as they stand on the page."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorial" / "first-run.md"
+_BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(r"# (\w+\.py)\n")
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_written(tmp_path: Path, embedded: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    program = f"#!{sys.executable}\nfrom rlctl.cli.app import main\nmain()\n"
+    (tools / "rlctl").write_text(program)
+    (tools / "python").symlink_to(sys.executable)
+    (tools / "rlctl").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for language, content in _BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        if language == "python":
+            name = _FILE_NAME.match(content)
+            assert name, "a Python block names its file in its first line"
+            (tmp_path / name[1]).write_text(content, encoding="utf-8")
+            continue
+        command = ["bash", "-euo", "pipefail", "-c", content]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{content}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        outputs.append(done.stdout)
+
+    stale = outputs[1].split("CRITICAL")[1]
+    assert "[policy-gap]" in stale.splitlines()[0], "the worst finding is the one the page names"
+    assert "CRITICAL" not in outputs[2].split("runs/stale")[0]
+    scores = pq.read_table(tmp_path / "runs" / "own" / "rollouts").column("reward").to_pylist()
+    assert set(scores) > {0.0, 1.0}, "the page's own reward gave credit for single digits"

@@ -1,0 +1,59 @@
+"""What the documentation site takes from the code and from the root; `make check` builds the site itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mkdocs_hooks import PAGES, ROOT, as_page, with_tables
+from rlctl.cli.app import app
+
+DOCS = ROOT / "docs"
+MARKED = [path for path in DOCS.rglob("*.md") if "<!-- generated:" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
+def test_every_marker_becomes_its_table(path: Path) -> None:
+    assert "<!-- generated:" not in with_tables(path.read_text(encoding="utf-8"))
+
+
+def test_an_unknown_marker_stops_the_build() -> None:
+    with pytest.raises(KeyError, match="no such table"):
+        with_tables("<!-- generated: no such table -->")
+
+
+def test_every_command_is_listed_without_terminal_markup() -> None:
+    text = with_tables("<!-- generated: commands -->")
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
+    names += [str(group.name) for group in app.registered_groups]
+    assert len(names) >= 9
+    assert [name for name in names if f"\n## `rlctl {name}`\n" not in text] == []
+    assert "[bold]" not in text
+    assert "```bash\nrlctl evaluate runs/" in text
+
+
+@pytest.mark.parametrize(
+    ("at_the_root", "on_the_site"),
+    [
+        ("[a](docs/how-to/data.md#recipes)", "[a](how-to/data.md#recipes)"),
+        ("[a](CHANGELOG.md)", "[a](changes.md)"),
+        ("[a](https://example.org/docs/x.md)", "[a](https://example.org/docs/x.md)"),
+        ("[a](#exit-codes)", "[a](#exit-codes)"),
+        ("write `docs/x.md`", "write `docs/x.md`"),
+    ],
+)
+def test_links_of_root_pages_lead_to_the_same_place(at_the_root: str, on_the_site: str) -> None:
+    assert as_page(at_the_root) == on_the_site
+
+
+def test_links_between_root_pages_and_docs_exist_in_the_repository() -> None:
+    """On the site the strict build sees to it; in a checkout the same links are paths."""
+    link = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+    pages = [ROOT / name for name in PAGES] + list(DOCS.rglob("*.md"))
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in link.findall(re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8")))
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []

@@ -1,11 +1,13 @@
 """prepare-data beside the same job written with `datasets.map`: rows per second and memory, at three sizes.
 
-    python benchmarks/prepare.py [--scales 1 10 50] [--workers N] [--dir DIR] [--json FILE]
+    python benchmarks/prepare.py [--scales 1 10 50] [--input FILE] [--repeats N] [--workers N] [--dir DIR]
+    [--json FILE]
 
-The input is generated in the shape of GSM8K: at scale 1 it has about 100 MB, at 50 about 5 GB. Every side
-runs in a process of its own, one after the other. Peak memory is that of the whole tree of processes,
-each page shared between them counted once (PSS), sampled ten times a second; pages of the page cache that
-nobody maps are not in it. Needs `datasets`; the work directory needs about 25 GB for scale 50.
+The input is generated in the shape of GSM8K: at scale 1 it has about 100 MB, at 50 about 5 GB; or it is
+`--input`, a JSONL file of that shape. Every side runs in a process of its own, one after the other; with
+`--repeats` all sides in turn, that many times, and the figures are medians. Peak memory is that of the whole
+tree of processes, each page shared between them counted once (PSS), sampled ten times a second; pages of the
+page cache that nobody maps are not in it. Needs `datasets`; scale 50 needs about 25 GB of disk.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -178,6 +181,8 @@ SIDES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scales", type=float, nargs="+", default=[1, 10, 50])
+    parser.add_argument("--input", type=Path, help="a JSONL file instead of generated ones")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of all sides; medians are reported")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--dir", type=Path, help="where to work; default: a temporary directory")
@@ -190,14 +195,22 @@ def main() -> None:
         return
     names = ("scale", "rows", "side", "s", "CPU s", "rows/s", "ratio", "CPU ratio", "peak MiB", "output MB")
     print(" | ".join(names), flush=True)
-    for scale in options.scales:
+    for scale in (
+        options.scales if options.input is None else [options.input.stat().st_size / BYTES_PER_SCALE]
+    ):
         with tempfile.TemporaryDirectory(dir=options.dir) as name:
             work = Path(name)
-            source = work / "input.jsonl"
-            num_rows = generate(source, scale)
+            source = options.input or work / "input.jsonl"
+            num_rows = (
+                generate(source, scale) if options.input is None else len(source.open("rb").readlines())
+            )
+            runs: dict[str, list[dict[str, float]]] = {side: [] for side in options.sides}
+            for _ in range(options.repeats):
+                for side, done in runs.items():
+                    done.append(measured(side, source, work, options.workers))
             theirs: list[dict[str, float]] = []
-            for side in options.sides:
-                figures = measured(side, source, work, options.workers)
+            for side, done in runs.items():
+                figures = {key: statistics.median(one[key] for one in done) for key in done[0]}
                 figures["rows_per_s"] = round(num_rows / figures["seconds"])
                 if side.startswith("datasets"):
                     theirs.append(figures)

@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from rlctl.cli.compare import compare, numbers
 from rlctl.cli.evaluate_list import list_benchmarks
+from rlctl.cli.prepare_data import Recipe
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
-
-Recipe = Literal[
-    "gsm8k", "math", "dapo-math", "countdown", "multiple-choice", "verl", "trl", "openrlhf", "generic"
-]
 
 
 class Engine(StrEnum):
@@ -76,11 +73,8 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        Recipe | None,
-        typer.Option(
-            help="How columns of files become questions.", show_default="recognised by the first row"
-        ),
-    ] = None,
+        Recipe, typer.Option(help="How columns of files become questions; auto: recognised by the first row.")
+    ] = "auto",
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the prompt.", show_default="the recipe's")
     ] = None,
@@ -194,10 +188,11 @@ def evaluate(
     from rlctl.evaluate.questions import Columns
     from rlctl.evaluate.request import EvaluateRequest
 
+    layout = None if recipe == "auto" else recipe
     request = EvaluateRequest(
         model_or_run=model_or_run,
         data=list(data or []),
-        columns=Columns(recipe, prompt_key, answer_key, data_source, instruction),
+        columns=Columns(layout, prompt_key, answer_key, data_source, instruction),
         benchmarks_dir=benchmarks_dir,
         n=n,
         ks=ks,

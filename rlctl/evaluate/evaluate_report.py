@@ -14,6 +14,8 @@ from typing import Any
 from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.evaluate.intervals import LEVEL
+from rlctl.evaluate.lm_eval_files import DIRECTORY as LM_EVAL_DIRECTORY
+from rlctl.evaluate.lm_eval_files import write_lm_eval
 from rlctl.evaluate.page.write import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
@@ -74,6 +76,7 @@ def write_evaluation(
         write_samples(stage / SAMPLES_FILE, samples)
         if page:
             write_page(stage / PAGE_FILE, document, samples)
+            write_lm_eval(stage / LM_EVAL_DIRECTORY, document, evaluation.scores, samples)
 
 
 def read_evaluation(

@@ -98,9 +98,7 @@ class ServedModel:
         """What the user should know of the sampling."""
         if self._neutral:
             return []
-        return [
-            f"the server takes no {', '.join(_NEUTRAL)}: where it has defaults for them, it samples by those"
-        ]
+        return [f"the server takes no {', '.join(_NEUTRAL)}: its own defaults for them apply"]
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """Yield these responses as they arrive; a question too long for the context has none.
@@ -196,7 +194,7 @@ class ServedModel:
             raise EnvironmentFailure(
                 f"the server does not answer: {_words(error)}",
                 where=self._url,
-                fix="start it, or mend --base-url",
+                fix="start it, or correct --base-url",
             ) from error
         if answer.status_code in {401, 403}:
             fix = f"put a valid key into the environment variable {KEY_VARIABLE}"
@@ -216,9 +214,7 @@ class ServedModel:
         names = ", ".join(card["id"] for card in cards)
         if name is not None:
             raise UsageError(f"the server has no model `{name}`", where=self._url, fix=f"it serves {names}")
-        what = (
-            f"the server serves several models: {names}" if cards else "the server does not list its models"
-        )
+        what = f"the server serves several models: {names}" if cards else "the server lists no models"
         raise UsageError(what, where=self._url, fix="name one: rlctl evaluate MODEL --engine openai …")
 
     def _client(self) -> httpx.AsyncClient:

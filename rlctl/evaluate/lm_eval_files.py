@@ -56,7 +56,7 @@ def write_lm_eval(
     results = _results(document, scores, tasks, n) | {
         "task_hashes": hashes,
         "date": written.timestamp(),
-        "model_source": document["sampling"]["engine"],
+        "model_source": document["sampling"].get("engine", "rlctl"),
         "model_name": name,
         "model_name_sanitized": sanitized,
     }
@@ -129,10 +129,10 @@ def _results(
             for name in tasks.values()
         },
         "config": {
-            "model": sampling["engine"],
-            "model_args": {"pretrained": model["path"], "dtype": sampling["dtype"]},
-            "model_sha": model["sha256"],
-            "model_dtype": sampling["dtype"],
+            "model": sampling.get("engine", "rlctl"),
+            "model_args": {"pretrained": model["path"], "dtype": sampling.get("dtype")},
+            "model_sha": model.get("sha256"),
+            "model_dtype": sampling.get("dtype"),
             "batch_size": None,
             "device": None,
             "limit": None,
@@ -144,7 +144,7 @@ def _results(
         "rlctl_version": document["versions"]["rlctl"],
         "transformers_version": document["versions"]["transformers"],
         "chat_template": None,
-        "chat_template_sha": model["template_sha256"],
+        "chat_template_sha": model.get("template_sha256"),
         "system_instruction": None,
         "fewshot_as_multiturn": False,
         "total_evaluation_time_seconds": str(document["seconds"]),

@@ -27,7 +27,7 @@ def stored(tmp_path, make_samples):
             | sampling,
         }
         evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], n), [], 1.0)
-        write_evaluation(tmp_path / name, evaluation, samples)
+        write_evaluation(tmp_path / name, evaluation, samples, page=False)
         return tmp_path / name
 
     return make

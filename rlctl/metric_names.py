@@ -58,7 +58,10 @@ def _correction() -> Iterator[Metric]:
     yield metric("chi2_seq", "1", "mean over sequences of (Π ρ)², minus 1; raw ESS ≈ 1 / (1 + χ²)")
 
 
-_APPLIED = "of the applied weights (bounded, rejected ones zero, normalised: what the loss multiplies by)"
+_APPLIED = (
+    "of the weights after bound, rejection (zero) and normalisation: what the loss multiplies by; measured "
+    "only in bypass mode with a loss that has its own ratio"
+)
 _RAW = "of the raw weights (before bound, rejection and normalisation: the true distance of the policies)"
 _UNITS = "over response tokens (level token) or sequences (levels sequence and geometric)"
 
@@ -104,7 +107,7 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("rollout_is_batch_norm_factor", "1", "mean surviving weight the weights were divided by")
     yield metric("rollout_rs_masked_fraction", "fraction", "rejected response tokens / response tokens")
     yield metric("rollout_rs_seq_masked_fraction", "fraction", "share of sequences with a rejected token")
-    nonfinite = "sequences rejected because a log-prob was NaN or infinite"
+    nonfinite = "sequences with a NaN or infinite log-prob, of π_rollout, π_old or π_θ"
     yield metric("nonfinite_sequences", "sequences", nonfinite, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
     yield metric("saturated_sequences", "sequences", saturated, verl=False)
@@ -112,14 +115,24 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("skipped_updates", "updates", skipped, verl=False)
 
 
+#: Equal names, equal quantities only under this dialect.
+_VERL_DIALECT = "verl (under `dialect: verl`)"
+
+
 def _criteria() -> Iterator[Metric]:
-    """One rejection criterion's statistics; the longer endings first, they are matched in this order."""
+    """One rejection criterion's statistics; the longer endings first, they are matched in this order.
+
+    verl logs equal names. Its statistics are k1, k2 and k3; the guide's are ρ itself.
+    """
 
     def metric(ending: str, unit: str, definition: str) -> Metric:
         name = f"{CORRECTION}rollout_rs_<criterion>_{ending}"
-        return Metric(name, unit, definition, {"verl": name})
+        return Metric(name, unit, definition, {_VERL_DIALECT: name})
 
-    judged = "of the criterion's statistic, over what it judges (tokens or sequences)"
+    judged = (
+        "of the criterion's statistic (ρ_t, max ρ_t, Π ρ or its mean under dialect guide; verl's k1, k2 or "
+        "k3 under dialect verl), over the tokens or sequences it is compared for"
+    )
     one = "this criterion alone rejects"
     yield metric("seq_masked_fraction", "fraction", f"share of sequences in which {one} a token")
     yield metric("masked_fraction", "fraction", f"share of response tokens that {one}")

@@ -154,8 +154,11 @@ def _token_pass(
     if keep_out is not None:
         keep_out.copy_(keep)
     rows["num_kept"] = _count(keep)
-    if weights_out is not None:
-        _token_weights(rows, rules.weight, excess, mask, keep, padding, weights_out)
+    if rules.weight.level in (None, "token"):
+        ratio = log_ratio.exp().mul_(mask)
+        rows |= {"ratio": ratio.sum(-1), "ratio_sq": row_squares(ratio)}
+        if weights_out is not None:
+            _token_weights(rows, rules.weight, excess, ratio, mask, keep, padding, weights_out)
     return rows
 
 
@@ -202,36 +205,39 @@ def _token_statistic(rule: RejectRule, log_ratio: Tensor, excess: Tensor) -> Ten
     return excess - log_ratio
 
 
-def bound_excess(excess: Tensor, rule: WeightRule) -> Tensor:
-    """Apply the bound to w − 1 (any shape): `clip`, `truncate` or `mask` of `WeightRule`."""
+def bound_weights(weights: Tensor, rule: WeightRule, centre: float = 0.0) -> Tensor:
+    """Apply the bound to w − centre (any shape): `clip`, `truncate` or `mask` of `WeightRule`."""
+    lower, upper = rule.lower - centre, rule.upper - centre
     if rule.bound == "mask":
-        inside = (excess >= rule.lower - 1.0) & (excess <= rule.upper - 1.0)
-        return torch.where(inside, excess, -1.0)
-    return excess.clamp(min=rule.lower - 1.0 if rule.bound == "clip" else None, max=rule.upper - 1.0)
+        return torch.where((weights >= lower) & (weights <= upper), weights, -centre)
+    return weights.clamp(min=lower if rule.bound == "clip" else None, max=upper)
 
 
 def _token_weights(
     rows: Rows,
     rule: WeightRule,
     excess: Tensor,
+    ratio: Tensor,
     mask: Tensor,
     keep: Tensor,
     padding: Tensor,
     weights_out: Tensor,
 ) -> None:
     """Bounded token weights into `weights_out`, and the row sums of what will be logged."""
-    bounded = bound_excess(excess, rule)
+    weights = bound_weights(ratio, rule)
+    torch.mul(weights, keep, out=weights_out)
+    applied = weights.mul_(mask) if rule.metrics == "verl" else weights_out
+    rows |= {"weight_total": applied.sum(-1), "weight_total_sq": row_squares(applied)}
+    bounded = bound_weights(excess, rule, centre=1.0)
     rows["ratio_high"] = _count(mask & (excess > rule.upper - 1.0))
     rows["ratio_low"] = _count(mask & (excess < _lower_edge(rule) - 1.0))
     kept = torch.where(keep, bounded, -1.0)
     logged = torch.where(mask, bounded if rule.metrics == "verl" else kept, 0.0)
     rows |= {"weight": logged.sum(-1), "weight_sq": row_squares(logged)}
-    rows |= {"weight_min": (logged + padding).amin(-1), "weight_max": (logged - padding).amax(-1)}
+    rows |= {"weight_min": (applied + padding).amin(-1), "weight_max": applied.amax(-1)}
     if rule.normalize:
-        counted = mask if rule.normalize_over == "all" else keep
-        is_logged = counted is mask and (rule.metrics == "verl" or keep is mask)
-        rows["norm"] = rows["weight"] if is_logged else torch.where(counted, bounded, 0.0).sum(-1)
-    torch.add(kept, 1.0, out=weights_out)
+        counted = weights * mask if rule.normalize_over == "all" else weights_out
+        rows["norm"] = rows["weight_total"] if counted is applied else counted.sum(-1)
 
 
 def _lower_edge(rule: WeightRule) -> float:
@@ -329,7 +335,7 @@ def _sequence_weights(rows: Rows, rule: WeightRule, finite: Tensor, keep: Tensor
     length = rows["length"].clamp(min=1)
     log_weight = rows["log_ratio"] / (length if rule.level == "geometric" else 1.0)
     raw = log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
-    bounded = bound_excess(raw, rule)
+    bounded = bound_weights(raw, rule, centre=1.0)
     rows |= {"raw": raw, "bounded": bounded}
     rows["ratio_high"] = (finite & (raw > rule.upper - 1.0)).double()
     rows["ratio_low"] = (finite & (raw < _lower_edge(rule) - 1.0)).double()

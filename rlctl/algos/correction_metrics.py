@@ -116,11 +116,12 @@ def _weight_sums(
     if rule.level in (None, "token"):
         raw_low, raw_high = rows["log_ratio_min"].exp(), rows["log_ratio_max"].exp()
         builder.family("raw_token", length, rows["excess"], rows["excess_sq"], raw_high, raw_low, finite)
-        raw_seq = rows["excess"] / mean_length
+        builder.powers("raw_token", rows["ratio"], rows["ratio_sq"], finite)
+        raw_seq, raw_at = rows["excess"] / mean_length, rows["ratio"] / mean_length
     else:
-        raw_seq = rows["raw"]
+        raw_seq, raw_at = rows["raw"], rows["raw"] + 1.0
         _expand(builder, "raw_token", raw_seq, length, finite)
-    builder.per_sequence("raw_seq", raw_seq, finite, centre=1.0)
+    builder.per_sequence("raw_seq", raw_seq, finite, centre=1.0, at=raw_at)
     if rule.level is None:
         return
 
@@ -134,10 +135,12 @@ def _weight_sums(
     if rule.level == "token":
         total = torch.where(counted, rows["weight"], -length)
         squares = torch.where(counted, rows["weight_sq"], length)
-        high = torch.where(counted, rows["weight_max"], -1.0) + 1.0
-        low = torch.where(counted, rows["weight_min"], -1.0) + 1.0
+        high = torch.where(counted, rows["weight_max"], 0.0)
+        low = torch.where(counted, rows["weight_min"], 0.0)
         builder.family("weight_token", length, total, squares, high, low, nonempty)
-        builder.per_sequence("weight_seq", total / mean_length, nonempty, centre=1.0)
+        first, second = (torch.where(counted, rows[f"weight_total{power}"], 0.0) for power in ("", "_sq"))
+        builder.powers("weight_token", first, second, nonempty)
+        builder.per_sequence("weight_seq", total / mean_length, nonempty, 1.0, first / mean_length)
         norm = rows["norm"] if rule.normalize else length
         count = length if rule.normalize_over == "all" else num_kept
     else:
@@ -156,16 +159,18 @@ def _weight_sums(
             low,
             nonempty,
         )
-        norm, count = bounded, torch.ones_like(bounded)
+        builder.powers("weight_token", kept * (value + 1.0), kept * (value + 1.0).square(), nonempty)
+        norm, count = bounded + 1.0, torch.ones_like(bounded)
     who = finite if rule.normalize_over == "all" else survives
     builder.sums["norm.n"] = torch.where(who, count, 0.0).sum()
-    builder.sums["norm.s1"] = torch.where(who, norm, 0.0).sum()
+    builder.sums["norm"] = torch.where(who, norm, 0.0).sum()
 
 
 def _expand(builder: TallyBuilder, name: str, values: Tensor, length: Tensor, who: Tensor) -> None:
     """A sequence's value counted once for each of its tokens."""
     at = values + 1.0
     builder.family(name, length, values * length, values.square() * length, at, at, who)
+    builder.powers(name, at * length, at.square() * length, who)
 
 
 def _criterion_sums(
@@ -202,9 +207,8 @@ def batch_norm_factor(tally: HostTally, rules: CorrectionRules) -> float:
     """Mean weight of the mini-batch, by which its weights are divided (1.0: nothing to do)."""
     if rules.weight.level is None or not rules.weight.normalize:
         return 1.0
-    count = tally.sums["norm.n"]
-    mean = 1.0 + tally.sums["norm.s1"] / count if count else 1.0
-    return mean if mean > 1e-8 else 1.0
+    mean = tally.per("norm", "norm.n")
+    return mean if mean > 0.0 else 1.0
 
 
 def normalized(tally: HostTally, rules: CorrectionRules) -> HostTally:
@@ -217,9 +221,14 @@ def normalized(tally: HostTally, rules: CorrectionRules) -> HostTally:
         return tally
     sums, maxima = dict(tally.sums), dict(tally.maxima)
     for name in ("weight_token", "weight_seq"):
-        n, s1, s2 = (sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
-        sums[f"{name}.s1"] = (s1 + n * (1.0 - factor)) / factor
-        sums[f"{name}.s2"] = (s2 + 2.0 * (1.0 - factor) * s1 + n * (1.0 - factor) ** 2) / factor**2
+        n, s1, s2, p1, p2 = (sums[f"{name}.{part}"] for part in ("n", "s1", "s2", "p1", "p2"))
+        first = s1 + n * (1.0 - factor)  # Σ(w − factor)
+        second = s2 + 2.0 * (1.0 - factor) * s1 + n * (1.0 - factor) ** 2
+        if factor < 0.5:  # sums of distances from 1 would cancel
+            first, second = p1 - n * factor, p2 - 2.0 * factor * p1 + n * factor**2
+        sums[f"{name}.s1"], sums[f"{name}.s2"] = first / factor, second / factor**2
+        sums[f"{name}.p1"] /= factor
+        sums[f"{name}.p2"] /= factor**2
         for part in ("max", "min"):
             maxima[f"{name}.{part}"] /= factor
     return HostTally(sums, maxima)

@@ -2,7 +2,8 @@
 
 Every figure is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the tokens before it, in nats;
 shapes are (B, T). Sources: Schulman 2020, "Approximating KL Divergence" (k1, k2, k3);
-DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (unbiased KL estimate).
+DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (`unbiased`); Precup, Sutton and Singh 2000, "Eligibility
+Traces for Off-Policy Policy Evaluation" (per-decision importance sampling, `sequence`).
 """
 
 from __future__ import annotations
@@ -48,15 +49,24 @@ def kl_loss(
     - `k1`: zero. It penalises nothing.
     - `k2`: ∇ KL(π_θ ‖ π_ref), the reverse KL.
     - `k3`: ∇ KL(π_ref ‖ π_θ), the forward KL.
-    - `unbiased`, (π_θ/π_rollout) · k3 with gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref), whichever
-      policy π_rollout the tokens were sampled from. The ratio's log is clamped to ±20.
+    - `unbiased`, (π_θ/π_rollout) · k3 with gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref) of each
+      token's distribution, whichever policy π_rollout the token was sampled from. The tokens before it stay
+      π_rollout's and carry no gradient: of whole sequences it is not the KL's gradient.
+    - `sequence`, (Π_{s≤t} π_θ(s)/π_rollout(s)) · k3_t with gradient through the product: summed over a
+      sequence, ∇ KL(π_θ ‖ π_ref) of whole sequences, whichever policy π_rollout they were sampled from, if
+      none is rejected. Its variance grows with the length, as that of sequence weights. Needs whole rows.
+
+    The log of a ratio or product is clamped to ±20.
     """
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
     theta, ref, rollout = (torch.where(loss_mask, x, 0.0) for x in given)
-    if kind != "unbiased":
+    if kind == "unbiased":
+        log_ratio = theta - rollout
+    elif kind == "sequence":
+        log_ratio = (theta - rollout).cumsum(-1)
+    else:
         return kl_estimate(kind, theta, ref)
-    ratio = (theta - rollout).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return ratio * kl_estimate("k3", theta, ref)
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp() * kl_estimate("k3", theta, ref)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ Statistic = Literal["ratio", "k1", "k2", "k3"]
 Reduction = Literal["none", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
-KLLossType = Literal["k1", "k2", "k3", "unbiased"]
+KLLossType = Literal["k1", "k2", "k3", "unbiased", "sequence"]
 MetricConvention = Literal["applied", "verl"]
 
 
@@ -109,6 +109,39 @@ class RejectRule:
             return _exp(-width), _exp(width)
         return _k3_band(upper)
 
+    def implies(self, other: RejectRule, horizon: int) -> bool:
+        """Whether `other` accepts whatever this criterion accepts, and so rejects nothing more.
+
+        Never wrongly True, for responses of 1 to `horizon` tokens. Not every implication is found: those
+        between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
+        """
+        removes_less = self.scope == "token" and other.scope == "sequence"
+        if removes_less or (self.negative_advantage_only and not other.negative_advantage_only):
+            return False
+        mine, others = self._subject(), other._subject()
+        if mine is None or others is None:
+            return False
+        factors = horizon if others == "product" and mine != "product" else 1
+        if mine != others:
+            # k2 and k3 are never negative: no token's exceeds their sum, so these bound every token.
+            bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
+            # The geometric mean: k2 and k3 are convex in log ρ, of its mean at most their mean (Jensen).
+            from_tokens = others in ("token", "mean of k2", "mean of k3")
+            follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
+            if not follows or not _within((1.0, 1.0), self.band()):
+                return False
+        return _within(self.band(), other.band(), factors)
+
+    def _subject(self) -> str | None:
+        """What `band` is an interval of; None: of nothing (a lower bound on k2, on k3 or on a maximum)."""
+        if self.lower is not None and (self.statistic in ("k2", "k3") or self.reduction == "max"):
+            return None
+        if self.reduction in ("none", "max"):
+            return "token"
+        if self.statistic in ("ratio", "k1"):
+            return "product" if self.reduction == "sum" else "geometric mean"
+        return f"{self.reduction} of {self.statistic}"
+
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
@@ -147,6 +180,16 @@ class CorrectionRules:
     weight: WeightRule
     reject: tuple[RejectRule, ...] = ()
     loss_denominator: LossDenominator = "before_rejection"
+
+
+def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:
+    """Whether a product of `factors` numbers of one band is always in the other, up to rounding."""
+    (low, high), (least, most) = (tuple(_log(edge) for edge in edges) for edges in (band, other))
+    return factors * low >= least - 1e-9 and factors * high <= most + 1e-9
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0.0 else -math.inf
 
 
 def _exp(value: float) -> float:

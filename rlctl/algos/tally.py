@@ -48,7 +48,12 @@ class Tally:
 
 
 class TallyBuilder:
-    """Names for the sums of one family of values: count, Σx, Σx², max, −min."""
+    """Names for the sums of one family of values: count, Σx, Σx², max, −min.
+
+    Where x is summed as a distance from 1, `powers` adds Σw and Σw² of w = 1 + x itself. Distances keep the
+    variance near 1; powers keep mean and effective sample size of weights that are all far from 1, where the
+    distances cancel. Clamped weights lie in e^±20: float64 holds their squares and sums at full precision.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -63,10 +68,19 @@ class TallyBuilder:
         self.sums |= zip((f"{name}.n", f"{name}.s1", f"{name}.s2"), sums, strict=True)
         self.maxima |= zip((f"{name}.max", f"{name}.min"), maxima, strict=True)
 
-    def per_sequence(self, name: str, values: Tensor, who: Tensor, centre: float = 0.0) -> None:
-        """One value per sequence."""
-        at = values + centre
+    def powers(self, name: str, total: Tensor, squares: Tensor, who: Tensor) -> None:
+        """Row vectors (B,): Σw and Σw² of the values in the row."""
+        sums = torch.where(who, torch.stack([total, squares]), 0.0).sum(-1)
+        self.sums |= zip((f"{name}.p1", f"{name}.p2"), sums, strict=True)
+
+    def per_sequence(
+        self, name: str, values: Tensor, who: Tensor, centre: float = 0.0, at: Tensor | None = None
+    ) -> None:
+        """One value per sequence, as a distance from `centre`; `at`: the value itself, where it is known."""
+        at = values + centre if at is None else at
         self.family(name, torch.ones_like(values), values, values.square(), at, at, who)
+        if centre:
+            self.powers(name, at, at.square(), who)
 
 
 # --- on the host ----------------------------------------------------------------------------------
@@ -74,26 +88,25 @@ class TallyBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, Σ(x − centre), Σ(x − centre)², extremes of one family of values."""
+    """Count, Σ(x − centre), Σ(x − centre)², Σx, Σx², extremes of one family of values."""
 
     count: float
     s1: float
     s2: float
+    p1: float
+    p2: float
     high: float
     low: float
-    centre: float
 
     @property
     def mean(self) -> float:
         """Mean; 0.0 of nothing."""
-        return self.centre + self.s1 / self.count if self.count else 0.0
+        return self.p1 / self.count if self.count else 0.0
 
     @property
     def mean_square(self) -> float:
-        """Mean of x²."""
-        if not self.count:
-            return 0.0
-        return (self.s2 + 2.0 * self.centre * self.s1) / self.count + self.centre**2
+        """Mean of x²; 0.0 of nothing."""
+        return self.p2 / self.count if self.count else 0.0
 
     @property
     def std(self) -> float:
@@ -108,7 +121,8 @@ class Moments:
     def _variance(self) -> float:
         if self.count == 1:
             return 0.0  # exactly, whatever rounding left in the squares
-        return max(self.s2 / self.count - (self.s1 / self.count) ** 2, 0.0)
+        first, second = (self.p1, self.p2) if self.mean < 0.5 else (self.s1, self.s2)
+        return max(second / self.count - (first / self.count) ** 2, 0.0)
 
     @property
     def ess(self) -> float:
@@ -116,9 +130,9 @@ class Moments:
 
         Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
         """
-        if not self.count or self.mean_square <= 0:
+        if not self.p2 > 0:
             return 0.0
-        return min(self.mean**2 / self.mean_square, 1.0)  # rounding could lift equal weights above 1
+        return min(self.p1**2 / (self.count * self.p2), 1.0)  # rounding could lift equal weights above 1
 
     @property
     def max(self) -> float:
@@ -146,9 +160,11 @@ class HostTally:
         )
 
     def moments(self, name: str, centre: float = 0.0) -> Moments:
-        """The family `name`."""
+        """The family `name`, whose values were summed as distances from `centre`."""
         count, s1, s2 = (self.sums[f"{name}.{part}"] for part in ("n", "s1", "s2"))
-        return Moments(count, s1, s2, self.maxima[f"{name}.max"], -self.maxima[f"{name}.min"], centre)
+        p1 = self.sums.get(f"{name}.p1", s1 + centre * count)
+        p2 = self.sums.get(f"{name}.p2", s2 + 2.0 * centre * s1 + centre**2 * count)
+        return Moments(count, s1, s2, p1, p2, self.maxima[f"{name}.max"], -self.maxima[f"{name}.min"])
 
     def per(self, name: str, count: str) -> float:
         """A sum divided by a count; 0.0 of nothing."""

@@ -186,6 +186,8 @@ def frameworks() -> list[Setting]:
             no_weight | {"rollout_rs": "token_k1", "rollout_rs_threshold": "1e-4_100"},
         ),
         ("SkyRL token mask", "SkyRL", no_weight | _verl_rs("token_k1", "0.5_2.0")),
+        ("TRL off-policy mask", "TRL", no_weight | _off_policy("0.5")),
+        ("slime OPSM", "slime", no_weight | _off_policy("1e-4")),
     ]
     return [Setting(name, family, RolloutCorrectionSpec(**fields)) for name, family, fields in rows]
 
@@ -196,3 +198,7 @@ def _bound(bound: str, threshold: str) -> dict[str, str]:
 
 def _verl_rs(name: str, threshold: str) -> dict[str, str]:
     return {"dialect": "verl", "rollout_rs": name, "rollout_rs_threshold": threshold}
+
+
+def _off_policy(threshold: str) -> dict[str, str]:
+    return {"rollout_rs": "off_policy", "rollout_rs_threshold": threshold}

@@ -49,7 +49,8 @@ class ActorSpec(Section):
     kl_loss_coef: float = Field(default=0.001, ge=0)
     """Its coefficient."""
     kl_loss_type: Annotated[KLLossType, KLNames] = "k3"
-    """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_rollout (DeepSeek-V3.2)."""
+    """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_rollout of the token (DeepSeek-V3.2),
+    `sequence` by the product up to the token."""
     loss_agg_mode: AggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch on all ranks."""
     lr: float = Field(default=1e-6, ge=0)

@@ -119,7 +119,7 @@ def kl_is_meant(spec: RunSpec) -> list[Problem]:
     ]
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         what = "as a loss, k1's gradient is zero on average: it adds noise and no pull to the reference"
-        problems.append(Problem("warning", "actor.kl_loss_type", what, "use k2, k3 or unbiased"))
+        problems.append(Problem("warning", "actor.kl_loss_type", what, "use k2, k3, unbiased or sequence"))
     return problems
 
 

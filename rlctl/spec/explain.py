@@ -102,6 +102,7 @@ def notes(spec: RunSpec) -> list[str]:
         lines.append("No importance weights are applied; the ratios are measured all the same.")
     if not rules.reject:
         lines.append("Nothing is rejected.")
+    lines += _implied(rules.reject, spec.data.max_response_length)
     if correction.bypass_mode:
         lines.append("Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, anew at every update.")
     else:
@@ -115,6 +116,22 @@ def notes(spec: RunSpec) -> list[str]:
             f"A product over {length} tokens reaches the clamp of e^±{LOG_RATIO_CLAMP:g} when the mean "
             f"log-ratio per token is {LOG_RATIO_CLAMP / length:.2g}: watch rollout_corr/saturated_sequences."
         )
+    return lines
+
+
+def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
+    """Criteria that reject nothing which another one has not rejected already; of two alike, the later."""
+    lines = []
+    for place, rule in enumerate(rules):
+        for other_place, other in enumerate(rules):
+            alike = rule.implies(other, horizon)
+            if other is rule or not other.implies(rule, horizon) or (alike and other_place > place):
+                continue
+            lines.append(
+                f"{rule.name} never rejects anything: {other.name} implies it (all that {other.name} "
+                f"accepts, {rule.name} accepts too). Leave one of them out, or change a threshold."
+            )
+            break
     return lines
 
 

@@ -233,8 +233,9 @@ def _token_veto(name: str, numbers: Numbers) -> RejectRule:
 
 
 def _off_policy(name: str, numbers: Numbers) -> RejectRule:
-    upper = _one_number(numbers, "the largest mean k3 allowed")
-    return RejectRule(name, "k3", "mean", None, upper, "sequence", negative_advantage_only=True)
+    """DeepSeek-V3.2's mask: mean k1 = mean log π_rollout/π_train > δ, and a negative advantage."""
+    upper = _one_number(numbers, "the largest mean of log π_rollout − log π_train allowed")
+    return RejectRule(name, "k1", "mean", None, upper, "sequence", negative_advantage_only=True)
 
 
 # What the reference guide says: every threshold is on ρ, every criterion rejects whole sequences.

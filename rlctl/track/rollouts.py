@@ -83,7 +83,7 @@ class RolloutWriter:
             scores: (B,) grader output.
             score_valid: (B,) bool; the reward of the others is null.
             training_log_probs: (B, T) nats, of the policy the ratios were formed with.
-            weights: (B, T) weights that reached the loss, zero where rejected.
+            weights: (B, T), what the loss was multiplied by: zero where rejected.
             keep_mask: (B, T) bool, False where rejected.
 
         Raises:

@@ -65,22 +65,29 @@ def actor_loss(
         policies = (output.log_probs, micro.ref_log_probs, micro.rollout_log_probs)
         kl = mean(kl_loss(settings.kl_loss_type, *policies, loss_mask))
         loss = loss + settings.kl_loss_coef * kl
-    return loss, _tally(micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl)
+    # What the correction has not seen: in decoupled mode π_θ is not part of it.
+    nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
+    return loss, _tally(
+        micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl, nonfinite=nonfinite.sum()
+    )
+
+
+def nonfinite_rows(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """(B,) bool: a response token of the row has a NaN or infinite log-prob; both (B, T)."""
+    return (mask & ~log_probs.detach().isfinite()).any(-1)
 
 
 @torch.no_grad()
-def _tally(
-    micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **losses: Tensor
-) -> Tally:
+def _tally(micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **sums: Tensor) -> Tally:
     drift = micro.old_log_probs - output.log_probs
     none = torch.zeros_like(mask)
     clipped = none if policy.clipped is None else policy.clipped
     clipped_lower = none if policy.clipped_lower is None else policy.clipped_lower
-    sums = {name: value.detach() for name, value in losses.items()} | {
+    sums |= {
         "tokens": mask.sum(),
         "entropy": torch.where(mask & output.entropy.isfinite(), output.entropy, 0.0).sum(),
         "ppo_kl": torch.where(mask & drift.isfinite(), drift, 0.0).sum(),
         "clipped": clipped.sum(),
         "clipped_lower": clipped_lower.sum(),
     }
-    return Tally({name: value.double() for name, value in sums.items()}, {})
+    return Tally({name: value.detach().double() for name, value in sums.items()}, {})

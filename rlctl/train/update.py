@@ -33,7 +33,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.train.micro_batches import in_batch_order, micro_batches
-from rlctl.train.objective import Settled, actor_loss
+from rlctl.train.objective import Settled, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update_guard import UpdateGuard, Verdict
 
@@ -48,8 +48,12 @@ class Updated:
     Attributes:
         metrics: of the whole batch, all ranks.
         num_updates: optimizer steps taken or withheld.
-        training_log_probs, weights, keep_mask: (B, T), as the last pass over each row saw them.
-        nonfinite: (B,) bool, rows rejected for a NaN or infinite log-prob.
+        training_log_probs: (B, T) nats, of the policy ρ was formed with: π_old in decoupled mode, in bypass
+            mode π_θ in the last pass over each row.
+        weights: (B, T), what the last pass multiplied the loss by: 0 where rejected, 1 where a token is kept
+            and no weight is applied.
+        keep_mask: (B, T) bool, of the last pass.
+        nonfinite: (B,) bool, rows with a NaN or infinite log-prob, of any policy and in any pass.
         verdicts: the guardrails', one per optimizer step that was to be taken.
     """
 
@@ -113,6 +117,8 @@ def update(
             results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here, judge, hold=hold))
     once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, once, settings)
+    [num_nonfinite] = ranks.sum([float(seen.nonfinite.sum())])  # once each, however often a row is passed
+    metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
     verdicts = [] if hold else [result.verdict for result in results]
     return Updated(
         metrics, len(verdicts), seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite, verdicts
@@ -154,11 +160,11 @@ def _mini_batch(
         loss, stat = actor_loss(micro, output, correction, settled, settings)
         actor.backward(loss, last=index == len(micros) - 1)
         stats.append(stat)
-        seen.write(rows, output, correction, settled.factor)
+        seen.write(rows, micro, output, correction, settings, settled.factor)
 
     tally = tally or ranks.to_host(_sum(parts))
     losses = ranks.to_host(_sum(stats))
-    _refuse_nonfinite(tally, settings)
+    _refuse_nonfinite(tally, losses, settings)
     skip = hold or tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
     verdict = Verdict() if skip else judge(tally, settings.rules)
     lr *= verdict.lr_scale
@@ -223,9 +229,9 @@ def _rows_of(correction: Correction, rows: Rows) -> Correction:
     )
 
 
-def _refuse_nonfinite(tally: HostTally, settings: UpdateSettings) -> None:
+def _refuse_nonfinite(tally: HostTally, losses: HostTally, settings: UpdateSettings) -> None:
     total = tally.sums["sequences"]
-    bad = total - tally.sums["finite_sequences"]
+    bad = total - tally.sums["finite_sequences"] + losses.sums["nonfinite"]
     if bad > settings.max_nonfinite_fraction * total:
         raise RunFailure(
             f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
@@ -260,12 +266,21 @@ class _Seen:
         rows = slice(start, start + count)
         return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows])
 
-    def write(self, rows: Rows, output: PolicyOutput, correction: Correction, factor: float) -> None:
-        self.log_probs[rows] = output.log_probs.detach()
-        weights = correction.keep_mask.float() if correction.weights is None else correction.weights
-        self.weights[rows] = weights / factor
+    def write(
+        self,
+        rows: Rows,
+        micro: TrainBatch,
+        output: PolicyOutput,
+        correction: Correction,
+        settings: UpdateSettings,
+        factor: float,
+    ) -> None:
+        """Store one micro-batch. A loss that weights are not applied to multiplies what is kept by 1."""
+        self.log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
+        weights = correction.weights if settings.weights_are_applied else None
+        self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
         self.keep_mask[rows] = correction.keep_mask
-        self.nonfinite[rows] |= correction.nonfinite
+        self.nonfinite[rows] |= correction.nonfinite | nonfinite_rows(output.log_probs, micro.counted)
 
 
 def _metrics(

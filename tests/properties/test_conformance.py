@@ -29,11 +29,12 @@ def padded(rows: list[list[float]]) -> torch.Tensor:
 
 LOG_RATIO = padded(RESPONSES)
 ROLLOUT = torch.full_like(LOG_RATIO, -1.0)
+ADVANTAGES = torch.tensor(peers.ADVANTAGES)[:, None].expand_as(LOG_RATIO)
 
 
 def ours(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, Correction]:
     """(weights, kept, all of it); weights 1 where the rule has none."""
-    found = correct(ROLLOUT + LOG_RATIO, ROLLOUT, MASK, setting.rules)
+    found = correct(ROLLOUT + LOG_RATIO, ROLLOUT, MASK, setting.rules, advantages=ADVANTAGES)
     weights = torch.ones_like(LOG_RATIO) if found.weights is None else found.weights
     return weights, found.keep_mask & MASK, found
 
@@ -64,7 +65,10 @@ def row_of(setting: Setting) -> str:
 @pytest.mark.parametrize("name", peers.RULES)
 def test_equals_the_slow_rule(name: str) -> None:
     weights, kept, _ = ours(SETTINGS[name])
-    rows = [peers.RULES[name](response) for response in RESPONSES]
+    rows = [
+        peers.RULES[name](response, advantage)
+        for response, advantage in zip(RESPONSES, peers.ADVANTAGES, strict=True)
+    ]
     expected_kept = padded([[float(x) for x in verdict] for _, verdict in rows]).bool() & MASK
     assert torch.equal(kept, expected_kept)
     expected = padded([weight for weight, _ in rows])

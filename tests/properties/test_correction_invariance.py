@@ -59,6 +59,24 @@ def random_rules(draw: random.Random) -> CorrectionRules:
     )
 
 
+@pytest.mark.parametrize("shift", [-9.0, 3.0])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_effective_sample_size_of_tiny_and_large_weights_in_any_division(level, shift: float) -> None:
+    rules = CorrectionRules(WeightRule(level, "truncate", upper=1e9, normalize=True))
+    sampled = make_batch(7, rows=14, horizon=HORIZON)
+    per_token = shift / sampled.mask.sum(-1, keepdim=True).clamp(min=1)
+    whole = Batch(sampled.log_probs + per_token, sampled.rollout_log_probs, sampled.mask, sampled.advantages)
+    expected = Update([whole], rules, "token-mean")
+    for size in (1, 5):
+        rows = torch.arange(14).split(size)
+        found = Update([whole.select(part) for part in rows], rules, "token-mean")
+        assert found.factor == pytest.approx(expected.factor, rel=1e-6)
+        for name, value in expected.metrics.items():
+            if "eff_sample_size" in name:
+                assert value > 0.05
+                assert found.metrics[name] == pytest.approx(value, rel=1e-6), name
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_division_of_a_mini_batch_gives_the_same_step(seed: int) -> None:
     draw = random.Random(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -70,6 +71,33 @@ def test_ratios_beyond_the_clamp(level) -> None:
     weight = WeightRule(level, "truncate", upper=1e30)
     batch = make_batch(3, rows=12, horizon=8, scale=15.0)
     assert_equals_reference(batch, CorrectionRules(weight, tuple(RULES[::7])))
+
+
+@pytest.mark.parametrize("shift", [-2.0, -6.0, -18.0, 4.0])
+@pytest.mark.parametrize("bound", ["truncate", "clip"])
+@pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
+def test_effective_sample_size_at_any_magnitude(level, bound: str, shift: float) -> None:
+    """All weights tiny, or all large: their ratios to one another are all that ESS may depend on."""
+    small, large = 1e-9, 1e9
+    rules = CorrectionRules(WeightRule(level, bound, small, large, True))
+    batch = make_batch(11, rows=40, horizon=4, scale=0.5)
+    per_token = shift / batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "sequence" else shift
+    shifted = Batch(batch.log_probs + per_token, batch.rollout_log_probs, batch.mask, batch.advantages)
+    factor, metrics = factor_and_metrics(shifted.correct(rules), rules)
+    inputs = (x.tolist() for x in (shifted.log_probs, shifted.rollout_log_probs, shifted.mask))
+    expected = reference(*inputs, rules, shifted.advantages.tolist())
+    assert factor == pytest.approx(expected.factor, rel=1e-5)
+    sizes = [name for name in metrics if "eff_sample_size" in name]
+    assert len(sizes) == (2 if level is None else 4)
+    for name in sizes:
+        assert expected.metrics[name] > 0.3
+        assert metrics[name] == pytest.approx(expected.metrics[name], rel=1e-5), name
+    if level is not None:
+        assert factor == pytest.approx(math.exp(shift), rel=2.0)
+        assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, rel=1e-5)
+        for name in ("mean", "max", "min", "std", "seq_std"):
+            for key in (f"rollout_corr/rollout_is_raw_{name}", f"rollout_corr/rollout_is_{name}"):
+                assert metrics[key] == pytest.approx(expected.metrics[key], rel=2e-5), key
 
 
 @pytest.mark.parametrize("seed", range(8))

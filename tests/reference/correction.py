@@ -127,7 +127,7 @@ def batch_mean(batch: list[Sequence], rule) -> float:
         tokens = [w for w, k in zip(sequence.bounded, sequence.keep, strict=True) if k or everything]
         chosen += tokens if rule.level == "token" else tokens[:1]
     average = statistics.fmean(chosen) if chosen else 0.0
-    return average if average > 1e-8 else 1.0
+    return average if average > 0.0 else 1.0
 
 
 # --- rejection: statistic → reduction → bounds → scope --------------------------------------------

@@ -1,7 +1,7 @@
 """What other frameworks do to one response, written down from what they document, and 1,000 responses.
 
-Each rule takes the log-ratios log π_train − log π_rollout of one response's tokens and gives a weight
-and a verdict per token. Plain loops; nothing of this project is used.
+Each rule takes the log-ratios log π_train − log π_rollout of one response's tokens and its advantage, and
+gives a weight and a decision per token. Plain loops; nothing of this project is used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-#: (log-ratio of every token) → (weight of every token, kept or not).
-Rule = Callable[[list[float]], tuple[list[float], list[bool]]]
+#: (log-ratio of every token, advantage) → (weight of every token, kept or not).
+Rule = Callable[[list[float], float], tuple[list[float], list[bool]]]
 
 
 def thousand() -> list[list[float]]:
@@ -33,6 +33,10 @@ def thousand() -> list[list[float]]:
     return responses
 
 
+#: Of the 1,000: negative for two of five, zero for one of five.
+ADVANTAGES = [(-1.0, 0.5, -0.25, 1.0, 0.0)[row % 5] for row in range(1000)]
+
+
 def _exp(value: float) -> float:
     return math.exp(min(max(value, -20.0), 20.0))
 
@@ -46,7 +50,7 @@ def trl(mode: str, clip_max: float = 3.0) -> Rule:
     bound. A masked ratio becomes the weight 0; nothing leaves the denominator."""
     level, bound = mode.split("_")
 
-    def rule(ratios: list[float]) -> tuple[list[float], list[bool]]:
+    def rule(ratios: list[float], advantage: float) -> tuple[list[float], list[bool]]:
         each = [math.exp(r) for r in ratios]
         if level == "sequence":
             each = [math.exp(sum(ratios))] * len(ratios)
@@ -60,7 +64,7 @@ def openrlhf(kind: str, low: float = 0.5, high: float = 5.0) -> Rule:
     """OpenRLHF `--algo.advantage.is_correction_type`: `tis` clamps on both sides, `icepop` zeroes,
     `seq-mask-tis` zeroes by the geometric mean and leaves token ratios unbounded."""
 
-    def rule(ratios: list[float]) -> tuple[list[float], list[bool]]:
+    def rule(ratios: list[float], advantage: float) -> tuple[list[float], list[bool]]:
         each = [math.exp(r) for r in ratios]
         if kind == "tis":
             return [min(max(w, low), high) for w in each], _all(len(ratios), True)
@@ -75,7 +79,7 @@ def openrlhf(kind: str, low: float = 0.5, high: float = 5.0) -> Rule:
 def slime(kind: str, low: float = 0.0, high: float = 2.0) -> Rule:
     """slime `--use-tis` (`--tis-clip-low 0`, `--tis-clip 2`): clamped, or zeroed by its IcePop function."""
 
-    def rule(ratios: list[float]) -> tuple[list[float], list[bool]]:
+    def rule(ratios: list[float], advantage: float) -> tuple[list[float], list[bool]]:
         each = [math.exp(r) for r in ratios]
         if kind == "tis":
             return [min(max(w, low), high) for w in each], _all(len(ratios), True)
@@ -87,7 +91,7 @@ def slime(kind: str, low: float = 0.0, high: float = 2.0) -> Rule:
 def skyrl(kind: str) -> Rule:
     """SkyRL `off_policy_correction`, one part at a time, at its documented thresholds."""
 
-    def rule(ratios: list[float]) -> tuple[list[float], list[bool]]:
+    def rule(ratios: list[float], advantage: float) -> tuple[list[float], list[bool]]:
         count, each = len(ratios), [_exp(r) for r in ratios]
         product, mean = _exp(sum(ratios)), _exp(sum(ratios) / count)
         if kind == "token":
@@ -101,6 +105,17 @@ def skyrl(kind: str) -> Rule:
             "token_mask": [0.5 <= w <= 2.0 for w in each],
         }[kind]
         return [1.0] * count, kept
+
+    return rule
+
+
+def off_policy(delta: float) -> Rule:
+    """TRL `off_policy_mask_threshold`, slime `--use-opsm --opsm-delta`: the mask of DeepSeek-V3.2. A response
+    is dropped where its advantage is negative and the mean of log π_rollout − log π_train exceeds δ."""
+
+    def rule(ratios: list[float], advantage: float) -> tuple[list[float], list[bool]]:
+        mean = sum(-r for r in ratios) / len(ratios)
+        return [1.0] * len(ratios), _all(len(ratios), not (advantage < 0 and mean > delta))
 
     return rule
 
@@ -122,4 +137,6 @@ RULES: dict[str, Rule] = {
     "SkyRL product mask": skyrl("product"),
     "SkyRL outlier mask": skyrl("outlier"),
     "SkyRL token mask": skyrl("token_mask"),
+    "TRL off-policy mask": off_policy(0.5),  # the threshold its documentation suggests; off by default
+    "slime OPSM": off_policy(1e-4),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -76,3 +77,73 @@ def test_known_bands() -> None:
 def test_judging_a_sequence_rejects_the_sequence(reduction, negative) -> None:
     with pytest.raises(ValueError, match="scope must be `sequence`"):
         RejectRule("rule", "ratio", reduction, None, 2.0, "token", negative)
+
+
+def random_rule(draw: random.Random) -> RejectRule:
+    statistic = draw.choice(["ratio", "k1", "k2", "k3"])
+    reduction = draw.choice(["none", "sum", "mean", "max"])
+    width = draw.choice([0.1, 0.3, 0.5, 1.0, 1.5, 3.0])
+    low, high = -width * draw.choice([0.3, 0.5, 1.0]), width  # in log ρ
+    if statistic == "ratio":
+        lower, upper = math.exp(low), math.exp(high)
+    elif statistic == "k1":
+        lower, upper = -high, -low
+    else:
+        lower, upper = None, width**2 / 2
+    side = (
+        draw.choice(["both", "low", "high"])
+        if statistic in ("ratio", "k1") and reduction != "max"
+        else "high"
+    )
+    scope = draw.choice(["token", "sequence"]) if reduction == "none" else "sequence"
+    negative = scope == "sequence" and draw.random() < 0.2
+    return RejectRule(
+        "rule",
+        statistic,
+        reduction,
+        None if side == "high" else lower,
+        None if side == "low" else upper,
+        scope,
+        negative,
+    )
+
+
+LENGTH = 4
+
+
+def hostile_ratios() -> torch.Tensor:
+    """Log-ratios (N, LENGTH): all alike, one far off, alternating, and random, at many sizes."""
+    sizes = torch.cat([torch.linspace(-4, 4, 81), torch.linspace(-0.3, 0.3, 41)])
+    patterns = torch.tensor(
+        [[1.0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, -1], [1, -1, 1, -1], [1, 1, -0.5, -1], [0.2, 0.1, 1, -3]]
+    )
+    noise = torch.randn(3000, LENGTH, generator=torch.Generator().manual_seed(0))
+    noise = noise * torch.logspace(-2, 0.6, 3000)[:, None]
+    return torch.cat([(sizes[:, None, None] * patterns).reshape(-1, LENGTH), noise])
+
+
+def kept(rule: RejectRule, ratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    rollout = torch.full_like(ratios, -20.0)
+    advantages = -torch.ones_like(ratios)
+    rules = CorrectionRules(WeightRule(None), (rule,))
+    return correct(rollout + ratios, rollout, mask, rules, advantages=advantages).keep_mask | ~mask
+
+
+def test_a_criterion_said_to_be_implied_rejects_nothing_more() -> None:
+    """Over hostile responses of 1 to 4 tokens, for random pairs of criteria."""
+    draw = random.Random(0)
+    ratios = hostile_ratios().repeat(LENGTH, 1)
+    lengths = torch.arange(1, LENGTH + 1).repeat_interleave(len(ratios) // LENGTH)
+    found = missed = 0
+    for _ in range(600):
+        one, other = random_rule(draw), random_rule(draw)
+        accepted = kept(one, ratios, lengths)
+        adds = accepted & ~kept(other, ratios, lengths)
+        if one.implies(other, LENGTH):
+            found += 1
+            assert not adds.any(), (one, other)
+        elif not adds.any() and not one.negative_advantage_only:
+            missed += 1
+    assert found > 80
+    assert missed < found / 3

@@ -194,7 +194,7 @@ def test_critic_and_discount(overrides, expected):
         ([IN_REWARD, "algorithm.kl_ctrl.type=adaptive"], {}),
         ([IN_REWARD, IN_LOSS], {"actor.use_kl_loss": "warning"}),
         ([IN_LOSS, "actor.kl_loss_type=k1"], {"actor.kl_loss_type": "warning"}),
-        *[([IN_LOSS, f"actor.kl_loss_type={kind}"], {}) for kind in ("k2", "k3", "unbiased")],
+        *[([IN_LOSS, f"actor.kl_loss_type={kind}"], {}) for kind in ("k2", "k3", "unbiased", "sequence")],
         ([IN_LOSS, "ref.path=embedded"], {"ref.path": "error"}),
         ([GAE, "critic.path=embedded"], {"critic.path": "error"}),
     ],

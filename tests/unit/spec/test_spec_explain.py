@@ -58,6 +58,28 @@ def test_notes_warn_of_long_products():
     assert not any("product" in note for note in notes(spec_of(f"{RC}rollout_is=token")))
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides", "implied"),
+    [
+        ("grpo-token-is-multi-rs", [], {"seq_max_k2": "token_k1"}),
+        ("grpo-rs-only", [], {"seq_max_k2": "token_k1"}),
+        ("grpo-rs-only", [f"{RC}rollout_rs_threshold=0.7_1.4,1.3"], {}),
+        # verl's token_k1 removes tokens, its seq_max_k2 sequences: neither does the other's work
+        ("grpo-rs-only", [f"{RC}dialect=verl"], {}),
+        ("rloo-seq-is", [], {}),
+    ],
+)
+def test_notes_name_the_criterion_that_another_implies(preset, overrides, implied):
+    said = [note for note in notes(spec_of(*overrides, preset=preset)) if "never rejects" in note]
+    assert [tuple(note.split()[:1]) for note in said] == [(name,) for name in implied]
+    assert all(f"{other} implies it" in note for note, other in zip(said, implied.values(), strict=True))
+
+
+def test_of_two_criteria_alike_one_is_named():
+    same = [f"{RC}rollout_rs=token_k1,token_veto", f"{RC}rollout_rs_threshold=0.5_1e9,0.5"]
+    assert len([note for note in notes(spec_of(*same)) if "never rejects" in note]) == 1
+
+
 def test_batch_arithmetic():
     batch = batch_arithmetic(spec_of("trainer.n_gpus_per_node=4", preset="qwen2.5-7b-rloo-seq-is"))
     assert (batch.samples, batch.mini_batches, batch.samples_per_mini_batch) == (640, 4, 160)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from rlctl.algos.rules import RejectRule
+from rlctl.algos.correction import correct
+from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
 from rlctl.errors import SpecError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
@@ -49,17 +51,31 @@ def test_criteria(dialect, name, threshold, form, band):
     assert not rule.negative_advantage_only
 
 
-@pytest.mark.parametrize("name", ["token_k3", "seq_sum_k3", "seq_mean_k3", "seq_max_k3", "off_policy"])
+@pytest.mark.parametrize("name", ["token_k3", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"])
 def test_k3_bands_solve_its_equation(name):
     rule = reject("verl", name, "0.3")
     for rho in rule.band():
         assert rho - 1 - math.log(rho) == pytest.approx(0.3, rel=1e-6)
 
 
-def test_off_policy_masks_negative_advantages_only():
-    rule = reject("guide", "off_policy", "0.02")
-    assert (rule.statistic, rule.reduction, rule.upper) == ("k3", "mean", 0.02)
-    assert rule.negative_advantage_only
+@pytest.mark.parametrize("dialect", ["guide", "verl"])
+def test_off_policy_rejects_what_deepseek_v3_2_rejects(dialect):
+    """A < 0 and mean log(π_rollout/π_train) > δ; what π_train likes more, or A ≥ 0, is kept."""
+    rule = reject(dialect, "off_policy", "0.1")
+    assert rule.band() == pytest.approx((math.exp(-0.1), math.inf))
+    log_ratios = [-0.15, -0.05, 0.15, 3.0]  # log π_train − log π_rollout, the same for each of two tokens
+    expected = {-1.0: [False, True, True, True], 0.0: [True] * 4, 1.0: [True] * 4}
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    rollout = torch.full((4, 2), -4.0)
+    train = rollout + torch.tensor(log_ratios)[:, None]
+    for advantage, kept in expected.items():
+        given = torch.full((4, 2), advantage)
+        found = correct(train, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=given)
+        assert found.keep_mask[:, 0].tolist() == kept
+    uneven = rollout + torch.tensor([[-3.0, 2.9]])  # large on every token, small on average
+    negative = torch.full((4, 2), -1.0)
+    found = correct(uneven, rollout, mask, CorrectionRules(WeightRule(None), (rule,)), advantages=negative)
+    assert found.keep_mask.all()
 
 
 def test_several_criteria_keep_their_order_and_thresholds():

@@ -117,11 +117,14 @@ def dppo_factor(rule: LossRule, new: float, old: float, advantage: float) -> flo
 def kl_losses(
     kind: str | None, log_probs: Tensor, ref: Tensor, rollout: Tensor, kept: list[int]
 ) -> list[Tensor]:
-    """The penalty of the kept tokens of one sequence; `unbiased` for tokens that π_rollout sampled."""
+    """The penalty of the kept tokens of one sequence; `unbiased` and `sequence` for a sampler π_rollout."""
     found = []
+    before = torch.zeros(())
     for t in kept if kind else []:
         gap = log_probs[t] - ref[t]
         k3 = (-gap).exp() - 1 + gap
+        before = before + log_probs[t] - rollout[t]
         value = {"k1": gap, "k2": gap**2 / 2, "k3": k3, "unbiased": (log_probs[t] - rollout[t]).exp() * k3}
+        value["sequence"] = before.exp() * k3
         found.append(value[kind])
     return found

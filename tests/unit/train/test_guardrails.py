@@ -82,6 +82,13 @@ def test_low_ess_scales_the_rate_in_proportion() -> None:
     assert judge(LOPSIDED, ess_floor=0.9).lr_scale == pytest.approx(verdict.ess / 0.9)
 
 
+def test_the_rate_follows_the_ess_of_weights_that_are_all_tiny() -> None:
+    tiny = [[row[0] - 16.0] for row in LOPSIDED]
+    verdict = judge(tiny, on_drift="warn")
+    assert verdict.ess == pytest.approx(kish([math.exp(row[0]) for row in tiny]), rel=1e-4)
+    assert verdict.lr_scale == pytest.approx(judge(LOPSIDED).lr_scale, rel=1e-4)
+
+
 def test_a_policy_far_from_its_samples_is_not_moved() -> None:
     assert judge(FAR_AWAY) == Verdict(pytest.approx(1.0), pytest.approx(0.4), has_drifted=True, skip=True)
     assert not judge([[0.9 * DRIFT_LIMIT]] * 3).skip

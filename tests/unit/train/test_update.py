@@ -255,15 +255,70 @@ def test_response_mask_is_never_written_to() -> None:
     assert torch.equal(batch.response_mask, mask)
 
 
-def test_last_policy_seen_is_that_of_the_last_epoch() -> None:
-    """What is dumped as training log-probs is what the last pass over each row saw."""
-    model = tiny_model()
-    batch = batch_of(model)
-    first, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": None}, batch, epochs=1)
-    second, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": None}, batch, epochs=2)
+def test_dumped_log_probs_are_of_the_policy_the_ratios_were_formed_with() -> None:
+    """Bypass: π_θ in the last pass over each row. Decoupled: π_old, however far π_θ has moved since."""
+    batch = batch_of(tiny_model())
+    first, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=1)
+    second, _, _ = updated(BYPASS | CLIP | {"rollout_is": None}, batch, epochs=2)
     start, _ = naive_log_probs(tiny_model(), batch)
     torch.testing.assert_close(first.training_log_probs.double(), start.detach(), rtol=1e-5, atol=2e-6)
     assert (second.training_log_probs - first.training_log_probs).abs().max() > 1e-4
+    decoupled, _, _ = updated(DECOUPLED | CLIP | {"rollout_is": "sequence"}, batch, epochs=2)
+    mask = batch.response_mask
+    assert torch.equal(decoupled.training_log_probs[mask], batch.old_log_probs[mask])
+
+
+@pytest.mark.parametrize("micro", [ROWS, 5])
+def test_dumped_weights_are_those_that_multiplied_the_loss(micro: int) -> None:
+    """A loss with its own ratio is not weighted in bypass mode: 1 where kept, 0 where rejected."""
+    level = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
+    batch = batch_of(tiny_model())
+    mask = batch.response_mask
+    measured, _, _ = updated(BYPASS | CLIP | RS | level, batch, micro_rows=micro)
+    kept = measured.keep_mask[mask]
+    assert 0 < kept.sum() < len(kept)
+    assert torch.equal(measured.weights[mask], kept.float())
+    assert measured.metrics["rollout_corr/rollout_is_std"] > 0.0  # measured all the same
+    for mode in (BYPASS | REINFORCE, DECOUPLED | CLIP):
+        applied, _, _ = updated(mode | RS | level, batch, micro_rows=micro)
+        used = applied.keep_mask & mask
+        sequences = applied.weights.amax(-1)[used.any(-1)]
+        assert sequences.mean().item() == pytest.approx(1.0, rel=1e-5)
+        assert sequences.std() > 0.01
+
+
+class NaNPolicy(PlainEngine):
+    """A policy whose forward pass gives NaN for some rows of every batch (rows are known by their tokens)."""
+
+    def __init__(self, model, bad: list[torch.Tensor]) -> None:
+        super().__init__(model)
+        self.bad = bad
+
+    def policy(self, batch, **options):
+        output = super().policy(batch, **options)
+        rows = torch.tensor([any(torch.equal(ids, bad) for bad in self.bad) for ids in batch.input_ids])
+        return replace(output, log_probs=torch.where(rows[:, None], math.nan, 1.0) * output.log_probs)
+
+
+@pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP, DECOUPLED | REINFORCE])
+@pytest.mark.parametrize("micro", [ROWS, 4])
+def test_nan_of_the_updated_policy_is_counted_and_withholds_the_step(mode, micro: int) -> None:
+    batch = batch_of(tiny_model())
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = settings_of(mode | {"rollout_is": "sequence"}, micro_rows=micro, epochs=2)
+    engine = NaNPolicy(model, [batch.input_ids[5]])
+    outcome = update(batch, engine, alone(), settings, lambda _: LR, 0)
+    assert outcome.metrics["rollout_corr/nonfinite_sequences"] == 1.0
+    assert outcome.nonfinite.nonzero().flatten().tolist() == [5]
+    # 0 · NaN is NaN: the gradient of the whole step is lost, not the sequence's alone.
+    assert any(not gradient.isfinite().all() for gradient in engine.gradient.values())
+    assert outcome.metrics["rollout_corr/skipped_updates"] == 2.0
+    assert moved(engine, before) == 0.0
+
+    engine = NaNPolicy(tiny_model(), [batch.input_ids[5], batch.input_ids[6]])
+    with pytest.raises(RunFailure, match="2 of 16 sequences"):
+        update(batch, engine, alone(), settings, lambda _: LR, 0)
 
 
 def test_settings_of_a_spec_resolve_nulls() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -57,7 +58,11 @@ class Case:
 CASES = {
     "sequence": Case(BYPASS | REINFORCE | {"rollout_is": "sequence"}),
     "token": Case(BYPASS | REINFORCE | {"rollout_is": "token"}, "seq-mean-token-sum", mini_rows=8),
-    "geometric": Case(BYPASS | REINFORCE | {"rollout_is": "geometric"}, "seq-mean-token-mean"),
+    "geometric": Case(
+        BYPASS | REINFORCE | {"rollout_is": "geometric"},
+        "seq-mean-token-mean",
+        terms={"kl_loss_type": "sequence", "kl_loss_coef": 0.5},
+    ),
     "survivors": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
         "seq-mean-token-mean",
@@ -181,6 +186,7 @@ class PlainEngine:
         named = dict(self.model.named_parameters())
         self.gradient = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norm = float(torch.stack([g.square().sum() for g in self.gradient.values()]).sum().sqrt())
+        skip = skip or not math.isfinite(norm)  # as DeepSpeed does
         if not skip:
             with torch.no_grad():
                 for name, gradient in self.gradient.items():

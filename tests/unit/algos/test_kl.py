@@ -131,7 +131,7 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
     frozen = torch.autograd.grad(conditional, train)[0]
     torch.testing.assert_close(expected("unbiased"), frozen, rtol=1e-9, atol=1e-12)
     off = ((expected("unbiased") - wanted).norm() / wanted.norm()).item()
-    assert 0.255 < off < 0.855  # docs/algorithms.md
+    assert 0.255 < off < 0.855  # docs/reference/algorithms.md
 
 
 @pytest.mark.parametrize("kind", LOSSES)

@@ -1,95 +1,117 @@
-"""Table and plot of `off_policy.py`: what each correction does, with intervals over the seeds."""
+"""Tables and plot of `off_policy.py`: every method at its own rate, and every method against every other."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from matplotlib import pyplot as plt
-from scipy import stats
 
-from benchmarks.off_policy import CONDITIONS, METHODS
-from benchmarks.runs import Job, Outcome
+from benchmarks.intervals import holm, mean_interval, p_different, p_not_equivalent
+from benchmarks.off_policy import FRESH, MARGIN, METHODS, PRECISION, RATES, Rates, final_reward
+from benchmarks.runs import Outcome
 
-GOAL = 0.8
-#: A run has collapsed when it ends below half of the best it ever had (means of five steps).
-COLLAPSED = 0.5
+#: Chance of any wrong statement within one table of comparisons.
+ALPHA = 0.05
 
-Table = dict[str, dict[str, list[Outcome]]]  # condition → method → outcomes by seed
+Table = dict[tuple[str, str], list[Outcome]]  # (condition, method) → outcomes by seed
 
 
-def write_report(outcomes: dict[Job, Outcome], out: Path) -> None:
+def write_report(table: Table, rates: Rates, tuning: dict[tuple[str, str], list[float]], out: Path) -> None:
     """`off_policy.md` and `off_policy.png` in `out`."""
-    table: Table = {condition: {method: [] for method in METHODS} for condition in CONDITIONS}
-    for job in sorted(outcomes, key=lambda job: job.seed):
-        condition, method = job.name.split(" | ")
-        table[condition][method].append(outcomes[job])
-    (out / "off_policy.md").write_text(markdown(table))
+    conditions = list(dict.fromkeys(condition for condition, _ in table))
+    parts = ["Learning rates\n", rate_table(rates, tuning), "Final reward\n", result_table(table, rates)]
+    for condition in conditions:
+        if condition not in PRECISION:
+            parts += [f"{condition}: row minus column\n", pair_table(table, condition)]
+    if FRESH in conditions:
+        parts += ["Less precise rollouts minus float32 ones\n", precision_table(table)]
+    (out / "off_policy.md").write_text("\n".join(parts))
     plot(table, out / "off_policy.png")
 
 
-def markdown(table: Table) -> str:
-    """One row per condition and method; brackets are 95 % intervals (Student's t; Wilson's for a rate)."""
+def rate_table(rates: Rates, tuning: dict[tuple[str, str], list[float]]) -> str:
+    """Final reward on the tuning seeds by learning rate, the chosen one in bold."""
     lines = [
-        f"| condition | method | final reward | minus `none`, same seed | batches to {GOAL} | collapsed "
-        "| raw ESS | masked |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| condition | method | {' | '.join(f'{rate:g}' for rate in RATES)} |",
+        "|---|---|" + "---|" * len(RATES),
     ]
-    for condition, methods in table.items():
-        for method, runs in methods.items():
-            last = [run.last for run in runs]
-            gain = [run.last - other.last for run, other in zip(runs, methods["none"], strict=True)]
-            cells = [
-                *(condition, method, interval(last), "" if method == "none" else interval(gain)),
-                *(
-                    reaching(runs),
-                    collapse_rate(runs),
-                    f"{mean(runs, 'raw_ess'):.3f}",
-                    f"{mean(runs, 'masked'):.3f}",
-                ),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+    for (condition, method), means in tuning.items():
+        cells = [
+            f"**{mean:.3f}**" if rate == rates[condition, method] else f"{mean:.3f}"
+            for rate, mean in zip(RATES, means, strict=True)
+        ]
+        lines.append(f"| {condition} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def reaching(runs: Sequence[Outcome]) -> str:
-    """Median batch at which the goal was reached, runs that never did counting as later than all."""
-    steps = [run.reached(GOAL) for run in runs]
-    median = statistics.median(math.inf if step is None else step for step in steps)
-    when = f"> {len(runs[0].rewards)}" if median == math.inf else f"{median:.0f}"
-    return f"{when} ({sum(step is not None for step in steps)} of {len(steps)})"
+def result_table(table: Table, rates: Rates) -> str:
+    """One row per condition and method; brackets are 95 % intervals over the seeds (Student's t)."""
+    lines = [
+        "| condition | method | rate | seeds | final reward | range of the seeds | raw ESS | masked |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (condition, method), runs in table.items():
+        rewards = [final_reward(run) for run in runs]
+        cells = [
+            *(condition, method, f"{rates[condition, method]:g}", f"{len(runs)}", interval(rewards)),
+            *(f"{min(rewards):.3f}–{max(rewards):.3f}", f"{mean(runs, 'raw_ess'):.3f}"),
+            f"{mean(runs, 'masked'):.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def interval(values: Sequence[float]) -> str:
+def pair_table(table: Table, condition: str) -> str:
+    """Paired differences of final reward, row minus column.
+
+    Bold: different; `=`: equivalent within `MARGIN`; both at `ALPHA` over all pairs of the table (Holm).
+    """
+    methods = [method for method in METHODS if (condition, method) in table]
+    pairs = {
+        (row, column): differences(table, (condition, row), (condition, column))
+        for column, row in combinations(methods, 2)
+    }
+    different = holm({pair: p_different(values) for pair, values in pairs.items()})
+    equal = holm({pair: p_not_equivalent(values, MARGIN) for pair, values in pairs.items()})
+    lines = [f"| | {' | '.join(methods[:-1])} |", "|---|" + "---|" * (len(methods) - 1)]
+    for row in methods[1:]:
+        cells = []
+        for column in methods[:-1]:
+            pair = (row, column)
+            text = interval(pairs[pair], sign="+") if pair in pairs else ""
+            if pair in pairs and different[pair] < ALPHA:
+                text = f"**{text}**"
+            if pair in pairs and equal[pair] < ALPHA:
+                text = f"{text} ="
+            cells.append(text)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def precision_table(table: Table) -> str:
+    """Final reward with less precise rollouts minus that with float32 ones, tested for equivalence."""
+    cells = [cell for cell in table if cell[0] in PRECISION]
+    found = {cell: differences(table, cell, (FRESH, cell[1])) for cell in cells}
+    p_values = holm({cell: p_not_equivalent(values, MARGIN) for cell, values in found.items()})
+    lines = [f"| rollouts | method | difference | TOST within ±{MARGIN}, p (Holm) |", "|---|---|---|---|"]
+    for (condition, method), values in found.items():
+        row = (condition, method, interval(values, sign="+"), f"{p_values[condition, method]:.3f}")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def differences(table: Table, cell: tuple[str, str], other: tuple[str, str]) -> list[float]:
+    """Final reward of one setting minus that of another, seed by seed."""
+    return [final_reward(a) - final_reward(b) for a, b in zip(table[cell], table[other], strict=True)]
+
+
+def interval(values: Sequence[float], sign: str = "") -> str:
     """Mean and its 95 % interval."""
-    middle = statistics.fmean(values)
-    low, high = bounds(values)
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]".replace("-0.00", "0.00")
-
-
-def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean by Student's t; the value itself where there is no spread."""
-    error = stats.sem(values)
-    if not error > 0:
-        return values[0], values[0]
-    low, high = stats.t.interval(0.95, len(values) - 1, loc=statistics.fmean(values), scale=error)
-    return float(low), float(high)
-
-
-def collapse_rate(runs: Sequence[Outcome]) -> str:
-    """Runs that lost what they had learned, with Wilson's interval."""
-    count = sum(has_collapsed(run) for run in runs)
-    rate = stats.binomtest(count, len(runs)).proportion_ci(method="wilson")
-    return f"{count} of {len(runs)} [{rate.low:.2f}, {rate.high:.2f}]"
-
-
-def has_collapsed(run: Outcome) -> bool:
-    """Stopped by the trainer, or ended below half of its best."""
-    best = max(statistics.fmean(run.rewards[i : i + 5]) for i in range(max(1, len(run.rewards) - 4)))
-    return bool(run.error) or run.last < COLLAPSED * best
+    middle, low, high = mean_interval(values)
+    return f"{middle:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def mean(runs: Sequence[Outcome], key: str) -> float:
@@ -98,18 +120,27 @@ def mean(runs: Sequence[Outcome], key: str) -> float:
 
 
 def plot(table: Table, path: Path) -> None:
-    """Learning curves, mean over the seeds, one panel per condition."""
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.5), sharex=True, sharey=True, layout="constrained")
-    for axis, (condition, methods) in zip(axes.flat, table.items(), strict=True):
-        for method, runs in methods.items():
+    """Training reward, mean over the seeds, one panel per staleness."""
+    from matplotlib import pyplot as plt
+
+    conditions = list(dict.fromkeys(condition for condition, _ in table if condition not in PRECISION))
+    figure, axes = plt.subplots(
+        1, len(conditions), figsize=(4.5 * len(conditions), 3.8), sharey=True, layout="constrained"
+    )
+    for axis, condition in zip(np.atleast_1d(axes), conditions, strict=True):
+        for number, method in enumerate(METHODS):
+            if (condition, method) not in table:
+                continue
+            runs = table[condition, method]
             length = min(len(run.rewards) for run in runs)
             curves = np.array([smooth(run.rewards[:length]) for run in runs])
-            axis.plot(np.arange(1, length + 1), curves.mean(0), label=method, linewidth=1.4)
+            color = f"C{number}"
+            axis.plot(np.arange(1, length + 1), curves.mean(0), label=method, linewidth=1.4, color=color)
         axis.set_title(condition)
-        axis.axhline(GOAL, color="grey", linewidth=0.5, linestyle=":")
-    figure.supxlabel("batch")
-    figure.supylabel("mean reward (5 batches)")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(METHODS))
+        axis.set_xlabel("batch")
+    first = np.atleast_1d(axes)[0]
+    first.set_ylabel("mean reward of the batch (5 batches)")
+    figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=110)
 
 

@@ -1,12 +1,13 @@
-"""Sampling ahead while the trainer trains: the same reward, in how much less time?
+"""Sampling ahead while the trainer trains: at what cost in reward, and in how much less time?
 
-    python benchmarks/asynchronous.py [--seeds 1-3] [--memory FILE] [KEY=VALUE …]
+    python benchmarks/asynchronous.py [--seeds 1-5] [--memory FILE] [KEY=VALUE …]
 
 The embedded job with sequence IS in its decoupled form (PPO's clip bounds how far a batch moves the policy),
 at half its usual learning rate, synchronous and with `rollout.max_staleness` 1, 2 and 4, one run at a time.
-Prints Markdown: the mean reward at the end, over seeds with its standard deviation; its difference to the
-synchronous run of the same seed; staleness in optimizer updates; seconds per step (median over steps,
-mean over seeds) and their ratio.
+Prints Markdown: the validation reward of the final policy, mean and standard deviation over the seeds; its
+difference to the synchronous run of the same seed with its 95 % interval; the p-value of equivalence within
+±`MARGIN` (TOST, Holm over the conditions); staleness in optimizer updates; seconds per step (median over
+steps, mean over seeds) and their ratio.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.intervals import holm, mean_interval, p_not_equivalent
 from benchmarks.learning import seeds_of
-from benchmarks.runs import Job, run_all
+from benchmarks.runs import Job, Outcome, run_all
 
 PRESETS = ("rloo-seq-is",)
 _CORRECTION = "algorithm.rollout_correction"
-DECOUPLED = (f"{_CORRECTION}.bypass_mode=false", f"{_CORRECTION}.loss_type=ppo_clip", "actor.lr=4e-4")
+DECOUPLED = (
+    *(f"{_CORRECTION}.bypass_mode=false", f"{_CORRECTION}.loss_type=ppo_clip", "actor.lr=4e-4"),
+    *("trainer.test_freq=160", "rollout.val_kwargs.n=8", "rollout.val_kwargs.temperature=1.0"),
+)
+#: Final rewards are called equivalent when their difference is shown to be within ± this.
+MARGIN = 0.02
 CONDITIONS = {"synchronous": ()} | {f"max_staleness {k}": (f"rollout.max_staleness={k}",) for k in (1, 2, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"), help="1-3 or 1,4,9")
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-5"), help="1-5 or 1,4,9; at least two")
     parser.add_argument("--memory", type=Path, default=Path("asynchronous.jsonl"), help="finished runs")
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
@@ -40,29 +47,36 @@ def main() -> None:
         for name, setting in CONDITIONS.items()
     ]
     outcomes = run_all(jobs, options.memory, workers=1)
-    print("| | reward, first 5 | last 5 | minus synchronous | staleness | raw ESS | s per step | ratio |")
+    rewards = {
+        name: [outcomes[job].validation or 0.0 for job in jobs if job.name == name] for name in CONDITIONS
+    }
+    synchronous, *others = CONDITIONS
+    minus = {
+        name: [a - b for a, b in zip(rewards[name], rewards[synchronous], strict=True)] for name in others
+    }
+    equal = holm({name: p_not_equivalent(found, MARGIN) for name, found in minus.items()})
+    print(
+        "| | final reward (SD) | minus synchronous | equivalence, p | staleness | raw ESS | s/step | ratio |"
+    )
     print("|---|---|---|---|---|---|---|---|")
-    synchronous = [outcome for job, outcome in outcomes.items() if job.name == "synchronous"]
-    base = statistics.fmean(outcome.means["step_s"] for outcome in synchronous)
-    for name in CONDITIONS:
-        mine = [outcome for job, outcome in outcomes.items() if job.name == name]
-        last = _mean_and_spread([outcome.last for outcome in mine])
-        minus = _mean_and_spread(
-            [outcome.last - other.last for outcome, other in zip(mine, synchronous, strict=True)]
-        )
-        seconds = statistics.fmean(outcome.means["step_s"] for outcome in mine)
-        first = statistics.fmean(outcome.first for outcome in mine)
-        staleness = statistics.fmean(outcome.means["staleness"] for outcome in mine)
-        raw_ess = statistics.fmean(outcome.means["raw_ess"] for outcome in mine)
+    base = statistics.fmean(_means(outcomes, synchronous, "step_s"))
+    for name, found in rewards.items():
+        difference = ""
+        if name in minus:
+            mean, low, high = mean_interval(minus[name])
+            difference = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] | {equal[name]:.3f}"
+        seconds = statistics.fmean(_means(outcomes, name, "step_s"))
         print(
-            f"| {name} | {first:.2f} | {last} | {minus} | {staleness:.1f} | {raw_ess:.2f} "
+            f"| {name} | {statistics.fmean(found):.3f} ({statistics.stdev(found):.3f}) | {difference or '|'} "
+            f"| {statistics.fmean(_means(outcomes, name, 'staleness')):.1f} "
+            f"| {statistics.fmean(_means(outcomes, name, 'raw_ess')):.2f} "
             f"| {seconds:.3f} | {seconds / base:.2f} |"
         )
 
 
-def _mean_and_spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{spread}"
+def _means(outcomes: dict[Job, Outcome], name: str, metric: str) -> list[float]:
+    """A metric of the runs of one condition, each a mean (of seconds the median) over its steps."""
+    return [outcome.means[metric] for job, outcome in outcomes.items() if job.name == name]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,6 @@ from rlctl.metric_names import OVERLONG
 from rlctl.reward.code import CodeScorer
 from rlctl.reward.graders import GRADERS, GraderName, SourceGrader, answer_of, grader_for
 from rlctl.reward.model import ModelScorer
-from rlctl.reward.overlong import OverlongPenalty
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, FailureKind, Reward, RewardResult, Sample, Scorer, Verdict
 from rlctl.reward.sandbox.run import Limits
@@ -85,6 +85,26 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
             where="reward",
             fix=f"mend the ground truths or the grader, or raise reward.max_error_fraction (now {limit:g})",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times a factor.
+
+    Attributes:
+        max_length: L_max, tokens.
+        buffer_length: L_cache, tokens before L_max over which the penalty grows; at least 1.
+        factor: penalty at L_max and beyond, where the paper has 1.
+    """
+
+    max_length: int
+    buffer_length: int
+    factor: float
+
+    def of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Penalties (B,) float32, from 0 down to −factor, for response lengths (B,) in tokens."""
+        excess = (lengths - (self.max_length - self.buffer_length)).float() / self.buffer_length
+        return -self.factor * excess.clamp(0.0, 1.0)
 
 
 class CombinedReward:

@@ -50,6 +50,7 @@ class GradingPool:
     ) -> None:
         count = num_workers or share_of_cores()
         self._is_ours = grader in GRADERS
+        self._kinds_of_responses = {"time-out", "memory", "crash"} | ({"error"} if self._is_ours else set())
         self._workers = [_Worker(grader, deadline_s, self._is_ours) for _ in range(count)]
         self._wrong_scores: dict[str, float | None] = {}  # see `_wrong_score`
 
@@ -82,7 +83,7 @@ class GradingPool:
         blamed = {
             place: verdict
             for place, (verdict, _) in enumerate(graded)
-            if isinstance(verdict, Failure) and (self._is_ours or verdict.kind != "error")
+            if isinstance(verdict, Failure) and verdict.kind in self._kinds_of_responses
         }
         self._test_ground_truths(samples[place] for place in blamed)
         for place, failure in blamed.items():

@@ -65,7 +65,7 @@ def main(grader: str, deadline_s: float) -> None:
         return
     if grader in GRADERS:  # pay for late imports now; a failure shows again, with its text, when grading
         with contextlib.suppress(Exception):
-            grade(Sample("1", "1"))
+            grade(Sample("\\boxed{x + 1}", "\\frac{x}{2}"))
     reply({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)

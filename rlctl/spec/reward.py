@@ -80,7 +80,8 @@ class RewardSpec(Section):
     terms: Annotated[list[RewardTerm] | None, NullWord] = None
     """Several rewards with weights, added up; null: `name` alone."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Stop when grading fails on more of a batch than this (failures are left out, never scored 0)."""
+    """Fraction of responses that may stay ungraded (they are excluded, not scored 0): above it a run stops,
+    and `evaluate` gives the worst and the best case."""
     model: RewardModelSpec = RewardModelSpec()
     code: CodeSpec = CodeSpec()
     overlong: OverlongSpec = OverlongSpec()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.reward.build import refuse_errors
-from rlctl.reward.overlong import OverlongPenalty
+from rlctl.reward.build import OverlongPenalty, refuse_errors
 from rlctl.reward.pool import GradingPool
 from tests.unit.reward.samples import built, pairs, rollouts
 

@@ -64,7 +64,7 @@ def leaks(response, ground_truth):
 @pytest.fixture(scope="module")
 def maths():
     """Shared: starting a process costs the import of sympy."""
-    pool = GradingPool("maths", deadline_s=0.6, num_workers=2)
+    pool = GradingPool("maths", deadline_s=2.0, num_workers=2)
     yield pool
     pool.close()
 
@@ -96,7 +96,7 @@ def kinds(verdicts):
 def test_a_response_that_takes_too_long_is_wrong(maths):
     verdicts = maths.judge(pairs(("\\boxed{x+1}", "x+1"), (HANGS, "x+1"), ("\\boxed{x}", "x+1")))
     assert scores(verdicts) == [1.0, 0.0, 0.0]
-    assert verdicts[1].text == "the grading took longer than 0.6 s"
+    assert verdicts[1].text == "the grading took longer than 2 s"
     assert verdicts[1].kind == "time-out"
 
 
@@ -199,10 +199,34 @@ def test_an_answer_that_cannot_be_read_in_time_leaves_the_score(tmp_path, monkey
         "m.answer_of = slow\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = GradingPool("maths", deadline_s=0.6, num_workers=1)
+    pool = GradingPool("maths", deadline_s=2.0, num_workers=1)
     graded = pool.judge_and_read(pairs(("slow \\boxed{7}", "7"), ("\\boxed{7}", "7")))
     pool.close()
     assert graded == [(1.0, None), (1.0, "7")]
+
+
+OURS = """
+import rlctl.reward.maths as m, time
+grade = m.grade
+def odd(response, ground_truth):
+    if response == "raise":
+        raise RecursionError("too deep for sympy")
+    if response == "wait":
+        time.sleep(60)
+    return grade(response, ground_truth)
+m.grade = odd
+"""
+
+
+def test_of_our_graders_exceptions_count_like_crashes_and_a_busy_machine_does_not(tmp_path, monkeypatch):
+    """Waiting takes no processor time: so looks a machine that gives the grading none."""
+    (tmp_path / "sitecustomize.py").write_text(OURS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = GradingPool("maths", deadline_s=0.5, num_workers=1)
+    verdicts = pool.judge(pairs(("raise", "7"), ("wait", "7"), ("raise", "€"), ("\\boxed{7}", "7")))
+    pool.close()
+    assert scores(verdicts) == [0.0, None, None, 1.0]
+    assert kinds(verdicts) == ["error", "machine", "error"]
 
 
 def test_a_batch_of_them_is_scored_and_counted(tmp_path):

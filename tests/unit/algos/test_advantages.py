@@ -72,6 +72,21 @@ def test_no_signal_where_nothing_can_be_compared(estimate) -> None:
     assert estimate(scores, groups, valid).tolist() == [0.0] * 6
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_the_smallest_spread_that_scores_can_have_is_a_signal(size: float) -> None:
+    """Equal scores give exactly 0; neighbouring float32 do not, nor is it a matter of some tolerance."""
+    score = torch.tensor(size)
+    scores = torch.stack([score, score, torch.nextafter(score, 2 * score)])
+    groups, valid = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
+    spread = scores.double().std().item()
+    expected = (scores.double() - scores.double().mean()) / (spread + 1e-6)
+    if spread > 1e-9:
+        torch.testing.assert_close(grpo(scores, groups, valid).double(), expected, rtol=1e-4, atol=0.0)
+    for estimate in ESTIMATORS:
+        assert estimate(scores[:1].expand(3), groups, valid).tolist() == [0.0, 0.0, 0.0]
+        assert spread < 1e-9 or (estimate(scores, groups, valid) != 0.0).all()
+
+
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_are_ids_not_places_and_advantages_sum_to_zero(estimate, seed: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from tests.properties.batches import factor_and_metrics
 
 #: ρ from 1e-5 to 1e5, none of them exactly on a bound.
 LOG_RATIOS = torch.linspace(-11.5, 11.5, 20_011)
@@ -62,6 +63,65 @@ def test_a_bound_changes_weights_exactly_outside_its_band(level, bound) -> None:
     high, low = weights[-1].item(), weights[0].item()
     expected = {"clip": (1.9, 0.7), "truncate": (1.9, RATIOS[0].item()), "mask": (0.0, 0.0)}[bound]
     assert (high, low) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+#: Log-ratios of a sequence's tokens and their statistic, all exact in float32.
+AT_A_BOUND = {
+    ("k1", "none"): ([0.5], -0.5),
+    ("k1", "sum"): ([0.25, 0.5], -0.75),
+    ("k1", "mean"): ([0.25, 0.75], -0.5),
+    ("k1", "max"): ([0.25, 0.5], -0.25),
+    ("k2", "none"): ([0.5], 0.125),
+    ("k2", "sum"): ([0.75, -1.0], 0.78125),
+    ("k2", "mean"): ([0.75, -1.0], 0.390625),
+    ("k2", "max"): ([0.25, -0.5], 0.125),
+    ("k3", "none"): ([0.0], 0.0),
+    ("k3", "sum"): ([0.0, 0.0], 0.0),
+    ("k3", "mean"): ([0.0, 0.0], 0.0),
+    ("k3", "max"): ([0.0, 0.0], 0.0),
+    ("ratio", "none"): ([0.0], 1.0),
+    ("ratio", "sum"): ([0.5, -0.5], 1.0),
+    ("ratio", "mean"): ([0.5, -0.5], 1.0),
+    ("ratio", "max"): ([-0.5, 0.0], 1.0),
+}
+
+
+@pytest.mark.parametrize(("statistic", "reduction"), AT_A_BOUND)
+def test_a_bound_belongs_to_what_it_accepts(statistic, reduction) -> None:
+    """Rejected is what lies beyond a bound; what lies on it is kept, and counted on neither side."""
+    log_ratios, value = AT_A_BOUND[statistic, reduction]
+    rollout = torch.full((1, len(log_ratios)), -2.0)
+    mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
+    step = 1e-3
+    for scope in ("token", "sequence") if reduction == "none" else ("sequence",):
+        for lower, upper, kept in [
+            (None, value, True),
+            (value, None, True),
+            (value, value, True),
+            (None, value - step, False),
+            (value + step, None, False),
+        ]:
+            rule = RejectRule("rule", statistic, reduction, lower, upper, scope)
+            rules = CorrectionRules(WeightRule(None), (rule,))
+            found = correct(rollout + torch.tensor([log_ratios]), rollout, mask, rules)
+            assert found.keep_mask.all().item() == kept, (scope, lower, upper)
+            _, metrics = factor_and_metrics(found, rules)
+            sides = [metrics[f"rollout_corr/rollout_rs_rule_fraction_{side}"] for side in ("high", "low")]
+            assert sides == [0.0 if kept or upper is None else 1.0, 0.0 if kept or lower is None else 1.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bound", ["clip", "truncate", "mask"])
+def test_a_weight_on_its_bound_is_not_changed(level, bound) -> None:
+    rollout = torch.full((2, 2), -2.0)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    for lower, upper in [(0.5, 1.0), (1.0, 2.0), (1.0, 1.0)]:
+        rules = CorrectionRules(WeightRule(level, bound, lower, upper))
+        found = correct(rollout, rollout, mask, rules)
+        assert (found.weights == 1.0).all()
+        _, metrics = factor_and_metrics(found, rules)
+        names = [f"{seq}fraction_{side}" for seq in ("ratio_", "seq_") for side in ("high", "low")]
+        assert [metrics[f"rollout_corr/rollout_is_{name}"] for name in names] == [0.0] * 4
 
 
 def test_known_bands() -> None:

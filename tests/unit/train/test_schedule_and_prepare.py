@@ -10,7 +10,7 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.run import RunSpec
 from rlctl.train.prepare import rank_positions
 from rlctl.train.resume import changes, refuse_unsafe
-from rlctl.train.schedule import lr_at
+from rlctl.train.schedule import actor_schedule, critic_schedule, lr_at
 from rlctl.train.stop import StopRequest
 
 
@@ -33,6 +33,49 @@ def test_decays() -> None:
         assert rates[17:] == pytest.approx([0.0] * 10)
     assert lr_at(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
     assert lr_at(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("held", [0, 3])
+def test_the_rate_decays_over_the_updates_that_the_run_makes(kind: str, held: int) -> None:
+    """Ten batches; the policy makes 2 mini-batches × 2 epochs of each but those of the critic's warm-up."""
+    run = spec(
+        "algorithm.adv_estimator=gae",
+        "algorithm.rollout_correction.bypass_mode=false",
+        f"trainer.critic_warmup={held}",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=4",
+        "actor.ppo_epochs=2",
+        "actor.lr=3.0",
+        f"actor.lr_scheduler_type={kind}",
+        "actor.lr_warmup_steps=0",
+        "critic.lr_warmup_steps=0",
+        "critic.ppo_mini_batch_size=8",
+        "critic.ppo_epochs=3",
+        "critic.lr=2.0",
+    )
+    for rates, peak, updates in [
+        (actor_schedule(run, 10), 3.0, (10 - held) * 2 * 2),
+        (critic_schedule(run, 10), 2.0, 10 * 1 * 3),
+    ]:
+        assert rates(0) == peak
+        assert rates(updates // 2) == pytest.approx(peak / 2)
+        assert rates(updates - 1) > 0.0  # the last update still moves
+        assert rates(updates) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_both_warm_up_over_their_own_updates() -> None:
+    run = spec(
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=3",
+        "actor.lr=3.0",
+        "actor.lr_warmup_steps=2",
+        "critic.lr=2.0",
+        "critic.lr_warmup_steps=4",
+    )
+    actor, critic = actor_schedule(run, 10), critic_schedule(run, 10)
+    assert [actor(u) for u in range(3)] == pytest.approx([1.5, 3.0, 3.0])
+    assert [critic(u) for u in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
 @pytest.mark.parametrize(("batch", "mini"), [(16, 16), (16, 8), (16, 4), (8, 8)])

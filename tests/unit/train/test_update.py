@@ -70,6 +70,56 @@ def test_gradient_is_that_of_the_formula(name: str, micro: int) -> None:
         torch.testing.assert_close(engine.gradient[parameter], gradient, rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.parametrize("micro", [ROWS, 5])
+def test_figures_of_the_policy_are_means_over_all_response_tokens(micro: int) -> None:
+    """`ppo_kl` is the mean of log π_old − log π_θ: positive where sampled tokens have become less likely."""
+    model = tiny_model()
+    batch = batch_of(model)
+    own, entropy = (x.detach() for x in naive_log_probs(model, batch))
+    # Half of the tokens are far from π_old, upwards and downwards: past the clip of [0.8, 1.3].
+    shift = torch.where(torch.arange(batch.responses.shape[1]) % 2 == 0, 0.5, -0.1)
+    old = torch.where(batch.response_mask, own.float() + shift, 0.0)
+    ungraded = torch.arange(ROWS) != 3
+    batch = replaced(batch, old_log_probs=old, sample_mask=ungraded, advantages=-torch.ones_like(old))
+    outcome, engine, _ = updated(DECOUPLED | CLIP | RS | {"rollout_is": None}, batch, micro_rows=micro)
+    counted = batch.counted
+    assert 0.05 < outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.95
+    assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own)[counted].mean().item(), rel=1e-4)
+    assert outcome.metrics["actor/ppo_kl"] > 0.0
+    assert outcome.metrics["actor/entropy"] == pytest.approx(entropy[counted].mean().item(), rel=1e-4)
+    clipped = counted & outcome.keep_mask & (shift > 0)
+    assert outcome.metrics["actor/pg_clipfrac"] == pytest.approx(
+        (clipped.sum() / counted.sum()).item(), rel=1e-5
+    )
+    norm = math.sqrt(sum(float(g.square().sum()) for g in engine.gradient.values()))
+    assert outcome.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_figures_of_several_steps_are_their_means() -> None:
+    """Loss and gradient norm per step; the rate is the last one's; what is counted is counted once a step."""
+    batch = batch_of(tiny_model())
+    correction = DECOUPLED | CLIP | {"rollout_is": "sequence"}
+    options = {"kl_loss_type": "k2", "kl_loss_coef": 0.5}
+    model = tiny_model()
+    engine = PlainEngine(model)
+    settings = settings_of(correction, mini_rows=4, **options)
+    whole = update(batch, engine, alone(), settings, lambda number: 0.01 * (number + 1), 6)
+    model = tiny_model()
+    engine = PlainEngine(model)
+    steps = [
+        update(part, engine, alone(), settings, lambda number: 0.01 * (number + 1), 6 + place).metrics
+        for place, part in enumerate(batch.split(4))
+    ]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
+        mean = sum(metrics[name] for metrics in steps) / 4
+        assert whole.metrics[name] == pytest.approx(mean, rel=1e-5, abs=1e-7), name
+    assert whole.metrics["actor/lr"] == pytest.approx(0.10)
+    factors = [metrics["rollout_corr/rollout_is_batch_norm_factor"] for metrics in steps]
+    assert max(factors) > 1.01 * min(factors)
+    found = whole.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    assert found == pytest.approx(sum(factors) / 4, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.correction["bypass_mode"]])
 def test_logged_metrics_are_the_oracles(name: str) -> None:
     model = tiny_model()

@@ -82,6 +82,11 @@ CASES = {
         mini_rows=4,
     ),
     "verl": Case(BYPASS | REINFORCE | VERL),
+    "survivors by token": Case(
+        BYPASS | REINFORCE | VERL | {"loss_denominator": "after_rejection"},
+        "seq-mean-token-mean",
+        mini_rows=8,
+    ),
     "survivors, all terms": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
         "seq-mean-token-mean",

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check docs setup setup-dev verl system bench gpu clean
+.PHONY: help train test check docs setup setup-dev verl system bench mutants gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -87,6 +87,10 @@ bench: setup-dev  ## Measure ours against the other side (see docs/explanation/b
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/step.py
+
+mutants: setup-dev verl  ## Change the mathematics at random: do the tests notice? (see docs/explanation/benchmarks.md)
+	$(PIP) install -q -e ".[mutants]"
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python benchmarks/mutants.py
 
 gpu: setup-dev  ## On a machine with a CUDA card: its tests, and where the time of a step goes
 	@if nvidia-smi -L >/dev/null 2>&1; then \

@@ -217,6 +217,15 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("mode", "expected"), zip(MODES, [3.0, 6.0, 3.0, 1.5], strict=True))
+def test_the_mean_of_one_sequence_is_its_own(mode, expected: float) -> None:
+    values, counted = torch.tensor([[2.0, 4.0, 0.0, 0.0]]), torch.tensor([[True, True, False, False]])
+    assert aggregate(values, counted, whole(counted), mode, horizon=4).item() == expected
+    one = torch.tensor([[True, False]])  # and of one token
+    total = aggregate(torch.tensor([[6.0, 0.0]]), one, whole(one), mode, horizon=2).item()
+    assert total == (3.0 if mode == "seq-mean-token-sum-norm" else 6.0)
+
+
 def test_a_mean_of_nothing_is_zero() -> None:
     values, nothing = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     for mode in MODES:

@@ -61,7 +61,7 @@ WHOLE = {
         built("@^{2}-@=0", LETTER, LARGE),
         built("@x-@y+@z+@=0", *[N] * 4),
         built("y=@x+@", N, N),
-        built("x^2+y^2=@", LARGE),
+        built("@x^2+y^2=@", N, LARGE),
     ),
     "inequality": st.one_of(
         built(r"@ \ge @", LETTER, SIGNED), built("x<@", VALUE), increasing(r"@ < x \le @")

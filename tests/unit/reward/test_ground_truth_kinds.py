@@ -186,6 +186,7 @@ def test_no_more_credit_than_math_verify_gives(kind, data):
         (r"\{1,2\}", "(1,2)"),
         ("(1,2)", r"\{1,2\}"),
         ("x^2+1=0", "x^2+2=0"),  # math-verify: both have no solutions
+        (r"\frac{dy}{dx}=3x^2", r"\frac{dy}{dx}=4x^2"),  # math-verify: dy/dx is 0
         ("0.0000001", "0.0000002"),  # math-verify: both are 0 to six places
         ("y'", "y"),
         ("5'6''", "56"),
@@ -219,6 +220,7 @@ def test_wrong(truth, answer):
         (r"x=1 \text{ or } x=2", ["1, 2", r"x=2 \text{ or } x=1"]),
         ("x^2-7=0", ["x^2=7", "x^{2} - 7 = 0"]),
         ("y=2x+3", ["2x+3", "y = 3 + 2x"]),
+        (r"\frac{dy}{dx}=3x^2", [r"\frac{dy}{dx} = x^2 \cdot 3"]),
         (r"2\sqrt{3}", [r"\sqrt{12}", r"2\sqrt{3} \text{ cm}", r"2\sqrt{3} units"]),
         (r"3 \times 10^8", ["300000000", "300,000,000", r"3\cdot 10^{8}"]),
         ("6+9i", ["9i + 6", "6 + 9 i"]),

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
-from rlctl.replay.replay import Question, replay
-from rlctl.replay.settings import Setting, grid
-from rlctl.replay.step import Step
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.what_if.replay import WhatIfQuestion, replay
+from rlctl.what_if.settings import Setting, grid
+from rlctl.what_if.step import Step
 from tests.reference.enumerable import GROUP, Truth, World
 
 #: Not normalised, so that the plain error has an exact value as well. The truth of a world is computed for
@@ -98,7 +98,7 @@ class LongWorld:
         return found.reshape(-1, GROUP, found[0].size).mean(1)
 
     def truths(self, settings: list[Setting], seed: int, rounds: int, groups: int = 500) -> dict[str, Truth]:
-        """Moments of every setting from many groups; |m|² without the part that noise adds to it."""
+        """ScoreMoments of every setting from many groups; |m|² without the part that noise adds to it."""
         sums = {s.name: np.zeros(self.logits.size) for s in settings}
         squares = dict.fromkeys(sums, 0.0)
         target, spread = np.zeros(self.logits.size), 0.0
@@ -135,16 +135,16 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-Row = tuple[str, int, int, str, float, float]
+DumpedRow = tuple[str, int, int, str, float, float]
 
 
-def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> Iterator[Row]:
+def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> Iterator[DumpedRow]:
     """(world, dumped groups, groups per batch, who, excess over the best setting, its error)."""
     for groups in BATCHES:
         errors = {name: truth.error(groups) for name, truth in truths.items()}
         plain = {name: truth.plain_error(groups) for name, truth in truths.items()}
         best, plainest = min(errors.values()), min(plain.values())
-        found = replay([step], SETTINGS, Question(groups_per_batch=groups))
+        found = replay([step], SETTINGS, WhatIfQuestion(groups_per_batch=groups))
         if found.recommended is None or found.plainest is None:
             continue
         chosen = {"recommended": found.recommended.name} | {name: name for name in FIXED}
@@ -155,7 +155,7 @@ def compare(where: str, truths: dict[str, Truth], step: Step, dumped: int) -> It
             yield where, dumped, groups, f"plain, {name}", plain[name] / plainest - 1.0, plainest
 
 
-def short(seeds: list[int]) -> Iterator[Row]:
+def short(seeds: list[int]) -> Iterator[DumpedRow]:
     kinds, rewards = ("linear", "hidden"), ("random", "sparse", "count")
     for seed, kind, (mismatch, size), reward in itertools.product(seeds, kinds, MISMATCHES, rewards):
         world = World(seed, kind, mismatch, size, reward)
@@ -164,7 +164,7 @@ def short(seeds: list[int]) -> Iterator[Row]:
             yield from compare("short", truths, world.sample(dumped, seed + 1000), dumped)
 
 
-def long(seeds: list[int]) -> Iterator[Row]:
+def long(seeds: list[int]) -> Iterator[DumpedRow]:
     for seed, (length, size), reward in itertools.product(seeds, LONG, ("sum", "sparse")):
         world = LongWorld(seed, length, size, reward)
         truths = world.truths(SETTINGS, seed * 1000, rounds=3)
@@ -173,7 +173,7 @@ def long(seeds: list[int]) -> Iterator[Row]:
             yield from compare("long", truths, step, dumped)
 
 
-def table(rows: list[Row], plain: bool) -> list[str]:
+def table(rows: list[DumpedRow], plain: bool) -> list[str]:
     """Mean excess by who chose, columns by dumped groups and groups per batch; and the worst case."""
     columns = sorted({row[1:3] for row in rows})
     heads = [f"{dumped} dumped, batch {groups}" for dumped, groups in columns]

@@ -64,14 +64,14 @@ def mismatch(
         Format, typer.Option("--format", help="For people or for programs.")
     ] = Format.TEXT,
 ) -> None:
-    """Sample with the rollout engine, score with the trainer, and find out why the two differ.
+    """EngineSample with the rollout engine, score with the trainer, and find out why the two differ.
 
     rlctl diagnose mismatch --model Qwen/Qwen2.5-0.5B-Instruct --engine vllm --engine-dtype bf16
 
     rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
     """
-    from rlctl.mismatch.report import as_document, print_report
-    from rlctl.mismatch.run import MismatchRequest, run_preflight
+    from rlctl.mismatch.mismatch_report import as_document, print_report
+    from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
 
     report = run_preflight(
         MismatchRequest(

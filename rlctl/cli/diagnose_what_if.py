@@ -32,7 +32,7 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
-    from rlctl.replay.run import what_if as replayed
+    from rlctl.what_if.what_if_run import what_if as replayed
 
     found = []
     for path in paths:
@@ -42,11 +42,11 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
     if output_format is Format.JSON:
         write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
     elif output_format is Format.HTML:
-        from rlctl.replay.page import page
+        from rlctl.what_if.page import page
 
         write_out(page(found), out)
     else:
-        from rlctl.replay.report import print_tradeoff
+        from rlctl.what_if.what_if_report import print_tradeoff
 
         with text_console(out) as console:
             for title, tradeoff in found:

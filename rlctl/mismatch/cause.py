@@ -1,4 +1,4 @@
-"""Causes of a gap that a changed reading explains, in words, with what to change."""
+"""Causes of a gap that another scoring variant explains, in words, with what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlctl.mismatch.examine import Examination
 from rlctl.mismatch.gap import Gap
 from rlctl.mismatch.layout import POSITION_MISTAKES
 from rlctl.mismatch.prompts import ENGINE, NO_GENERATION_PROMPT, NO_TEMPLATE, first_difference
-from rlctl.mismatch.reading import OWN, Factor
+from rlctl.mismatch.scoring_variant import OWN, Factor
 
 _FINER = ("engine.dtype=fp32 rollout.dtype=fp32", "algorithm.rollout_correction.rollout_is=token")
 _ROUNDING_FIX = "compute in a finer precision on both sides, or correct for the gap"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rlctl.mismatch.cause import Cause
 from rlctl.mismatch.examine import Examination
-from rlctl.mismatch.reading import Cut, Settings
+from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
 from rlctl.mismatch.search import Taken
 
 _CUT_OFF = {"top_p": "rollout.top_p=1", "top_k": "rollout.top_k=-1", "min_p": "rollout.min_p=0"}
@@ -29,7 +29,7 @@ def sampling_causes(found: Examination, taken: Taken) -> Iterator[Cause]:
         yield replace(_mode(reported, asked), before=before, after=after)
         return
     unsure = "" if found.drawn is not None and found.drawn.not_asked else " (or only reports so)"
-    middle = gap(taken.before.changed("sampling", Settings(reported.temperature)))
+    middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
         what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was asked for"
@@ -44,8 +44,8 @@ def sampling_causes(found: Examination, taken: Taken) -> Iterator[Cause]:
     yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
 
 
-def _mode(reported: Settings, drawn: Settings) -> Cause:
-    raw = " (the raw ones)" if reported == Settings(1.0) else ""
+def _mode(reported: SamplingSettings, drawn: SamplingSettings) -> Cause:
+    raw = " (the raw ones)" if reported == SamplingSettings(1.0) else ""
     spec = " ".join(("rollout.temperature=1", *_spec(drawn.cut)))
     return Cause(
         "log-prob mode",
@@ -57,7 +57,7 @@ def _mode(reported: Settings, drawn: Settings) -> Cause:
 
 def drawn_otherwise(found: Examination) -> Iterator[Cause]:
     """Tokens drawn from what is neither reported nor seen in the gap."""
-    reported = found.explanation.reading.sampling
+    reported = found.explanation.variant.sampling
     shows = any(taken.factor == "sampling" for taken in found.explanation.taken)
     if found.drawn is None or not found.drawn.not_reported or found.drawn.settings.is_like(reported):
         return

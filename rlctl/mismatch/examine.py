@@ -1,6 +1,6 @@
 """Sample with the engine, score with the trainer, and find out what makes the difference.
 
-sample → search over readings → what the tokens were drawn from
+sample → search over scoring variants → what the tokens were drawn from
        → gap left?  hand the trainer's weights over, sample again    (were they others?)
        → move the weights, hand them over, sample again              (does a sync reach all of them?)
        → gap left?  the same engine in the trainer's precision       (is it the precision?)
@@ -16,8 +16,8 @@ from rlctl.batch import Prompts, Rollouts
 from rlctl.data.schema import Row
 from rlctl.mismatch.gap import AGREE, Gap
 from rlctl.mismatch.prompts import TokenIds, as_prompts, renderings, token_ids
-from rlctl.mismatch.reading import OWN, Cut, Reading, Settings
-from rlctl.mismatch.score import Sample, Scorer, Weights
+from rlctl.mismatch.score import EngineSample, VariantScorer, Weights
+from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.search import Explanation, explain
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
 from rlctl.mismatch.weights import all_and_head, moved
@@ -59,16 +59,16 @@ class Sides:
     same_precision: Callable[[], ResponseSampler] | None = None
 
     @property
-    def asked(self) -> Settings:
+    def asked(self) -> SamplingSettings:
         """The settings asked for; of several truncations the first."""
         sampling = self.sampling
         if sampling.top_p < 1.0:
-            return Settings(sampling.temperature, Cut("top_p", sampling.top_p))
+            return SamplingSettings(sampling.temperature, Cut("top_p", sampling.top_p))
         if sampling.top_k > 0:
-            return Settings(sampling.temperature, Cut("top_k", sampling.top_k))
+            return SamplingSettings(sampling.temperature, Cut("top_k", sampling.top_k))
         if sampling.min_p > 0.0:
-            return Settings(sampling.temperature, Cut("min_p", sampling.min_p))
-        return Settings(sampling.temperature)
+            return SamplingSettings(sampling.temperature, Cut("min_p", sampling.min_p))
+        return SamplingSettings(sampling.temperature)
 
     @property
     def takes_weights(self) -> bool:
@@ -109,7 +109,7 @@ class Examination:
     """
 
     sides: Sides
-    scorer: Scorer
+    scorer: VariantScorer
     explanation: Explanation
     start: Gap
     drawn: Drawn | None
@@ -120,8 +120,8 @@ class Examination:
 
     @property
     def left(self) -> Gap:
-        """What no reading explains."""
-        return self.scorer.gap(self.explanation.reading)
+        """The gap that no scoring variant explains."""
+        return self.scorer.gap(self.explanation.variant)
 
 
 def examine(sides: Sides) -> Examination:
@@ -133,57 +133,59 @@ def examine(sides: Sides) -> Examination:
     """
     own = token_ids(sides.rows, sides.tokenizer)
     theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
-    trial = _Trial(sides, own, as_prompts(theirs, sides.rows, _pad_id(sides.tokenizer)))
+    trial = _Sampler(sides, own, as_prompts(theirs, sides.rows, _pad_id(sides.tokenizer)))
     scorer = trial.sampled(sides.engine, sides.model)
     explanation = explain(scorer, sides.asked)
     start = scorer.gap(explanation.start)
 
     synced: Experiment | None = None
     if not _is_explained(scorer, explanation) and sides.takes_weights:
-        before = scorer.gap(explanation.reading)
+        before = scorer.gap(explanation.variant)
         trial.hand_over(sides.model)
         after = trial.sampled(sides.engine, sides.model)
         again = explain(after, sides.asked)
-        synced = Experiment(before, after.gap(again.reading))
+        synced = Experiment(before, after.gap(again.variant))
         if synced.closes:
             scorer, explanation = after, again
 
-    reading = explanation.reading
+    variant = explanation.variant
     drawn = None
-    if scorer.gap(reading).abs_mean < _SAME_DISTRIBUTION:
-        drawn = fit_drawn(scorer.ranked(reading, sides.asked.cut)[0], reading.sampling, sides.asked)
-    movement, stale = _moved(trial, scorer, reading) if sides.takes_weights else (None, None)
+    if scorer.gap(variant).abs_mean < _SAME_DISTRIBUTION:
+        drawn = fit_drawn(scorer.ranked(variant, sides.asked.cut)[0], variant.sampling, sides.asked)
+    movement, stale = _moved(trial, scorer, variant) if sides.takes_weights else (None, None)
     precise = None
-    if not scorer.gap(reading).agrees and sides.same_precision is not None:
+    if not scorer.gap(variant).agrees and sides.same_precision is not None:
         other = trial.sampled(sides.same_precision(), sides.model)
-        precise = Experiment(scorer.gap(reading), other.gap(replace(reading, dtype=OWN)))
+        precise = Experiment(scorer.gap(variant), other.gap(replace(variant, dtype=OWN)))
     return Examination(sides, scorer, explanation, start, drawn, synced, movement, stale, precise)
 
 
-def _is_explained(scorer: Scorer, explanation: Explanation) -> bool:
-    left = scorer.gap(explanation.reading)
+def _is_explained(scorer: VariantScorer, explanation: Explanation) -> bool:
+    left = scorer.gap(explanation.variant)
     return left.agrees or left.abs_mean <= 0.1 * scorer.gap(explanation.start).abs_mean
 
 
-def _moved(trial: _Trial, scorer: Scorer, reading: Reading) -> tuple[Experiment | None, str | None]:
+def _moved(
+    trial: _Sampler, scorer: VariantScorer, variant: ScoringVariant
+) -> tuple[Experiment | None, str | None]:
     """Whether a sync reaches every weight, and if not which were left; the engine gets its weights back."""
-    usual = scorer.gap(reading)
-    if reading.weights != OWN:
+    usual = scorer.gap(variant)
+    if variant.weights != OWN:
         return None, None
     model = trial.sides.model
     other = moved(model)
     trial.hand_over(other)
     after = trial.sampled(trial.sides.engine, other, all_and_head("before the sync", model.state_dict))
     trial.hand_over(model)
-    found = Experiment(usual, after.gap(reading))
+    found = Experiment(usual, after.gap(variant))
     if not found.opens:
         return found, None
-    left = {name: after.gap(replace(reading, weights=name)).abs_mean for name in after.weights}
+    left = {name: after.gap(replace(variant, weights=name)).abs_mean for name in after.weights}
     closest = min(left, key=lambda name: left[name])
     return found, closest if left[closest] <= _CLOSED * found.after.abs_mean else None
 
 
-class _Trial:
+class _Sampler:
     """Samples the same prompts again and again."""
 
     def __init__(self, sides: Sides, own: TokenIds, prompts: Prompts) -> None:
@@ -194,7 +196,7 @@ class _Trial:
 
     def sampled(
         self, engine: ResponseSampler, model: Any, weights: Mapping[str, Weights] | None = None
-    ) -> Scorer:
+    ) -> VariantScorer:
         """What the engine samples, ready to be scored by `model`."""
         sides = self.sides
         rollouts = engine.generate(
@@ -209,7 +211,7 @@ class _Trial:
         found = renderings(sides.rows, self._own, said, sides.tokenizer)
         prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
-        return Scorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
+        return VariantScorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
 
     def hand_over(self, model: Any) -> None:
         """The model's weights to the engine."""
@@ -218,10 +220,10 @@ class _Trial:
         engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
 
 
-def _sample(rollouts: Rollouts, n: int, device: Any) -> Sample:
+def _sample(rollouts: Rollouts, n: int, device: Any) -> EngineSample:
     width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
     rows = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
-    return Sample(
+    return EngineSample(
         n=n,
         prompts=[ids[mask].tolist() for ids, mask in rows],
         responses=rollouts.responses.to(device),

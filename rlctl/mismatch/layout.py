@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlctl.mismatch.reading import OWN
+from rlctl.mismatch.scoring_variant import OWN
 
 #: Name of each mistake, and what it does.
 POSITION_MISTAKES: Mapping[str, str] = {
@@ -19,7 +19,7 @@ POSITION_MISTAKES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PaddedRows:
     """What a model reads.
 
     Attributes:
@@ -44,7 +44,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 def lay_out(
     prompts: Sequence[Sequence[int]], responses: Tensor, mask: Tensor, pad_id: int, positions: str = OWN
-) -> Layout:
+) -> PaddedRows:
     """B prompts and responses (B, T) with their mask (B, T), as `positions` has it."""
     prompt_ids, prompt_mask = left_padded(prompts, pad_id)
     device, horizon, width = responses.device, responses.shape[1], prompt_ids.shape[1]
@@ -59,4 +59,4 @@ def lay_out(
     elif positions == "padding seen":
         position_ids = columns
         attention_mask = torch.cat([torch.ones_like(prompt_mask), mask], dim=1)
-    return Layout(torch.cat([prompt_ids, responses], dim=1), attention_mask, position_ids, horizon)
+    return PaddedRows(torch.cat([prompt_ids, responses], dim=1), attention_mask, position_ids, horizon)

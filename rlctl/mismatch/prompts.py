@@ -11,7 +11,7 @@ from rlctl.batch import Prompts
 from rlctl.data.render import Renderer
 from rlctl.data.schema import Message, Row
 from rlctl.mismatch.layout import left_padded
-from rlctl.mismatch.reading import OWN
+from rlctl.mismatch.scoring_variant import OWN
 
 TokenIds = Sequence[Sequence[int]]
 

@@ -1,4 +1,4 @@
-"""The trainer's model scores the engine's tokens under a `Reading`."""
+"""The trainer's model scores the engine's tokens under a `ScoringVariant`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlctl.engine.inputs import body_inputs, body_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import Gap, measure
-from rlctl.mismatch.layout import Layout, lay_out
-from rlctl.mismatch.reading import OWN, Cut, Reading, Settings
+from rlctl.mismatch.layout import PaddedRows, lay_out
+from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.prefix import shared_prefix
 from rlctl.rollout.hf import into_precision
@@ -30,7 +30,7 @@ _FITTED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class EngineSample:
     """What the engine sampled.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sample:
         return moved, has_one
 
 
-class Scorer:
+class VariantScorer:
     """Scores one sample in many ways, remembering each.
 
     Args:
@@ -71,7 +71,7 @@ class Scorer:
     def __init__(
         self,
         model: Any,
-        sample: Sample,
+        sample: EngineSample,
         prompts: Mapping[str, Sequence[Sequence[int]]],
         weights: Mapping[str, Weights],
         pad_id: int,
@@ -82,78 +82,78 @@ class Scorer:
         self._pad_id = pad_id
         self._own = PolicyModule(model, 1.0)
         self._changed: tuple[tuple[str, str, str], PolicyModule] | None = None
-        self._scores: dict[Reading, Tensor] = {}
-        self._fits: dict[Reading, Settings] = {}
+        self._scores: dict[ScoringVariant, Tensor] = {}
+        self._fits: dict[ScoringVariant, SamplingSettings] = {}
 
     @property
     def model(self) -> Any:
         """The trainer's model."""
         return self._own.model
 
-    def gap(self, reading: Reading) -> Gap:
-        """What is left between the engine and the trainer reading so.
+    def gap(self, variant: ScoringVariant) -> Gap:
+        """The gap between the engine and the trainer when the trainer scores by this variant.
 
         Raises:
             RunFailure: the model cannot be run so; says why.
         """
-        reported, mask = self.sample.shifted(reading.shift)
-        return measure(self.log_probs(reading), reported, mask)
+        reported, mask = self.sample.shifted(variant.shift)
+        return measure(self.log_probs(variant), reported, mask)
 
-    def effect(self, reading: Reading, other: Reading) -> float:
-        """Mean |difference| of the trainer's own log-probs between two readings, nats per token."""
-        difference = self.log_probs(reading) - self.log_probs(other)
+    def effect(self, variant: ScoringVariant, other: ScoringVariant) -> float:
+        """Mean |difference| of the trainer's own log-probs between two variants, nats per token."""
+        difference = self.log_probs(variant) - self.log_probs(other)
         return float(difference[self.sample.mask].abs().mean())
 
     @torch.no_grad()
-    def log_probs(self, reading: Reading) -> Tensor:
+    def log_probs(self, variant: ScoringVariant) -> Tensor:
         """(B, T) float32 of the sampled tokens, 0.0 on padding.
 
         Raises:
             RunFailure: the model cannot be run so; says why.
         """
-        reading = replace(reading, shift=0)  # which says what the reports mean, not how the model reads
-        if reading not in self._scores:
+        variant = replace(variant, shift=0)  # which says what the reports mean, not how the model reads
+        if variant not in self._scores:
             try:
-                self._scores[reading] = self._computed(reading)
+                self._scores[variant] = self._computed(variant)
             except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
                 reason = str(error).partition("\n")[0]
                 raise RunFailure(f"the model cannot be run so: {reason}") from error
-        return self._scores[reading]
+        return self._scores[variant]
 
-    def _computed(self, reading: Reading) -> Tensor:
-        score = self._as_trainer if _is_plain(reading) else self._from_logits
+    def _computed(self, variant: ScoringVariant) -> Tensor:
+        score = self._as_trainer if _is_plain(variant) else self._from_logits
         found = torch.zeros_like(self.sample.reported)
-        policy = self._policy(reading)
-        for rows in self._rows(reading):
-            score(policy, reading, rows, found)
+        policy = self._policy(variant)
+        for rows in self._rows(variant):
+            score(policy, variant, rows, found)
         return found
 
-    def fitted(self, reading: Reading, asked: Settings) -> Settings:
-        """The settings that best explain the reported log-probs, all else being as in `reading`."""
-        if reading not in self._fits:
-            self._fits[reading] = fit_reported(*self.ranked(reading, asked.cut), asked)
-        return self._fits[reading]
+    def fitted(self, variant: ScoringVariant, asked: SamplingSettings) -> SamplingSettings:
+        """The settings that best explain the reported log-probs, all else being as in `variant`."""
+        if variant not in self._fits:
+            self._fits[variant] = fit_reported(*self.ranked(variant, asked.cut), asked)
+        return self._fits[variant]
 
     @torch.no_grad()
-    def ranked(self, reading: Reading, asked: Cut) -> tuple[RankedLogits, Tensor]:
-        """Logits under this reading of some tokens, and those tokens' reported log-probs (N,)."""
-        reported, mask = self.sample.shifted(reading.shift)
+    def ranked(self, variant: ScoringVariant, asked: Cut) -> tuple[RankedLogits, Tensor]:
+        """Logits under this variant of some tokens, and those tokens' reported log-probs (N,)."""
+        reported, mask = self.sample.shifted(variant.shift)
         logits, tokens, values = [], [], []
-        policy = self._policy(reading)
+        policy = self._policy(variant)
         size = policy.model.config.get_text_config().vocab_size
         wanted = _thinned(mask, min(_FITTED_TOKENS, max(MAX_LOGITS // size, 1)))
-        for rows in self._rows(reading):
-            for columns, found in self._logits(policy, reading, rows):
+        for rows in self._rows(variant):
+            for columns, found in self._logits(policy, variant, rows):
                 here = wanted[rows, columns]
                 logits.append(found[here])
                 tokens.append(self.sample.responses[rows, columns][here])
                 values.append(reported[rows, columns][here])
         return RankedLogits(torch.cat(logits), torch.cat(tokens), [asked]), torch.cat(values)
 
-    def _as_trainer(self, policy: PolicyModule, reading: Reading, rows: slice, out: Tensor) -> None:
+    def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
         """By the code that training runs."""
-        layout, responses, mask = self._layout(reading, rows)
-        policy.temperature = reading.sampling.temperature
+        layout, responses, mask = self._layout(variant, rows)
+        policy.temperature = variant.sampling.temperature
         log_probs, _ = policy(
             layout.input_ids,
             layout.attention_mask,
@@ -164,42 +164,44 @@ class Scorer:
         )
         out[rows, : layout.horizon] = log_probs
 
-    def _from_logits(self, policy: PolicyModule, reading: Reading, rows: slice, out: Tensor) -> None:
+    def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
         """From full logits, which truncation and decoding need."""
-        for columns, logits in self._logits(policy, reading, rows):
+        for columns, logits in self._logits(policy, variant, rows):
             tokens = self.sample.responses[rows, columns]
             mask = self.sample.mask[rows, columns]
-            ranked = RankedLogits(logits[mask], tokens[mask], [reading.sampling.cut])
-            out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(reading.sampling))
+            ranked = RankedLogits(logits[mask], tokens[mask], [variant.sampling.cut])
+            out[rows, columns] = out[rows, columns].masked_scatter(mask, ranked.log_probs(variant.sampling))
 
-    def _logits(self, policy: PolicyModule, reading: Reading, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+    def _logits(
+        self, policy: PolicyModule, variant: ScoringVariant, rows: slice
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Columns of the response and their logits (b, t, V), of the given rows."""
-        layout, _, _ = self._layout(reading, rows)
-        step = _decoded if reading.steps == "decode" else _prefilled
+        layout, _, _ = self._layout(variant, rows)
+        step = _decoded if variant.steps == "decode" else _prefilled
         return step(policy, layout)
 
-    def _layout(self, reading: Reading, rows: slice) -> tuple[Layout, Tensor, Tensor]:
+    def _layout(self, variant: ScoringVariant, rows: slice) -> tuple[PaddedRows, Tensor, Tensor]:
         """What is read, the responses and their mask, without columns that no row uses."""
         mask = self.sample.mask[rows]
         horizon = max(int(mask.sum(1).max()), 1)
         responses, mask = self.sample.responses[rows, :horizon], mask[:, :horizon]
-        prompts = self.prompts[reading.prompt][rows]
-        return lay_out(prompts, responses, mask, self._pad_id, reading.positions), responses, mask
+        prompts = self.prompts[variant.prompt][rows]
+        return lay_out(prompts, responses, mask, self._pad_id, variant.positions), responses, mask
 
-    def _rows(self, reading: Reading) -> Iterator[slice]:
+    def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
         """Rows that are run together; those of logits so large that they do not fit, in several parts."""
         count, horizon = self.sample.responses.shape
         size = count
-        if reading.rows == "single":
+        if variant.rows == "single":
             size = self.sample.n
-        elif reading.steps == OWN and not _is_plain(reading):
+        elif variant.steps == OWN and not _is_plain(variant):
             vocabulary = self.model.config.get_text_config().vocab_size
             size = max(1, MAX_LOGITS * 4 // (horizon * vocabulary))
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
-    def _policy(self, reading: Reading) -> PolicyModule:
+    def _policy(self, variant: ScoringVariant) -> PolicyModule:
         """The trainer's model, or a changed copy (one is kept)."""
-        change = (reading.weights, reading.dtype, reading.attention)
+        change = (variant.weights, variant.dtype, variant.attention)
         if change == (OWN, OWN, OWN):
             return self._own
         if self._changed is None or self._changed[0] != change:
@@ -223,12 +225,12 @@ class Scorer:
         return model
 
 
-def _is_plain(reading: Reading) -> bool:
+def _is_plain(variant: ScoringVariant) -> bool:
     """Whether the trainer's own code can read so."""
-    return reading.steps == OWN and reading.sampling.cut.kind == "none"
+    return variant.steps == OWN and variant.sampling.cut.kind == "none"
 
 
-def _prefilled(policy: PolicyModule, layout: Layout) -> Iterator[tuple[slice, Tensor]]:
+def _prefilled(policy: PolicyModule, layout: PaddedRows) -> Iterator[tuple[slice, Tensor]]:
     """One pass over prompts and responses."""
     inputs = body_inputs(
         body_of(policy.model),
@@ -241,7 +243,7 @@ def _prefilled(policy: PolicyModule, layout: Layout) -> Iterator[tuple[slice, Te
     yield slice(0, layout.horizon), policy.model(**inputs, logits_to_keep=layout.horizon).logits
 
 
-def _decoded(policy: PolicyModule, layout: Layout) -> Iterator[tuple[slice, Tensor]]:
+def _decoded(policy: PolicyModule, layout: PaddedRows) -> Iterator[tuple[slice, Tensor]]:
     """Token by token with a cache, as engines sample."""
     ids, mask, positions = layout.input_ids, layout.attention_mask, layout.position_ids
     prompt = ids.shape[1] - layout.horizon

@@ -1,4 +1,4 @@
-"""Which changes of reading, together, close the gap: stepwise, each change tried on top of those found.
+"""Which changes of the scoring variant, together, close the gap: a stepwise search.
 
 Forward: the change that explains most is taken, and the others are tried again on top of it; where no
 single one helps, pairs of arithmetic changes are tried, since rounding noise hides each behind the other.
@@ -18,8 +18,8 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import AGREE, Gap
 from rlctl.mismatch.layout import POSITION_MISTAKES
-from rlctl.mismatch.reading import OWN, Factor, Reading, Settings
-from rlctl.mismatch.score import DTYPES, Scorer
+from rlctl.mismatch.score import DTYPES, VariantScorer
+from rlctl.mismatch.scoring_variant import OWN, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 _ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
@@ -57,8 +57,8 @@ class Taken:
     """One change that explains a part of the gap, on top of those before it."""
 
     factor: Factor
-    before: Reading
-    after: Reading
+    before: ScoringVariant
+    after: ScoringVariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,18 @@ class Explanation:
 
     Attributes:
         start: how the trainer reads.
-        reading: how it would have to read to come closest to the engine.
+        variant: how it would have to read to come closest to the engine.
         taken: the changes in between, in the order taken.
         tried: every change on its own.
     """
 
-    start: Reading
-    reading: Reading
+    start: ScoringVariant
+    variant: ScoringVariant
     taken: tuple[Taken, ...]
     tried: tuple[Tried, ...]
 
 
-def explain(scorer: Scorer, asked: Settings) -> Explanation:
+def explain(scorer: VariantScorer, asked: SamplingSettings) -> Explanation:
     """Search for the changes that close the gap between the engine and the trainer.
 
     Args:
@@ -91,38 +91,38 @@ def explain(scorer: Scorer, asked: Settings) -> Explanation:
 class _Search:
     """The state of one search."""
 
-    def __init__(self, scorer: Scorer, asked: Settings) -> None:
+    def __init__(self, scorer: VariantScorer, asked: SamplingSettings) -> None:
         self._scorer = scorer
         self._asked = asked
-        self._start = Reading(Settings(asked.temperature))
+        self._start = ScoringVariant(SamplingSettings(asked.temperature))
         agree = scorer.gap(self._start).agrees  # then there is nothing to compare
         factors = () if agree else FACTORS
         changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
         self._tried = {other: self._try(factor, other) for factor, other in changes}
 
     def run(self) -> Explanation:
-        reading = self._found(FACTORS)
-        fitted = reading.sampling != self._start.sampling
-        if fitted and self._left(reading) > _CONFIRMED * self._left(self._start):
+        variant = self._found(FACTORS)
+        fitted = variant.sampling != self._start.sampling
+        if fitted and self._left(variant) > _CONFIRMED * self._left(self._start):
             # Free parameters fit a part of any gap, that of other weights above all.
-            reading = self._found(tuple(factor for factor in FACTORS if factor != "sampling"))
-        reading = self._pruned(reading)
-        return Explanation(self._start, reading, self._in_order(reading), tuple(self._tried.values()))
+            variant = self._found(tuple(factor for factor in FACTORS if factor != "sampling"))
+        variant = self._pruned(variant)
+        return Explanation(self._start, variant, self._in_order(variant), tuple(self._tried.values()))
 
-    def _found(self, factors: tuple[Factor, ...]) -> Reading:
+    def _found(self, factors: tuple[Factor, ...]) -> ScoringVariant:
         """Forward: take the best change as long as one helps."""
-        reading = self._start
+        variant = self._start
         for _ in range(2 * len(factors)):  # what was taken may be taken again, differently
-            if self._scorer.gap(reading).agrees:
+            if self._scorer.gap(variant).agrees:
                 break
-            changes = [other for factor in factors for other in self._changes(reading, factor)]
-            better = self._best(reading, changes) or self._best(reading, list(self._pairs(reading)))
+            changes = [other for factor in factors for other in self._changes(variant, factor)]
+            better = self._best(variant, changes) or self._best(variant, list(self._pairs(variant)))
             if better is None:
                 break
-            reading = better
-        return reading
+            variant = better
+        return variant
 
-    def _changes(self, base: Reading, factor: Factor) -> Iterator[Reading]:
+    def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
         """Readings that differ from `base` in this factor and might explain what is left."""
         if factor == "sampling":
             if not self._scorer.gap(base).agrees:
@@ -133,14 +133,14 @@ class _Search:
             if value != getattr(base, factor) and (base == self._start or self._matters(factor, value, base)):
                 yield base.changed(factor, value)
 
-    def _matters(self, factor: Factor, value: str | int, base: Reading) -> bool:
+    def _matters(self, factor: Factor, value: str | int, base: ScoringVariant) -> bool:
         """A change cannot take more off the gap than it changes the trainer's own log-probs by."""
         if factor == "shift" or (factor in _ROUNDING and base.dtype != OWN):
             return True  # it changes none of them; or was tried in another precision
         effect = self._tried[self._start.changed(factor, value)].effect
         return effect > 0.5 * _MATERIAL * self._left(base)
 
-    def _pairs(self, base: Reading) -> Iterator[Reading]:
+    def _pairs(self, base: ScoringVariant) -> Iterator[ScoringVariant]:
         """`base` with two arithmetic factors changed."""
         changes = [(factor, value) for factor in ARITHMETIC for value in _values(self._scorer, factor)]
         for (one, first), (two, second) in combinations(changes, 2):
@@ -148,8 +148,8 @@ class _Search:
             if one != two and matter:
                 yield base.changed(one, first).changed(two, second)
 
-    def _best(self, base: Reading, others: list[Reading]) -> Reading | None:
-        """The reading that leaves the smallest gap, if that is materially smaller; among equals the first."""
+    def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
+        """The variant that leaves the smallest gap, if that is materially smaller; among equals the first."""
         left = [(self._left(other), other) for other in others]
         limit = (1.0 - _MATERIAL) * self._left(base)
         smallest = min((gap for gap, _ in left), default=limit)
@@ -157,43 +157,43 @@ class _Search:
             return None
         return next(other for gap, other in left if gap <= smallest * _SLACK + AGREE / 10)
 
-    def _left(self, reading: Reading) -> float:
+    def _left(self, variant: ScoringVariant) -> float:
         """Mean |log-ratio|; infinite where the model cannot be run so."""
         try:
-            return self._scorer.gap(reading).abs_mean
+            return self._scorer.gap(variant).abs_mean
         except RunFailure:
             return math.inf
 
-    def _try(self, factor: Factor, other: Reading) -> Tried:
+    def _try(self, factor: Factor, other: ScoringVariant) -> Tried:
         value = str(getattr(other, factor))
         try:
             return Tried(factor, value, self._scorer.gap(other), self._scorer.effect(self._start, other))
         except RunFailure as failure:
             return Tried(factor, value, why_not=failure.what)
 
-    def _pruned(self, reading: Reading) -> Reading:
-        """Backward: the reading without what it can do without, what is fitted and what is fine first."""
+    def _pruned(self, variant: ScoringVariant) -> ScoringVariant:
+        """Backward: drop each change that the others make unnecessary, fitted and fine ones first."""
         for factor in reversed(FACTORS):
-            without = reading.with_factor(factor, self._start)
-            if self._left(without) <= self._left(reading) * _SLACK + AGREE / 10:
-                reading = without
-        return reading
+            without = variant.with_factor(factor, self._start)
+            if self._left(without) <= self._left(variant) * _SLACK + AGREE / 10:
+                variant = without
+        return variant
 
-    def _in_order(self, reading: Reading) -> tuple[Taken, ...]:
+    def _in_order(self, variant: ScoringVariant) -> tuple[Taken, ...]:
         """What each change explains, on top of those that explain more."""
-        left = [f for f in FACTORS if getattr(reading, f) != getattr(self._start, f)]
+        left = [f for f in FACTORS if getattr(variant, f) != getattr(self._start, f)]
         taken: list[Taken] = []
         now = self._start
         while left:
-            factor = min(left, key=lambda factor: self._left(now.with_factor(factor, reading)))
+            factor = min(left, key=lambda factor: self._left(now.with_factor(factor, variant)))
             left.remove(factor)
-            after = now.with_factor(factor, reading)
+            after = now.with_factor(factor, variant)
             taken.append(Taken(factor, now, after))
             now = after
         return tuple(taken)
 
 
-def _values(scorer: Scorer, factor: Factor) -> tuple[str | int, ...]:
+def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
     """What a factor may be instead of the trainer's own."""
     if factor == "prompt":
         return tuple(name for name in scorer.prompts if name != OWN)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlctl.mismatch.gap import AGREE
-from rlctl.mismatch.reading import Cut, Settings
+from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
 
 _TOP_P = [round(0.5 + 0.01 * i, 2) for i in range(50)] + [0.995, 0.999]
 _TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 512, 1000]
@@ -45,7 +45,7 @@ class RankedLogits:
         #: from the mildest to the strictest, `none` first
         self.cuts = sorted(grid, key=lambda cut: (cut.kind != "none", cut.kind, cut.value))
 
-    def log_probs(self, settings: Settings) -> Tensor:
+    def log_probs(self, settings: SamplingSettings) -> Tensor:
         """(N,) of the drawn tokens; a token that is cut off is taken as the last one kept."""
         log_probs, log_masses, _ = self._at(settings.temperature, [settings.cut])
         return log_probs - log_masses[:, 0]
@@ -95,7 +95,7 @@ def _last_kept(cuts: Sequence[Cut], falling: Tensor, cumulative: Tensor) -> Tens
     return last.clamp(max=size - 1)
 
 
-def fit_reported(ranked: RankedLogits, reported: Tensor, asked: Settings) -> Settings:
+def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings) -> SamplingSettings:
     """The simplest settings that explain the reported log-probs (N,) about as well as any.
 
     Args:
@@ -107,19 +107,19 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: Settings) -> Set
     best = float(ranked.errors(reported, temperature).min())
     enough = 1.1 * best + AGREE
 
-    def error(settings: Settings) -> float:
+    def error(settings: SamplingSettings) -> float:
         return float(ranked.errors(reported, settings.temperature, [settings.cut]))
 
-    for simple in (Settings(asked.temperature), Settings(1.0), asked):
+    for simple in (SamplingSettings(asked.temperature), SamplingSettings(1.0), asked):
         if error(simple) <= enough:
             return simple
     for value in (_rounded(temperature), temperature):
-        if error(Settings(value)) <= enough:
-            return Settings(value)
+        if error(SamplingSettings(value)) <= enough:
+            return SamplingSettings(value)
     for value in (asked.temperature, 1.0, _rounded(temperature), temperature):
         errors = ranked.errors(reported, value)
         if float(errors.min()) <= enough:
-            return Settings(value, _chosen_cut(ranked.cuts, errors <= enough, asked.cut))
+            return SamplingSettings(value, _chosen_cut(ranked.cuts, errors <= enough, asked.cut))
     raise AssertionError("the best fit is as good as itself")
 
 
@@ -138,20 +138,20 @@ class Drawn:
             clearly less likely.
     """
 
-    settings: Settings
+    settings: SamplingSettings
     not_reported: bool
     not_asked: bool
 
 
-def fit_drawn(ranked: RankedLogits, reported: Settings, asked: Settings) -> Drawn:
+def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingSettings) -> Drawn:
     """Find by maximum likelihood what the engine sampled from, whatever it reports."""
     temperature = _best(lambda t: -float(ranked.likelihoods(t).max()), asked.temperature)
     best = float(ranked.likelihoods(temperature).max())
 
-    def likelihood(settings: Settings) -> float:
+    def likelihood(settings: SamplingSettings) -> float:
         return float(ranked.likelihoods(settings.temperature, [settings.cut]))
 
-    simple = (reported, asked, Settings(asked.temperature), Settings(1.0))
+    simple = (reported, asked, SamplingSettings(asked.temperature), SamplingSettings(1.0))
     likely = [settings for settings in simple if likelihood(settings) >= best - _CLEARLY]
     found = (
         likely[0] if likely else _likeliest(ranked, temperature, (reported.temperature, asked.temperature))
@@ -159,13 +159,13 @@ def fit_drawn(ranked: RankedLogits, reported: Settings, asked: Settings) -> Draw
     return Drawn(found, reported not in likely, asked not in likely)
 
 
-def _likeliest(ranked: RankedLogits, temperature: float, simpler: Iterable[float]) -> Settings:
+def _likeliest(ranked: RankedLogits, temperature: float, simpler: Iterable[float]) -> SamplingSettings:
     """The likeliest truncation, at a simpler temperature than the likeliest if that is about as likely."""
     best = float(ranked.likelihoods(temperature).max())
     for value in (*simpler, _rounded(temperature), temperature):
         at = ranked.likelihoods(value)
         if float(at.max()) >= best - _CLEARLY:
-            return Settings(value, ranked.cuts[int(at.argmax())])
+            return SamplingSettings(value, ranked.cuts[int(at.argmax())])
     raise AssertionError("the likeliest is as likely as itself")
 
 

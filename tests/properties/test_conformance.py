@@ -13,7 +13,7 @@ import torch
 
 from rlctl.algos.correction import Correction, correct
 from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
-from rlctl.replay.settings import Setting, frameworks
+from rlctl.what_if.settings import Setting, frameworks
 from tests.reference import peers, verl_helper
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance.md"

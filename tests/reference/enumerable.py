@@ -16,7 +16,7 @@ import torch
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules
-from rlctl.replay.step import Step
+from rlctl.what_if.step import Step
 
 VOCABULARY = 4
 GROUP = 8

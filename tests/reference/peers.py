@@ -120,7 +120,7 @@ def off_policy(delta: float) -> Rule:
     return rule
 
 
-#: By the names `rlctl.replay.settings.frameworks` uses.
+#: By the names `rlctl.what_if.settings.frameworks` uses.
 RULES: dict[str, Rule] = {
     "TRL sequence_mask": trl("sequence_mask"),
     "TRL sequence_truncate": trl("sequence_truncate"),

@@ -7,7 +7,7 @@ import torch
 
 from rlctl.mismatch.gap import measure
 from rlctl.mismatch.layout import lay_out
-from rlctl.mismatch.score import Sample
+from rlctl.mismatch.score import EngineSample
 
 
 def test_statistics_are_what_they_are_called() -> None:
@@ -52,6 +52,6 @@ def test_a_shifted_report_is_of_another_token(shift: int) -> None:
         for token in range(4):
             if 0 <= token + shift < 4:
                 reported[row, token] = truth[row, token + shift]
-    moved, has_one = Sample(1, [[1], [1]], truth.long(), mask, reported).shifted(shift)
+    moved, has_one = EngineSample(1, [[1], [1]], truth.long(), mask, reported).shifted(shift)
     assert torch.equal(moved[has_one], truth[has_one])
     assert int(has_one.sum()) == 4

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.errors import UsageError
-from rlctl.mismatch.run import MismatchRequest, run_preflight
+from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
 from tests.unit.mismatch.planted import TOKENIZER
 from tests.unit.rollout.test_hf_rollout import random_model
 
@@ -27,7 +27,7 @@ def save(directory: Path, seed: int) -> Path:
 
 
 def test_a_model_with_built_in_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.mismatch.run.MAX_RESPONSE_LENGTH", 8)
+    monkeypatch.setattr("rlctl.mismatch.mismatch_run.MAX_RESPONSE_LENGTH", 8)
     model = random_model(1)
     model.config.max_position_embeddings = 256  # the questions are long for the tiny model
     model.save_pretrained(tmp_path)

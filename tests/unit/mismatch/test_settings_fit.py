@@ -6,21 +6,23 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlctl.mismatch.reading import Cut, Settings
+from rlctl.mismatch.scoring_variant import Cut, SamplingSettings
 from rlctl.mismatch.settings_fit import RankedLogits, fit_drawn, fit_reported
 
 WARPERS = {"top_p": TopPLogitsWarper, "top_k": lambda k: TopKLogitsWarper(int(k)), "min_p": MinPLogitsWarper}
 SETTINGS = [
-    Settings(1.0),
-    Settings(0.6),
-    Settings(1.0, Cut("top_p", 0.9)),
-    Settings(0.7, Cut("top_k", 5)),
-    Settings(1.3, Cut("min_p", 0.1)),
-    Settings(0.8, Cut("top_p", 0.63)),
+    SamplingSettings(1.0),
+    SamplingSettings(0.6),
+    SamplingSettings(1.0, Cut("top_p", 0.9)),
+    SamplingSettings(0.7, Cut("top_k", 5)),
+    SamplingSettings(1.3, Cut("min_p", 0.1)),
+    SamplingSettings(0.8, Cut("top_p", 0.63)),
 ]
 
 
-def drawn_from(settings: Settings, count: int = 600) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn_from(
+    settings: SamplingSettings, count: int = 600
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits (N, V), tokens drawn from them under `settings`, and their log-probs by transformers."""
     draw = torch.Generator().manual_seed(5)
     logits = 2.5 * torch.randn(count, 30, generator=draw)
@@ -33,28 +35,28 @@ def drawn_from(settings: Settings, count: int = 600) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_log_probs_are_those_of_transformers(settings: Settings) -> None:
+def test_log_probs_are_those_of_transformers(settings: SamplingSettings) -> None:
     logits, tokens, expected = drawn_from(settings)
     found = RankedLogits(logits, tokens).log_probs(settings)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_what_is_reported_is_found(settings: Settings) -> None:
+def test_what_is_reported_is_found(settings: SamplingSettings) -> None:
     logits, tokens, reported = drawn_from(settings)
-    found = fit_reported(RankedLogits(logits, tokens), reported, Settings(1.0))
+    found = fit_reported(RankedLogits(logits, tokens), reported, SamplingSettings(1.0))
     assert found.is_like(settings)
     assert found.temperature == pytest.approx(settings.temperature, rel=1e-4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_what_is_drawn_from_is_found_whatever_is_reported(settings: Settings) -> None:
+def test_what_is_drawn_from_is_found_whatever_is_reported(settings: SamplingSettings) -> None:
     logits, tokens, _ = drawn_from(settings, 4000)
-    found = fit_drawn(RankedLogits(logits, tokens), Settings(2.0), settings)
+    found = fit_drawn(RankedLogits(logits, tokens), SamplingSettings(2.0), settings)
     assert found.not_reported
     assert not found.not_asked
     assert found.settings == settings
-    blind = fit_drawn(RankedLogits(logits, tokens), Settings(2.0), Settings(3.0))
+    blind = fit_drawn(RankedLogits(logits, tokens), SamplingSettings(2.0), SamplingSettings(3.0))
     assert blind.not_asked
     assert blind.settings.temperature == pytest.approx(settings.temperature, rel=0.1)
 
@@ -67,6 +69,6 @@ def test_honest_draws_are_not_suspected() -> None:
 
 def test_equal_logits_and_impossible_tokens_do_no_harm() -> None:
     ranked = RankedLogits(torch.zeros(4, 6), torch.tensor([0, 1, 5, 2]))
-    torch.testing.assert_close(ranked.log_probs(Settings(1.0)), torch.full((4,), 1 / 6).log())
+    torch.testing.assert_close(ranked.log_probs(SamplingSettings(1.0)), torch.full((4,), 1 / 6).log())
     reported = torch.full((4,), -torch.inf)
-    assert fit_reported(ranked, reported, Settings(1.0)) == Settings(1.0)
+    assert fit_reported(ranked, reported, SamplingSettings(1.0)) == SamplingSettings(1.0)

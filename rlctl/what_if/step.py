@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DumpedRow:
     """One response, with the token ids of its prompt as bytes; the rest as in `Step`."""
 
     prompt: bytes
@@ -67,7 +67,7 @@ def mean_of(per_token: Any, mask: NDArray[np.bool_]) -> float | None:
     return float(values[mask].mean()) if mask.any() else 0.0
 
 
-def ragged(number: int, rows: list[Row]) -> Step:
+def ragged(number: int, rows: list[DumpedRow]) -> Step:
     """Rows as one step; responses to the same prompt tokens are siblings.
 
     Raises:

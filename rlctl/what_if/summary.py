@@ -8,10 +8,10 @@ import numpy as np
 
 from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.tally import HostTally
-from rlctl.replay.moments import Floats, Moments
-from rlctl.replay.proxies import Proxies, draws, interval, proxies
-from rlctl.replay.settings import Setting
-from rlctl.replay.tradeoff import Estimate, Outcome, Recommendation, Tradeoff
+from rlctl.what_if.moments import Floats, ScoreMoments
+from rlctl.what_if.proxies import Proxies, draws, interval, proxies
+from rlctl.what_if.settings import Setting
+from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
 #: A setting replaces the run's own only if it is better in this share of resamples, and by this share of
 #: the run's own error: a difference must be both certain and worth a change.
@@ -21,7 +21,7 @@ FEW_GROUPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RankedSetting:
     """What the pass over the dump added up, for R different rules.
 
     Attributes:
@@ -40,14 +40,14 @@ class Judged:
     metrics: list[dict[str, float]]
     tallies: list[HostTally]
     kish: Floats
-    moments: Moments
+    moments: ScoreMoments
     unweighted: int
     num_steps: int
     groups_per_batch: float
     notes: tuple[str, ...]
 
 
-def judge(judged: Judged) -> Tradeoff:
+def judge(judged: RankedSetting) -> Tradeoff:
     """Every rule's outcome, and the one to recommend."""
     used = judged.moments.counts[0] > 0
     drawn = draws(int(used.sum()))
@@ -77,7 +77,7 @@ def judge(judged: Judged) -> Tradeoff:
     )
 
 
-def _outcome(judged: Judged, place: int, found: Proxies | None, drawn: Floats) -> Outcome:
+def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Floats) -> SettingOutcome:
     metrics, tally = judged.metrics[place], judged.tallies[place]
     used = judged.moments.counts[0] > 0
     level = judged.rules[place].weight.level
@@ -87,7 +87,7 @@ def _outcome(judged: Judged, place: int, found: Proxies | None, drawn: Floats) -
     prefix = "rollout_corr/"
     first, *others = judged.names[place]
     errors = _estimates(found, place) if found else (None, None, None)
-    return Outcome(
+    return SettingOutcome(
         setting=first,
         same_as=tuple(setting.name for setting in others),
         raw_ess=_ess(judged.kish[place, 0][:, used], drawn),
@@ -104,25 +104,25 @@ def _outcome(judged: Judged, place: int, found: Proxies | None, drawn: Floats) -
     )
 
 
-def _ess(kish: Floats, drawn: Floats) -> Estimate:
+def _ess(kish: Floats, drawn: Floats) -> IntervalEstimate:
     """Kish's effective sample size over n from (3, K) sums, with its interval over blocks."""
     sums = drawn @ kish.T
     count, first, second = sums.T
     scale = count * second
     ess = np.divide(first**2, scale, out=np.zeros_like(first), where=scale > 0)
     low, high = interval(np.minimum(ess, 1.0))
-    return Estimate(float(min(ess[0], 1.0)), float(low), float(high))
+    return IntervalEstimate(float(min(ess[0], 1.0)), float(low), float(high))
 
 
-def _estimates(found: Proxies, place: int) -> tuple[Estimate, Estimate, Estimate]:
-    def one(values: Floats) -> Estimate:
+def _estimates(found: Proxies, place: int) -> tuple[IntervalEstimate, IntervalEstimate, IntervalEstimate]:
+    def one(values: Floats) -> IntervalEstimate:
         low, high = interval(values[:, place])
-        return Estimate(float(values[0, place]), float(low), float(high))
+        return IntervalEstimate(float(values[0, place]), float(low), float(high))
 
     return one(found.error), one(found.bias), one(found.variance)
 
 
-def _recommend(outcomes: dict[int, Outcome], found: Proxies) -> Recommendation:
+def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommendation:
     """Smallest upper bound of the error; the run's own setting stays unless it is clearly beaten."""
     high = interval(found.error)[1]
     best = min(outcomes, key=lambda place: float(high[place]))

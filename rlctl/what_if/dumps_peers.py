@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.replay.step import Row, Step, as_array, mean_of, ragged
+from rlctl.what_if.step import DumpedRow, Step, as_array, mean_of, ragged
 
 
 def step_of(file: Path) -> int:
@@ -29,7 +29,7 @@ def read_slime(files: Sequence[Path]) -> Iterator[Step]:
     """`--save-debug-train-data` (`torch.save`): one dict per sample (`samples`), or columns
     (`rollout_data`, as miles and older slime write; one file per rank, `<rollout>_<rank>.pt`)."""
     for number, of_step in groupby(files, key=step_of):
-        rows: dict[object, Row] = {}
+        rows: dict[object, DumpedRow] = {}
         for file in of_step:
             saved = _loaded(file)
             try:
@@ -65,11 +65,11 @@ def _transposed(columns: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in each.items()} for row in range(count)]
 
 
-def _slime_row(sample: dict[str, Any]) -> Row:
+def _slime_row(sample: dict[str, Any]) -> DumpedRow:
     length = int(sample["response_lengths"])
     tokens = as_array(sample["tokens"]).astype(np.int64)
     mask = as_array(sample["loss_masks"]).astype(bool) if "loss_masks" in sample else np.ones(length, bool)
-    return Row(
+    return DumpedRow(
         prompt=tokens[: len(tokens) - length].tobytes(),
         reward=float(sample["rewards"]),
         token_ids=tokens[len(tokens) - length :],
@@ -98,7 +98,7 @@ def read_nemo(files: Sequence[Path]) -> Iterator[Step]:
             yield ragged(step_of(file), rows)
 
 
-def _nemo_row(row: dict[str, Any]) -> Row:
+def _nemo_row(row: dict[str, Any]) -> DumpedRow:
     """Batches of one are written, so every value is a list of one."""
 
     def value(name: str) -> NDArray[Any]:
@@ -111,7 +111,7 @@ def _nemo_row(row: dict[str, Any]) -> Row:
     mask = mask & bool(value("sample_loss_mask")[0]) if "sample_loss_mask" in row else mask
     response = slice(first, last)
     reward = value("filtered_rewards" if "filtered_rewards" in row else "rewards")[0]
-    return Row(
+    return DumpedRow(
         prompt=tokens[:first].tobytes(),
         reward=float(reward),
         token_ids=tokens[response],

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlctl.mismatch.cause import DESCRIBED, DTYPE_NAMES, SYNC_FIX, Cause
 from rlctl.mismatch.cause_sampling import drawn_otherwise, sampling_causes
 from rlctl.mismatch.examine import Examination
-from rlctl.mismatch.reading import OWN, Settings
+from rlctl.mismatch.scoring_variant import OWN, SamplingSettings
 from rlctl.mismatch.search import ARITHMETIC, Taken
 
 
@@ -82,7 +82,7 @@ def not_told(found: Examination) -> list[str]:
     sides = found.sides
     tried = found.explanation.tried
     notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
-    if sides.asked == Settings(1.0):
+    if sides.asked == SamplingSettings(1.0):
         notes.append(
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
             "add --temperature 0.7"

@@ -3,7 +3,7 @@
 The true score ∇log π of a token is not in a dump. Its stand-in is the score of a policy with a table
 of `CLASSES` × `CLASSES` logits that picks a token's class from the class of the token before it. Only
 the chosen token's logit is kept, its score being 1 − π(token), which the dump has; what the other
-logits would have contributed is taken out on average (`Moments.centred`).
+logits would have contributed is taken out on average (`ScoreMoments.centred`).
 
 Prompt groups are independent of one another, siblings are not. Groups are dealt out to `BLOCKS`
 blocks: products of different blocks estimate squared expectations without bias, and resampling
@@ -51,7 +51,7 @@ class Chunk:
 
 
 @dataclass
-class Moments:
+class ScoreMoments:
     """Sums over groups, by setting (S) and block (K); c, v index classes of context and token.
 
     Attributes:
@@ -137,7 +137,7 @@ class Tokens:
         self._cells = block * CLASSES**2 + self._cell
         self._contexts = block * CLASSES + context
 
-    def once(self, moments: Moments) -> None:
+    def once(self, moments: ScoreMoments) -> None:
         """Everything that does not depend on a setting."""
         chunk = self.chunk
         exact = self._product * self._advantage
@@ -156,7 +156,7 @@ class Tokens:
         moments.centre_context += _sums(self._context, ratio, CLASSES)
         self._noise(moments)
 
-    def _noise(self, moments: Moments) -> None:
+    def _noise(self, moments: ScoreMoments) -> None:
         """Squares of every group's unweighted gradient, to be centred later."""
         count = int(self.chunk.groups.max()) + 1
         own, value = self._group * CLASSES**2 + self._cell, self._advantage * self._kappa

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos import advantages as outcome_advantages
-from rlctl.replay.moments import Chunk
-from rlctl.replay.step import Step
+from rlctl.what_if.moments import Chunk
+from rlctl.what_if.step import Step
 
 #: Padded tokens per chunk: what bounds memory besides one step's rows.
 CHUNK_TOKENS = 1 << 18

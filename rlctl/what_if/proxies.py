@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlctl.replay.moments import Floats, Moments
+from rlctl.what_if.moments import Floats, ScoreMoments
 
 #: Noise of one group over squared signal, assumed where the replay holds too little to tell.
 PRIOR_NOISE = 10.0
@@ -66,7 +66,7 @@ def interval(values: Floats) -> tuple[Floats, Floats]:
     return low, high
 
 
-def proxies(moments: Moments, drawn: Floats, unweighted: int, groups_per_batch: float) -> Proxies | None:
+def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_batch: float) -> Proxies | None:
     """Estimate every setting's error; None where no advantage differs from zero.
 
     Args:
@@ -112,7 +112,7 @@ class _Surrogate:
     noise: Floats
 
 
-def _surrogate(moments: Moments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
+def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
     """Products of different blocks' gradients estimate those of their expectations without bias."""
     gradient, exact, squares = (values[..., used, :] for values in _shaped(moments))
     blocks = len(exact)
@@ -131,7 +131,7 @@ def _surrogate(moments: Moments, used: Floats, drawn: Floats, count: Floats, mea
     return _Surrogate(along, norm, squared, noise)
 
 
-def _shaped(moments: Moments) -> tuple[Floats, Floats, Floats]:
+def _shaped(moments: ScoreMoments) -> tuple[Floats, Floats, Floats]:
     gradient, exact, noise = moments.centred()
     return gradient, exact, noise[:, None]
 
@@ -152,7 +152,7 @@ class _Prior:
     noise: Floats
 
 
-def _prior(moments: Moments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:
+def _prior(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:
     energy = np.einsum("sik,rk->irs", moments.energy[:, :, used], drawn)
     exact, exact_halfway = moments.exact_energy[:, used] @ drawn.T
     exact = (np.maximum(exact, 1e-300) / mean)[:, None]

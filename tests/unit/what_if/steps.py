@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlctl.replay.step import Step
 from rlctl.track.rollouts import SCHEMA
+from rlctl.what_if.step import Step
 
 
 def make_step(seed: int = 0, groups: int = 12, size: int = 4, longest: int = 9, scale: float = 0.4) -> Step:

@@ -6,11 +6,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlctl.replay.settings import Setting
+from rlctl.what_if.settings import Setting
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class IntervalEstimate:
     """A figure and the interval that holds 90 % of its resamples."""
 
     value: float
@@ -19,7 +19,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SettingOutcome:
     """What one setting does to the replayed responses.
 
     Attributes:
@@ -39,16 +39,16 @@ class Outcome:
 
     setting: Setting
     same_as: tuple[str, ...]
-    raw_ess: Estimate
-    applied_ess: Estimate
+    raw_ess: IntervalEstimate
+    applied_ess: IntervalEstimate
     kept_tokens: float
     kept_sequences: float
     max_weight: float
     at_bound: float
     saturated: float
-    error: Estimate | None
-    bias: Estimate | None
-    variance: Estimate | None
+    error: IntervalEstimate | None
+    bias: IntervalEstimate | None
+    variance: IntervalEstimate | None
     plain_error: float | None
 
 
@@ -84,7 +84,7 @@ class Tradeoff:
         notes: what had to be assumed or left out.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SettingOutcome, ...]
     recommended: Recommendation | None
     plainest: str | None
     num_steps: int
@@ -95,7 +95,7 @@ class Tradeoff:
     trust: float
     notes: tuple[str, ...]
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str) -> SettingOutcome:
         """By any of its names.
 
         Raises:
@@ -123,7 +123,7 @@ class Tradeoff:
         chosen = asdict(self.recommended) if self.recommended else None
         return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
 
-    def frontier(self) -> tuple[Outcome, ...]:
+    def frontier(self) -> tuple[SettingOutcome, ...]:
         """Settings no other one beats in both bias and variance, by variance."""
         judged = [outcome for outcome in self.outcomes if outcome.bias and outcome.variance]
         judged.sort(key=_point)
@@ -146,7 +146,7 @@ _SCALARS = (
 )
 
 
-def _point(outcome: Outcome) -> tuple[float, float]:
+def _point(outcome: SettingOutcome) -> tuple[float, float]:
     """(variance, bias)."""
     if outcome.variance is None or outcome.bias is None:
         return math.inf, math.inf

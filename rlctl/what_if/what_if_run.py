@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlctl.errors import SpecError
-from rlctl.replay.dumps import Dump, find_dump
-from rlctl.replay.settings import grid
-from rlctl.replay.tradeoff import Tradeoff
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import loss_rule
 from rlctl.spec.run import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
+from rlctl.what_if.dumps import Dump, find_dump
+from rlctl.what_if.settings import grid
+from rlctl.what_if.tradeoff import Tradeoff
 
 
 def what_if(path: Path) -> Tradeoff:
@@ -24,12 +24,12 @@ def what_if(path: Path) -> Tradeoff:
     Raises:
         UsageError: there are no dumped rollouts, or they cannot be read or hold nothing finite.
     """
-    from rlctl.replay.replay import Question, replay  # torch takes seconds
+    from rlctl.what_if.replay import WhatIfQuestion, replay  # torch takes seconds
 
     dump = find_dump(path)
     spec, notes = _spec_beside(dump)
     if spec is None:
-        found = replay(dump.steps(), grid(), Question())
+        found = replay(dump.steps(), grid(), WhatIfQuestion())
         return found.with_notes(*notes)
     correction = spec.algorithm.rollout_correction
     applies = not (correction.bypass_mode and loss_rule(spec).has_ratio)
@@ -40,7 +40,7 @@ def what_if(path: Path) -> Tradeoff:
         )
     if spec.algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
-    question = Question(
+    question = WhatIfQuestion(
         estimator=_estimator(spec),
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MismatchReport:
     """What a preflight found.
 
     Attributes:
@@ -54,13 +54,13 @@ class Report:
         return f"{explained}: {', '.join(cause.name for cause in self.causes)}"
 
 
-def as_document(report: Report) -> dict[str, Any]:
+def as_document(report: MismatchReport) -> dict[str, Any]:
     """The report as JSON-able values."""
     document: dict[str, Any] = {"verdict": report.verdict} | asdict(report)
     return document
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: MismatchReport) -> None:
     """The report on a terminal."""
     from rich.text import Text
 
@@ -94,14 +94,14 @@ def print_report(console: Console, report: Report) -> None:
         console.print(Text.assemble(("note  ", "dim"), note), soft_wrap=True)
 
 
-def _print_tried(console: Console, report: Report) -> None:
+def _print_tried(console: Console, report: MismatchReport) -> None:
     """Each comparison alone, on top of nothing."""
     from rich.table import Table
 
     if report.gap.agrees:
         return
     table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
-    table.add_column("the trainer reading")
+    table.add_column("the trainer variant")
     for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq"):
         table.add_column(column, justify="right", no_wrap=True, min_width=7)
     table.add_row("nothing changed", *_cells(report.gap))

@@ -14,11 +14,11 @@ from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
+from rlctl.mismatch.decision import causes, not_told, remainder
 from rlctl.mismatch.examine import Sides, examine
+from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
-from rlctl.mismatch.report import Report
 from rlctl.mismatch.score import Weights
-from rlctl.mismatch.verdict import causes, not_told, remainder
 from rlctl.mismatch.weights import all_and_head
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -85,7 +85,7 @@ class _Trainer:
         return model.to(device).eval().requires_grad_(False), tokenizer
 
 
-def run_preflight(request: MismatchRequest) -> Report:
+def run_preflight(request: MismatchRequest) -> MismatchReport:
     """Sample a few prompts with the engine, score them with the trainer's code, find what differs and why.
 
     Raises:
@@ -113,7 +113,7 @@ def run_preflight(request: MismatchRequest) -> Report:
         )
     )
     engines.end()
-    return Report(
+    return MismatchReport(
         trainer=f"{trainer.model_path}, {trainer.dtype}, {model.config._attn_implementation}",
         engine=f"{request.engine}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
         settings=str(found.sides.asked),

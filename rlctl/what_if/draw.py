@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from rlctl.replay.tradeoff import Outcome, Tradeoff
+from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 440, 64, 48, 28, 130
 _COLOURS = {
@@ -52,7 +52,7 @@ class _Plane:
     x: _Scale
     y: _Scale
 
-    def place(self, outcome: Outcome) -> tuple[float, float]:
+    def place(self, outcome: SettingOutcome) -> tuple[float, float]:
         variance = outcome.variance.value if outcome.variance else _CEILING
         bias = outcome.bias.value if outcome.bias else _CEILING
         x = _LEFT + self.x.share(variance) * (_WIDTH - _LEFT - _RIGHT)
@@ -108,12 +108,12 @@ def _axes(plane: _Plane) -> list[str]:
     return parts
 
 
-def _line(plane: _Plane, frontier: tuple[Outcome, ...]) -> str:
+def _line(plane: _Plane, frontier: tuple[SettingOutcome, ...]) -> str:
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(plane.place, frontier))
     return f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>'
 
 
-def _dot(plane: _Plane, outcome: Outcome) -> str:
+def _dot(plane: _Plane, outcome: SettingOutcome) -> str:
     x, y = plane.place(outcome)
     error = outcome.error.value if outcome.error else 1.0
     names = ", ".join((outcome.setting.name, *outcome.same_as))
@@ -122,7 +122,7 @@ def _dot(plane: _Plane, outcome: Outcome) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"><title>{said}</title></circle>'
 
 
-def _legend(judged: list[Outcome]) -> list[str]:
+def _legend(judged: list[SettingOutcome]) -> list[str]:
     present = dict.fromkeys(outcome.setting.family for outcome in judged)
     rows = [(_COLOURS[name], "this run" if name == "run" else name) for name in _COLOURS if name in present]
     x, parts = _WIDTH - _RIGHT + 24, []

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.replay import chunks
-from rlctl.replay.moments import BLOCKS, CLASSES
-from rlctl.replay.replay import Question, _Sums, replay
-from rlctl.replay.settings import Setting, grid
-from rlctl.replay.step import Step
 from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.what_if import chunks
+from rlctl.what_if.moments import BLOCKS, CLASSES
+from rlctl.what_if.replay import WhatIfQuestion, _SettingSums, replay
+from rlctl.what_if.settings import Setting, grid
+from rlctl.what_if.step import Step
 from tests.reference import advantages as slow
-from tests.unit.replay.steps import make_step
+from tests.unit.what_if.steps import make_step
 
 GRID = grid()[::6]
-WHOLE = Question(groups_per_batch=12)
+WHOLE = WhatIfQuestion(groups_per_batch=12)
 
 
 def setting(name: str = "tried", **fields: object) -> Setting:
@@ -111,7 +111,7 @@ def test_surrogate_gradients_against_a_loop() -> None:
         setting("none", rollout_is=None),
         setting("token", rollout_is="token", rollout_is_bound="truncate", rollout_is_batch_normalize=False),
     ]
-    sums = _Sums([one.rules for one in settings])
+    sums = _SettingSums([one.rules for one in settings])
     sums.add(replace(step, advantages=chunks.advantages_of(step, "rloo", [])))
     gradient, exact, noise = sums.moments.centred()
     assert BLOCKS > 12  # every group has a block of its own, in the order of group ids
@@ -123,7 +123,7 @@ def test_surrogate_gradients_against_a_loop() -> None:
     np.testing.assert_allclose(noise[:12], [np.square(expected[g]).sum() for g in range(12)], rtol=1e-4)
 
 
-def figures(steps: list[Step], question: Question = WHOLE) -> dict[str, object]:
+def figures(steps: list[Step], question: WhatIfQuestion = WHOLE) -> dict[str, object]:
     return {o.setting.name: o for o in replay(steps, GRID, question).outcomes}
 
 

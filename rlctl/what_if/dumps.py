@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.replay.dumps_peers import read_nemo, read_slime, step_of
-from rlctl.replay.step import Step
 from rlctl.track.rollouts import ROLLOUTS_DIR, SCHEMA
+from rlctl.what_if.dumps_peers import read_nemo, read_slime, step_of
+from rlctl.what_if.step import Step
 
 Layout = Literal["rlctl", "slime", "NeMo-RL"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlctl.replay.tradeoff import Outcome, Tradeoff
+from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ COLUMNS = (
 )
 
 
-def cells(outcome: Outcome) -> tuple[str, ...]:
+def cells(outcome: SettingOutcome) -> tuple[str, ...]:
     """One setting's figures, in the order of `COLUMNS`."""
     error = outcome.error
     return (
@@ -55,7 +55,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def name_of(outcome: Outcome) -> str:
+def name_of(outcome: SettingOutcome) -> str:
     """The setting, and other names of the same rule."""
     return outcome.setting.name + (f" (= {', '.join(outcome.same_as)})" if outcome.same_as else "")
 
@@ -75,7 +75,7 @@ def advice(tradeoff: Tradeoff) -> tuple[tuple[str, str], ...]:
     return ("try", " ".join(chosen.overrides) or "nothing else"), ("why", chosen.why)
 
 
-def is_recommended(tradeoff: Tradeoff, outcome: Outcome) -> bool:
+def is_recommended(tradeoff: Tradeoff, outcome: SettingOutcome) -> bool:
     """Whether this setting is the one to use."""
     return tradeoff.recommended is not None and tradeoff.recommended.name == outcome.setting.name
 
@@ -96,7 +96,7 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     console.print(_table(tradeoff, _shown(tradeoff)))
 
 
-def _shown(tradeoff: Tradeoff) -> list[Outcome]:
+def _shown(tradeoff: Tradeoff) -> list[SettingOutcome]:
     return [
         outcome
         for place, outcome in enumerate(tradeoff.outcomes)
@@ -104,7 +104,7 @@ def _shown(tradeoff: Tradeoff) -> list[Outcome]:
     ]
 
 
-def _table(tradeoff: Tradeoff, shown: Sequence[Outcome]) -> Table:
+def _table(tradeoff: Tradeoff, shown: Sequence[SettingOutcome]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

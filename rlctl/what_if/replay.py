@@ -14,19 +14,19 @@ from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.tally import HostTally
 from rlctl.errors import UsageError
-from rlctl.replay.chunks import advantages_of, pad, pooled, whole_groups
-from rlctl.replay.moments import BLOCKS, Chunk, Floats, Moments, StepMoments, Tokens
-from rlctl.replay.settings import Setting
-from rlctl.replay.step import Step
-from rlctl.replay.summary import Judged, judge
-from rlctl.replay.tradeoff import Tradeoff
+from rlctl.what_if.chunks import advantages_of, pad, pooled, whole_groups
+from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens
+from rlctl.what_if.settings import Setting
+from rlctl.what_if.step import Step
+from rlctl.what_if.summary import RankedSetting, judge
+from rlctl.what_if.tradeoff import Tradeoff
 
 _NO_WEIGHT = CorrectionRules(WeightRule(None))
 _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class WhatIfQuestion:
     """What the replayed run is known to do.
 
     Attributes:
@@ -40,7 +40,7 @@ class Question:
     mean_per_sequence: bool = False
 
 
-def replay(steps: Iterable[Step], settings: Sequence[Setting], question: Question) -> Tradeoff:
+def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQuestion) -> Tradeoff:
     """Try every setting on every step.
 
     Weights are normalised by their mean over a mini-batch. A dump often holds a few rows per step only:
@@ -58,12 +58,12 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: Questio
     for setting in settings:
         named.setdefault(setting.rules, []).append(setting)
     rules = [*named, *({_NO_WEIGHT} - named.keys())]
-    sums = _Sums(rules)
+    sums = _SettingSums(rules)
     for batch in pooled(_with_advantages(steps, question, sums), question.groups_per_batch or 1):
         sums.add(batch)
     if not sums.num_sequences:
         raise UsageError("the dump holds no response with finite log-probs of both policies")
-    judged = Judged(
+    judged = RankedSetting(
         names=[named.get(rule, []) for rule in rules],
         rules=rules,
         metrics=[correction_metrics(tally, rule) for tally, rule in zip(sums.tallies, rules, strict=True)],
@@ -78,7 +78,7 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: Questio
     return judge(judged)
 
 
-def _with_advantages(steps: Iterable[Step], question: Question, sums: _Sums) -> Iterator[Step]:
+def _with_advantages(steps: Iterable[Step], question: WhatIfQuestion, sums: _SettingSums) -> Iterator[Step]:
     for step in steps:
         found = advantages_of(step, question.estimator, sums.notes)
         if question.mean_per_sequence:
@@ -87,12 +87,12 @@ def _with_advantages(steps: Iterable[Step], question: Question, sums: _Sums) -> 
         yield replace(step, advantages=found)
 
 
-class _Sums:
+class _SettingSums:
     """Everything added up so far, for R rules."""
 
     def __init__(self, rules: list[CorrectionRules]) -> None:
         self.rules = rules
-        self.moments = Moments(len(rules))
+        self.moments = ScoreMoments(len(rules))
         #: (R, 2, 3, K): raw and applied; n, Σw, Σw² over the rule's own units.
         self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
         self.tallies: list[HostTally] = []

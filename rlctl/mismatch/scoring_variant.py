@@ -36,7 +36,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """A distribution derived from logits: divided by `temperature`, then cut."""
 
     temperature: float
@@ -47,14 +47,14 @@ class Settings:
         cut = "" if self.cut.kind == "none" else f", {self.cut}"
         return f"temperature {self.temperature:.3g}{cut}"
 
-    def is_like(self, other: Settings) -> bool:
+    def is_like(self, other: SamplingSettings) -> bool:
         """Equal up to what can be told from samples."""
         near = abs(self.temperature / other.temperature - 1.0) <= 0.03
         return near and self.cut.is_like(other.cut)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ScoringVariant:
     """One way to compute log-probs of the engine's tokens with the trainer's model.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reading:
         rows: all at once with padding, or one by one without (`single`).
     """
 
-    sampling: Settings
+    sampling: SamplingSettings
     prompt: str = OWN
     shift: int = 0
     positions: str = OWN
@@ -79,11 +79,11 @@ class Reading:
     attention: str = OWN
     rows: str = OWN
 
-    def with_factor(self, factor: Factor, other: Reading) -> Reading:
-        """This reading with one factor as in `other`."""
+    def with_factor(self, factor: Factor, other: ScoringVariant) -> ScoringVariant:
+        """This variant with one factor as in `other`."""
         return self.changed(factor, getattr(other, factor))
 
-    def changed(self, factor: Factor, value: Any) -> Reading:
-        """This reading with one factor changed."""
+    def changed(self, factor: Factor, value: Any) -> ScoringVariant:
+        """This variant with one factor changed."""
         change: dict[str, Any] = {factor: value}
         return replace(self, **change)

@@ -11,9 +11,9 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rlctl.html_page import render
-from rlctl.replay.draw import svg
-from rlctl.replay.report import COLUMNS, about, advice, cells, is_recommended, name_of
-from rlctl.replay.tradeoff import Tradeoff
+from rlctl.what_if.draw import svg
+from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.what_if_report import COLUMNS, about, advice, cells, is_recommended, name_of
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlctl.errors import UsageError
-from rlctl.replay import dumps
-from rlctl.replay.dumps import find_dump
-from tests.unit.replay.steps import make_step, same, write_part
+from rlctl.what_if import dumps
+from rlctl.what_if.dumps import find_dump
+from tests.unit.what_if.steps import make_step, same, write_part
 
 
 def test_own_parts_come_back_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,17 @@ import yaml
 from rlctl.cli.diagnose import Format
 from rlctl.cli.diagnose_what_if import what_if as command
 from rlctl.errors import UsageError
-from rlctl.replay import draw
-from rlctl.replay.replay import _Sums
-from rlctl.replay.run import what_if
-from rlctl.replay.settings import frameworks, grid
-from rlctl.replay.step import Step
-from rlctl.replay.summary import Recommendation
-from rlctl.replay.tradeoff import Tradeoff
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
+from rlctl.what_if import draw
+from rlctl.what_if.replay import _SettingSums
+from rlctl.what_if.settings import frameworks, grid
+from rlctl.what_if.step import Step
+from rlctl.what_if.summary import Recommendation
+from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
-from tests.unit.replay.steps import make_step, write_part
+from tests.unit.what_if.steps import make_step, write_part
 
 OWN = "algorithm.rollout_correction."
 
@@ -111,7 +111,7 @@ def test_advantages_are_the_run_s(
     expected: Callable[..., list[float]],
 ) -> None:
     seen: list[Step] = []
-    monkeypatch.setattr(_Sums, "add", lambda self, batch: seen.append(batch))
+    monkeypatch.setattr(_SettingSums, "add", lambda self, batch: seen.append(batch))
     run = run_directory(tmp_path, *(f"algorithm.{override}" for override in overrides), steps=2)
     with pytest.raises(UsageError):  # nothing was added up
         what_if(run)
@@ -143,7 +143,7 @@ def printed(
     found: Tradeoff, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """What the command prints of that replay."""
-    monkeypatch.setattr("rlctl.replay.run.what_if", lambda path: found)
+    monkeypatch.setattr("rlctl.what_if.what_if_run.what_if", lambda path: found)
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(output_format: Format) -> str:
@@ -221,7 +221,7 @@ def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
 
 def test_names_and_reports_need_no_torch() -> None:
     code = (
-        "import sys, rlctl.replay.page, rlctl.replay.run, rlctl.cli.diagnose_what_if;"
+        "import sys, rlctl.what_if.page, rlctl.what_if.what_if_run, rlctl.cli.diagnose_what_if;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,13 +7,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlctl.evaluate.intervals import Estimate, estimate
-from rlctl.evaluate.passk import pass_at_k
 from rlctl.evaluate.samples import EvalSample, by_question
-from rlctl.evaluate.votes import majority_reward
 
 #: A response is right, for pass@k, at this reward or more.
 RIGHT = 1.0
 OVERALL = "overall"
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that k of the n responses, drawn without replacement, hold a right one.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 − C(n−c, k) / C(n, k), as the
+    product of the chances that each further draw is wrong too: exact, no factorials, no overflow.
+
+    Args:
+        n: responses sampled.
+        c: right ones among them.
+        k: how many may be tried.
+
+    Raises:
+        ValueError: not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n. There is no unbiased estimate for k > n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} responses: k must be between 1 and n")
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} right responses out of {n}")
+    all_wrong = 1.0
+    for draw in range(k):
+        all_wrong *= max(0, n - c - draw) / (n - draw)
+    return 1.0 - all_wrong
+
+
+def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
+    """Mean reward of the responses with the most frequent answer; the mean over answers that tie.
+
+    The majority vote of Wang et al. 2022 (arXiv 2203.11171). Responses without an answer (None) vote together
+    for "no answer", which may win like any other.
+
+    Args:
+        answers: of each response, as text that is equal for equal answers.
+        rewards: of each response; siblings with one answer usually have one reward.
+
+    Raises:
+        ValueError: there are no responses, or not as many rewards.
+    """
+    if not answers:
+        raise ValueError("no response has a vote")
+    by_answer: dict[str | None, list[float]] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        by_answer.setdefault(answer, []).append(reward)
+    most = max(map(len, by_answer.values()))
+    tied = [sum(votes) / most for votes in by_answer.values() if len(votes) == most]
+    return sum(tied) / len(tied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import pytest
 
-from rlctl.evaluate.passk import pass_at_k
+from rlctl.evaluate.scores import pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

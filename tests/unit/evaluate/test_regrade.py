@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.regrade import RegradeRequest, changes, regrade
@@ -43,7 +43,7 @@ def evaluated(task, tmp_path):
 
 def test_grades_change_and_nothing_else(evaluated, tmp_path, monkeypatch):
     directory, reward = evaluated
-    monkeypatch.setattr(policy_module, "load_reader", None)
+    monkeypatch.setattr(local_model_module, "load_reader", None)
     before = read_samples(directory / "samples.parquet")
     num_even = sum(sample.reward for sample in before)
     assert 0 < num_even < 48

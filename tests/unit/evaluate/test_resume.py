@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.errors import RunFailure
-from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import files_hash
 from rlctl.evaluate.request import EvaluateRequest
@@ -30,14 +30,14 @@ def request_of(task, tmp_path):
 def sampled(monkeypatch):
     """How many responses every call of the engine samples."""
     counts = []
-    ask = policy_module.sample_responses
+    ask = local_model_module.sample_responses
 
     def counting(*arguments, **options):
         for batch in ask(*arguments, **options):
             counts.append(len(batch))
             yield batch
 
-    monkeypatch.setattr(policy_module, "sample_responses", counting)
+    monkeypatch.setattr(local_model_module, "sample_responses", counting)
     return counts
 
 
@@ -99,7 +99,7 @@ def test_no_model_is_loaded_when_all_is_stored(request_of, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(policy_module, "load_policy", refuse)
+    monkeypatch.setattr(local_model_module, "load_policy", refuse)
     assert figures(request_of("second")) == first
     assert figures(request_of("fewer", n=2, limit=10))[1] == [
         row for row in first[1] if row["sample_index"] < 2 and row["question_index"] < 10

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.evaluate.votes import majority_reward
+from rlctl.evaluate.scores import majority_reward
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from rlctl.errors import EnvironmentFailure
-from rlctl.evaluate import local_model as policy_module
+from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import files_hash, find_model
 from rlctl.evaluate.request import EvaluateRequest
@@ -53,7 +53,7 @@ def test_a_hub_model_is_its_snapshot_and_as_good_as_the_same_files_anywhere(hub,
 
 def test_large_files_of_the_hub_are_not_read_again(hub, monkeypatch):
     whole = files_hash(hub, {})
-    monkeypatch.setattr(policy_module.hashlib, "file_digest", None)
+    monkeypatch.setattr(local_model_module.hashlib, "file_digest", None)
     assert files_hash(hub, {}) == whole
 
 
@@ -76,12 +76,12 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
     class Fake:
         def __init__(self, model_path, tokenizer, **options):
             told.update(options, model_path=model_path)
-            model, _ = policy_module.load_policy(
+            model, _ = local_model_module.load_policy(
                 model_path,
                 revision=None,
                 trust_remote_code=False,
                 attn_implementation="sdpa",
-                dtype=policy_module._DTYPES[options["dtype"]],
+                dtype=local_model_module._DTYPES[options["dtype"]],
             )
             self._engine = HFRollout(model, tokenizer, "cpu")
 

@@ -9,8 +9,8 @@ from rlctl.data.write import RowWriter
 from rlctl.errors import UsageError
 from rlctl.evaluate import target as target_module
 from rlctl.evaluate.evaluation import evaluate
-from rlctl.evaluate.passk import pass_at_k
 from rlctl.evaluate.request import EvaluateRequest
+from rlctl.evaluate.scores import pass_at_k
 from rlctl.tiny.task import DATA_SOURCE, write_parquet
 from tests.unit.evaluate.runs import QUICK, make_run
 

@@ -6,12 +6,13 @@ are. README, CONTRIBUTING, SECURITY and CHANGELOG become pages; their links into
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -28,6 +29,8 @@ PAGES = {
 }
 _MARKER = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?:docs/)?([^)#:\s]+)")
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Warns):\n", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*)")
 _EXAMPLES = re.compile(r"(?:^  \S.*\n+)+", re.MULTILINE)
 
 
@@ -93,8 +96,28 @@ def _code_block(examples: re.Match[str]) -> str:
     return "```bash\n" + "\n".join(lines) + "\n```\n\n"
 
 
+def _api() -> str:
+    """Signature and docstring of everything in `rlctl.__all__`."""
+    import rlctl
+
+    return "\n".join(_documented(f"rlctl.{name}", getattr(rlctl, name)) for name in rlctl.__all__)
+
+
+def _documented(name: str, thing: Any) -> str:
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))
+    lines = [f"## `{name}`", "", "```python", f"{name}{signature}", "```", ""]
+    summary, *sections = _SECTION.split(inspect.cleandoc(thing.__doc__))
+    lines.append(summary)
+    for title, content in zip(sections[::2], sections[1::2], strict=True):
+        lines += [f"**{title}**", ""]
+        lines += [_ENTRY.sub(r"- `\1`: \2", line).strip() for line in content.strip("\n").splitlines()]
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "spec keys": _spec_keys,
     "metrics": _metrics,
     "commands": _commands,
+    "api": _api,
 }

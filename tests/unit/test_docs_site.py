@@ -57,3 +57,14 @@ def test_links_between_root_pages_and_docs_exist_in_the_repository() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_python_api_is_listed_with_arguments_and_errors() -> None:
+    import rlctl
+
+    text = with_tables("<!-- generated: api -->")
+    assert [name for name in rlctl.__all__ if f"## `rlctl.{name}`\n" not in text] == []
+    grade = text.partition("## `rlctl.grade`")[2].partition("## ")[0]
+    assert "rlctl.grade(grader: str, responses: Sequence[str]," in grade
+    assert "\n**Args**\n\n- `grader`: " in grade
+    assert "\n**Raises**\n\n- `UsageError`: " in grade

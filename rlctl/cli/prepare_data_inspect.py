@@ -1,4 +1,4 @@
-"""`rlctl prepare-data check` and `show`: look at data without changing it."""
+"""`rlctl prepare-data check` and `show`: inspect data without changing it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from time import monotonic
 from typing import Any
 
 from rlctl.prepare.findings import Finding, lines
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest, PrepareSummary
+from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 
 
 class _Bar(Progress):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.prepare.file_check import FileReport
     from rlctl.prepare.findings import Finding
     from rlctl.prepare.histogram import Histogram
-    from rlctl.prepare.show import Shown
+    from rlctl.prepare.show import RenderedRow
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _BINS, _BAR = 12, 40
@@ -38,7 +38,7 @@ def print_report(report: Report, output: Literal["text", "json", "markdown"]) ->
         _print_text(report)
 
 
-def print_rows(rows: Sequence[Shown], lengths: Histogram, *, ids: bool) -> None:
+def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
     """Rows as the model reads them, then the lengths."""
     console = Console(highlight=False)
     for shown in rows:
@@ -51,7 +51,7 @@ def print_rows(rows: Sequence[Shown], lengths: Histogram, *, ids: bool) -> None:
             console.print(Text(f"cannot be used: {visible(shown.problem)}", style="bold red"), soft_wrap=True)
         if shown.row is not None:
             truth = visible(shown.row.ground_truth)
-            source = f"{visible(shown.row.data_source)}, judged by {visible(shown.row.style)}"
+            source = f"{visible(shown.row.data_source)}, graded by {visible(shown.row.style)}"
             console.print(Text.assemble(("ground truth  ", "dim"), (truth, "green")), soft_wrap=True)
             console.print(Text.assemble(("source        ", "dim"), source), soft_wrap=True)
         if shown.ids is not None:

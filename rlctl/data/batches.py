@@ -21,7 +21,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
 
     schema = large_schema()
     splits = (row.split for row in rows) if split is None else [split] * len(rows)
-    judged = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
+    reward_model = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
     extra = [
         _text(splits),
         integers([row.index for row in rows], pa.int64()),
@@ -33,7 +33,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
         "data_source": _text(row.data_source for row in rows),
         "prompt": _prompts(rows, schema.field("prompt").type),
         "ability": _text(row.ability for row in rows),
-        "reward_model": _struct(judged, schema.field("reward_model").type),
+        "reward_model": _struct(reward_model, schema.field("reward_model").type),
         "extra_info": _struct(extra, schema.field("extra_info").type),
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)

@@ -14,7 +14,7 @@ import orjson
 from rlctl.data.text_files import BOM
 from rlctl.errors import UsageError
 
-#: A longer line is no record anyone meant; it is set aside without being read into memory.
+#: A longer line is no valid record; it becomes a bad row without being read into memory.
 MAX_LINE_BYTES = 64 << 20
 
 

@@ -8,19 +8,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlctl.data.asked import Asked, Values, extra_info, is_integer, lookup, source_named, text_of
 from rlctl.data.checks import parse_answer, parse_messages
+from rlctl.data.parsed_record import (
+    ParsedRecord,
+    Values,
+    extra_info,
+    is_integer,
+    lookup,
+    source_named,
+    text_of,
+)
 
 #: The problem inside the instructions that DAPO-Math-17k puts around each.
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
 
-def verl(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def verl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """verl's five columns; all of `extra_info` is kept."""
-    judged = values.get("reward_model")
-    style = judged.get("style") if isinstance(judged, Mapping) else None
+    reward_model = values.get("reward_model")
+    style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
     extra = extra_info(values)
-    return Asked(
+    return ParsedRecord(
         parse_messages(lookup(values, prompt_key)),
         _any_truth(lookup(values, answer_key), answer_key),
         answer=text_of(extra.get("answer")),
@@ -33,19 +41,19 @@ def verl(values: Values, prompt_key: str, answer_key: str) -> Asked:
     )
 
 
-def dapo_math(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def dapo_math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """verl's columns with the same instructions around every problem, which are not part of the question."""
-    asked = verl(values, prompt_key, answer_key)
-    problem = _DAPO_PROBLEM.match(asked.messages[-1].content)
-    return replace(asked, ability="math", question=problem[1] if problem else asked.question)
+    parsed = verl(values, prompt_key, answer_key)
+    problem = _DAPO_PROBLEM.match(parsed.messages[-1].content)
+    return replace(parsed, ability="math", question=problem[1] if problem else parsed.question)
 
 
-def trl(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A prompt and an answer column, and what other columns of ours there are."""
-    asked, extra = generic(values, prompt_key, answer_key), extra_info(values)
+    parsed, extra = generic(values, prompt_key, answer_key), extra_info(values)
     return replace(
-        asked,
-        answer=text_of(extra.get("answer")) or asked.answer,
+        parsed,
+        answer=text_of(extra.get("answer")) or parsed.answer,
         question=text_of(extra.get("question")),
         data_source=source_named(values, "data_source") if "data_source" in values else "",
         ability=text_of(values.get("ability")),
@@ -55,17 +63,17 @@ def trl(values: Values, prompt_key: str, answer_key: str) -> Asked:
     )
 
 
-def openrlhf(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A prompt and a label, perhaps a `datasource`."""
-    asked = generic(values, prompt_key, answer_key)
-    return replace(asked, data_source=source_named(values, "datasource") if "datasource" in values else "")
+    parsed = generic(values, prompt_key, answer_key)
+    return replace(parsed, data_source=source_named(values, "datasource") if "datasource" in values else "")
 
 
-def generic(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def generic(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """Any prompt and any answer."""
     prompt = parse_messages(lookup(values, prompt_key))
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return Asked(prompt, answer.strip(), answer=answer)
+    return ParsedRecord(prompt, answer.strip(), answer=answer)
 
 
 def _place(index: Any) -> int | None:

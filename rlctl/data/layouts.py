@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlctl.data import frameworks, tasks
-from rlctl.data.asked import Asked, Values
+from rlctl.data.parsed_record import ParsedRecord, Values
 from rlctl.data.schema import GSM8K_SOURCE
 
 RecipeName = Literal[
@@ -46,7 +46,7 @@ class Layout:
     prompt_key: str
     answer_key: str
     recognises: Callable[[Values], bool]
-    read: Callable[[Values, str, str], Asked]
+    read: Callable[[Values, str, str], ParsedRecord]
     data_source: str = ""
     instruction: str = ""
 

@@ -92,25 +92,27 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         source = values["data_source"]
         if not isinstance(source, str) or not source:
             raise RowError(f"data_source is {kind_of(source)}, not text")
-        judged = values["reward_model"]
-        if not isinstance(judged, Mapping):
-            raise RowError(f"reward_model is {kind_of(judged)}, not {{style, ground_truth}}")
+        reward_model = values["reward_model"]
+        if not isinstance(reward_model, Mapping):
+            raise RowError(f"reward_model is {kind_of(reward_model)}, not {{style, ground_truth}}")
         extra = values.get("extra_info")
         extra = extra_of(extra) if isinstance(extra, Mapping) else {}
         index = extra.get("index")
         return Row(
             data_source=source,
             prompt=parse_messages(values["prompt"]),
-            ground_truth=parse_answer(_as_text(judged.get("ground_truth")), "reward_model.ground_truth"),
+            ground_truth=parse_answer(
+                _as_text(reward_model.get("ground_truth")), "reward_model.ground_truth"
+            ),
             ability=values.get("ability") or "",
-            style=judged.get("style") or "rule",
+            style=reward_model.get("style") or "rule",
             split=extra.get("split") or "",
             index=index if isinstance(index, int) else number - 1,
             extra=extra,
             where=where,
         )
     except RowError as problem:
-        raise UsageError(str(problem), where=where, fix="mend or remove this row") from None
+        raise UsageError(str(problem), where=where, fix="correct or remove this row") from None
 
 
 def _as_text(ground_truth: Any) -> Any:

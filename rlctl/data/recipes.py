@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.asked import source_named
 from rlctl.data.layouts import LAYOUTS, RecipeName
+from rlctl.data.parsed_record import source_named
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 
@@ -61,17 +61,17 @@ class Recipe:
             RowError: the record lacks a column or holds the wrong thing in it.
         """
         layout = LAYOUTS[self.name]
-        asked = layout.read(values, self.prompt_key or "", self.answer_key or "")
+        parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
         return Row(
-            data_source=self._source(values) or asked.data_source or layout.data_source or _stem(path),
-            prompt=self._dress(asked.messages),
-            ground_truth=asked.ground_truth,
-            ability=asked.ability,
-            style=asked.style,
-            index=index if asked.index is None else asked.index,
-            question=asked.question or "\n\n".join(message.content for message in asked.messages),
-            answer=asked.answer,
-            extra=asked.extra,
+            data_source=self._source(values) or parsed.data_source or layout.data_source or _stem(path),
+            prompt=self._dress(parsed.messages),
+            ground_truth=parsed.ground_truth,
+            ability=parsed.ability,
+            style=parsed.style,
+            index=index if parsed.index is None else parsed.index,
+            question=parsed.question or "\n\n".join(message.content for message in parsed.messages),
+            answer=parsed.answer,
+            extra=parsed.extra,
         )
 
     def _source(self, values: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ class Renderer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each rendered text; nothing is added, since the template wrote it all."""
-        # Not verbose: long prompts are the caller's to judge, which says so better than a warning.
+        # Not verbose: callers report long prompts themselves.
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids

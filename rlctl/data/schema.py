@@ -27,14 +27,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt and how its answers are judged.
+    """A prompt and how its answers are graded.
 
     Attributes:
         data_source: where it comes from; chooses the grader.
         prompt: the conversation so far, at least one message.
         ground_truth: what the grader compares with.
         ability: kind of task, for reports.
-        style: `rule`, `model` or `code`: how it is judged.
+        style: `rule`, `model` or `code`: how it is graded.
         split: `train` or `test`.
         index: place in the original input, from 0.
         question: the original prompt text, before any instruction was added.

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rlctl.data.asked import Asked, Values, columns_of, is_integer, lookup
-from rlctl.data.boxed import last_boxed
 from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
+from rlctl.data.parsed_record import ParsedRecord, Values, columns_of, is_integer, lookup
 from rlctl.data.schema import Message
 
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
-def gsm8k(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A worked solution that ends in `#### number`."""
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return Asked(
+    return ParsedRecord(
         parse_messages(lookup(values, prompt_key)), _marked_number(answer), answer=answer, ability="math"
     )
 
@@ -39,10 +41,10 @@ def _marked_number(answer: str) -> str:
     return number
 
 
-def math(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     r"""A worked solution with its answer in `\boxed{}`."""
     solution = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-    return Asked(
+    return ParsedRecord(
         parse_messages(lookup(values, prompt_key)),
         last_boxed(solution),
         answer=solution,
@@ -51,15 +53,15 @@ def math(values: Values, prompt_key: str, answer_key: str) -> Asked:
     )
 
 
-def problem_and_answer(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def problem_and_answer(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A mathematical problem and its final answer, without the way there."""
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
     prompt = parse_messages(lookup(values, prompt_key))
     extra = columns_of(values, "level", "type", "subject", "year")
-    return Asked(prompt, answer.strip(), answer=answer, ability="math", extra=extra)
+    return ParsedRecord(prompt, answer.strip(), answer=answer, ability="math", extra=extra)
 
 
-def countdown(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """Numbers, and a target to reach with them; the ground truth is both, as JSON."""
     numbers, target = lookup(values, prompt_key), lookup(values, answer_key)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
@@ -68,17 +70,17 @@ def countdown(values: Values, prompt_key: str, answer_key: str) -> Asked:
         raise RowError(f"column {answer_key!r} is {kind_of(target)}, not a whole number")
     question = f"Using the numbers {numbers}, create an equation that equals {target}."
     truth = json.dumps({"numbers": numbers, "target": target})
-    return Asked((Message("user", question),), truth, answer=str(target), ability="math")
+    return ParsedRecord((Message("user", question),), truth, answer=str(target), ability="math")
 
 
-def multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Asked:
+def multiple_choice(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A question with choices, which get letters; the ground truth is the right one's."""
     labels, texts = _choices(lookup(values, "choices|options"))
     question = parse_messages(lookup(values, prompt_key))
     place = _chosen(lookup(values, answer_key), labels, texts)
     lettered = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(texts))
     last = question[-1]
-    return Asked(
+    return ParsedRecord(
         (*question[:-1], Message(last.role, f"{last.content}\n\n{lettered}")),
         LETTERS[place],
         answer=texts[place],
@@ -118,3 +120,32 @@ def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
     if text.isdecimal() and int(text) < len(texts):
         return int(text)
     raise RowError(f"the answer {text[:50]!r} is none of the choices {', '.join(labels)}")
+
+
+def last_boxed(solution: str) -> str:
+    r"""What stands in the last `\boxed{…}` or `\fbox{…}`, braces balanced; `\boxed 2` has none.
+
+    Raises:
+        RowError: there is no box, it never ends, or it is empty.
+    """
+    boxes = list(_BOX.finditer(solution))
+    if not boxes:
+        raise RowError(r"the solution has no \boxed{}")
+    start = boxes[-1].end()
+    if solution[start : start + 1] == "{":
+        content = solution[start + 1 : _closing(solution, start)]
+    else:
+        content = re.split(r"[\s$]", solution[start:], maxsplit=1)[0]
+    if not content.strip():
+        raise RowError(r"the last \boxed{} of the solution is empty")
+    return content.strip()
+
+
+def _closing(text: str, start: int) -> int:
+    """Place of the brace that closes the one at `start`."""
+    depth = 0
+    for found in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    raise RowError(r"the last \boxed{ of the solution is never closed")

@@ -18,13 +18,13 @@ from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.leakage import Comparison, Reference
 from rlctl.prepare.leaks import questions_of
 from rlctl.prepare.lengths import PromptLengths
-from rlctl.prepare.progress import Progress
+from rlctl.prepare.request import Progress
 from rlctl.prepare.tokenizer import template_findings
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What to look at.
+    """What to check.
 
     Attributes:
         files: files, directories, or anything else `prepare` reads.
@@ -98,8 +98,10 @@ def _probes(request: CheckRequest) -> Probes:
     lengths = None
     if request.model is not None:
         lengths = PromptLengths(request.model, trust_remote_code=request.trust_remote_code)
-    guarded = [(str(source.path), source) for source in find_sources(request.against)]
-    reference = Reference.build((file, text) for file, source in guarded for text in questions_of(source))
+    reference_files = [(str(source.path), source) for source in find_sources(request.against)]
+    reference = Reference.build(
+        (file, text) for file, source in reference_files for text in questions_of(source)
+    )
     return Probes(
         lengths, reference, request.max_prompt_length, Histogram("tokens" if lengths else "characters")
     )

@@ -13,9 +13,7 @@ from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.duplicates import nearly_repeated, repeated
 from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.split import limit_for_fraction, limit_for_size
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
 
@@ -28,9 +26,10 @@ if TYPE_CHECKING:
 MAX_DUPLICATES = 0.05
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 HISTOGRAM_BINS = 20
+HASH_RANGE = 1 << 64
 
 
-class Fate(IntEnum):
+class RowStatus(IntEnum):
     """What becomes of a row that could be read; its name is the count's in the manifest."""
 
     KEPT = 0
@@ -46,13 +45,13 @@ class Decision:
     """What was decided so far.
 
     Attributes:
-        fates: (rows,) a `Fate` each.
+        status: (rows,) a `RowStatus` each.
         is_test: (rows,) on the test side of the split.
         report: figures for the manifest.
         findings: what the user should know.
     """
 
-    fates: NDArray[np.uint8]
+    status: NDArray[np.uint8]
     is_test: NDArray[np.bool_]
     report: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -60,22 +59,24 @@ class Decision:
     @property
     def is_kept(self) -> NDArray[np.bool_]:
         """(rows,) rows still in."""
-        return np.asarray(self.fates == Fate.KEPT)
+        return np.asarray(self.status == RowStatus.KEPT)
 
     def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
-        """Rows by what became of them.
+        """Rows by status.
 
         Args:
             num_records: rows of the input.
             num_bad: those of them that were never staged.
         """
-        of = np.bincount(self.fates, minlength=len(Fate))
-        dropped = {fate.name.lower(): int(of[fate]) for fate in Fate if fate > Fate.QUARANTINED}
+        of = np.bincount(self.status, minlength=len(RowStatus))
+        dropped = {
+            status.name.lower(): int(of[status]) for status in RowStatus if status > RowStatus.QUARANTINED
+        }
         num_test = int((self.is_kept & self.is_test).sum())
         counts = {
-            "train": int(of[Fate.KEPT]) - num_test,
+            "train": int(of[RowStatus.KEPT]) - num_test,
             "test": num_test,
-            "quarantined": num_bad + int(of[Fate.QUARANTINED]),
+            "quarantined": num_bad + int(of[RowStatus.QUARANTINED]),
             **dropped,
         }
         if sum(counts.values()) != num_records:
@@ -83,20 +84,22 @@ class Decision:
         return {"input": num_records, **counts}
 
 
-def decide(request: PrepareRequest, staging: Staging, spoiled: Sequence[int], progress: Progress) -> Decision:
+def decide(
+    request: PrepareRequest, staging: Staging, bad_places: Sequence[int], progress: Progress
+) -> Decision:
     """Lengths, duplicates and the split; leakage comes after, since it needs to know the split.
 
     Args:
         request: what was asked for.
         staging: all rows.
-        spoiled: places of rows that turned out to be bad after they were staged.
+        bad_places: places of rows that turned out to be bad after they were staged.
         progress: told of the phases.
 
     Raises:
         UsageError: too many duplicates.
     """
     decision = Decision(np.zeros(staging.num_rows, np.uint8), np.zeros(staging.num_rows, np.bool_))
-    decision.fates[list(spoiled)] = Fate.QUARANTINED
+    decision.status[list(bad_places)] = RowStatus.QUARANTINED
     if request.model is not None:
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)
@@ -113,7 +116,7 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
     is_kept = decision.is_kept
     over = np.flatnonzero(is_kept & (tokens > limit)) if limit is not None else np.empty(0, np.int64)
     if request.overlong == "drop":
-        decision.fates[over] = Fate.OVERLONG_DROPPED
+        decision.status[over] = RowStatus.OVERLONG_DROPPED
     if limit is not None:
         done = "dropped" if request.overlong == "drop" else "kept"
         decision.findings += findings.overlong(len(over), limit, done, _places(staging, over))
@@ -161,7 +164,7 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
     disputed = (later[is_other], first[is_other])
     decision.findings += findings.conflicts(int(is_other.sum()), _pair_examples(staging, disputed, "and"))
     if request.duplicates == "drop":
-        decision.fates[later] = Fate.DUPLICATES_DROPPED
+        decision.status[later] = RowStatus.DUPLICATES_DROPPED
     else:
         decision.findings += findings.duplicates(len(later), len(here), examples)
 
@@ -176,7 +179,7 @@ def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decisi
     pairs = nearly_repeated(bands, staging.file(SIGNATURE), is_left)
     decision.report["near_duplicates"] = {"rows": len(pairs[0])}
     if request.near_duplicates == "drop":
-        decision.fates[pairs[0]] = Fate.NEAR_DUPLICATES_DROPPED
+        decision.status[pairs[0]] = RowStatus.NEAR_DUPLICATES_DROPPED
     else:
         examples = _pair_examples(staging, pairs, "is like")
         decision.findings += findings.near_duplicates(len(pairs[0]), num_rows, examples)
@@ -198,3 +201,24 @@ def _places(staging: Staging, rows: NDArray[Any]) -> list[str]:
 def _pair_examples(staging: Staging, pairs: Pairs | tuple[Any, Any], words: str) -> list[str]:
     later, earlier = (_places(staging, side) for side in pairs)
     return [f"{row} {words} {other}" for row, other in zip(later, earlier, strict=True)]
+
+
+def limit_for_fraction(fraction: float) -> int:
+    """Rows hashing below this are test rows.
+
+    Raises:
+        UsageError: the fraction is not in [0, 1).
+    """
+    if not 0 <= fraction < 1:
+        raise UsageError(
+            f"{fraction:g} is no share of the rows", where="--val-fraction", fix="0 up to below 1"
+        )
+    return int(fraction * HASH_RANGE)
+
+
+def limit_for_size(hashes: NDArray[np.uint64], size: int) -> int:
+    """The limit below which `size` of the rows hash: more only where duplicates tie for the last place."""
+    if size == 0 or not len(hashes):
+        return 0
+    last = min(size, len(hashes)) - 1
+    return int(np.partition(hashes, last)[last]) + 1

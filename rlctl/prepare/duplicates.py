@@ -118,7 +118,7 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
     Args:
         bands: per band a file of (N,) uint32.
         signature: file of (N, NUM_VALUES) uint8.
-        is_left: (N,) rows to look at.
+        is_left: (N,) rows to compare.
     """
     rows = np.flatnonzero(is_left).astype(np.uint64)
     like = np.full(len(is_left), NONE, dtype=np.uint32)

@@ -18,7 +18,7 @@ from rlctl.prepare.findings import Finding, Places
 from rlctl.prepare.histogram import Histogram
 from rlctl.prepare.leakage import KINDS, Comparison, Kind, Reference
 from rlctl.prepare.lengths import PromptLengths
-from rlctl.prepare.progress import Progress
+from rlctl.prepare.request import Progress
 from rlctl.prepare.row_checks import AnswerDoubts, BadRows, Questions, SplitChecks, TextChecks, answer_doubts
 from rlctl.reward.graders import knows_source
 from rlctl.reward.round_trip import check_ground_truths
@@ -53,7 +53,7 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """What all files are held against.
+    """What all files are compared with.
 
     Attributes:
         lengths: measures prompts in tokens; None: characters are counted.
@@ -86,7 +86,7 @@ class FileCheck:
         self._leaks: dict[tuple[Kind, str], Places] = defaultdict(Places)
 
     def read(self, progress: Progress) -> None:
-        """Look at every row.
+        """Check every row.
 
         Raises:
             UsageError: the file as a whole cannot be read.
@@ -185,8 +185,8 @@ class FileCheck:
         except RowError as error:
             self._bad.add(record.where, str(error))
             return None
-        judged = record.values.get("reward_model")
-        truth = judged.get("ground_truth") if isinstance(judged, dict) else None
+        reward_model = record.values.get("reward_model")
+        truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
         if self._schema is not None and isinstance(truth, list | dict):
             self._structured.add(record.where)
         return row

@@ -1,4 +1,4 @@
-"""What a look at data finds: one thing, how often, where first, and what to do about it."""
+"""One finding about data: what, how often, the first places, and the fix."""
 
 from __future__ import annotations
 
@@ -104,55 +104,51 @@ def rows_that(count: int, verb: str) -> str:
 
 def share(count: int, total: int, verb: str) -> str:
     """`1 row of 4 (25.0%) has …`; arguments as of `agree`."""
-    return f"{rows(count)} of {total:,} ({count / total:.1%}) {agree(count, verb)}"
+    return f"{rows(count)} of {total:,} ({count / max(1, total):.1%}) {agree(count, verb)}"
+
+
+def _counted(
+    code: str, severity: Severity, what: str, count: int, examples: Sequence[str], fix: str = ""
+) -> list[Finding]:
+    """The finding with its first examples; none where no row is concerned."""
+    found = tuple(examples[:EXAMPLES_SHOWN])
+    return [Finding(code, severity, what, count, found, fix)] if count else []
 
 
 def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Rows that ask what an earlier row asks, of `total`."""
-    if not count:
-        return []
-    return [
-        Finding(
-            "duplicates",
-            "warning",
-            f"{share(count, total, 'ask')} what an earlier row asks",
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each",
-        )
-    ]
+    return _counted(
+        "duplicates",
+        "warning",
+        f"{share(count, total, 'ask')} what an earlier row asks",
+        count,
+        examples,
+        "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each",
+    )
 
 
 def conflicts(count: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Rows that ask what an earlier row asks, and have another answer."""
-    if not count:
-        return []
-    return [
-        Finding(
-            "conflicting-answers",
-            "warning",
-            rows_that(count, "ask what an earlier row asks, with another ground truth"),
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "find out which answer is right: one of them teaches the wrong thing",
-        )
-    ]
+    return _counted(
+        "conflicting-answers",
+        "warning",
+        rows_that(count, "ask what an earlier row asks, with another ground truth"),
+        count,
+        examples,
+        "find out which answer is right: one of them teaches the wrong thing",
+    )
 
 
 def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Rows that ask almost what an earlier row asks."""
-    if not count:
-        return []
-    return [
-        Finding(
-            "near-duplicates",
-            "info",
-            f"{share(count, total, 'ask')} almost what an earlier row asks",
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "`--near-duplicates drop` keeps the first of each",
-        )
-    ]
+    return _counted(
+        "near-duplicates",
+        "info",
+        f"{share(count, total, 'ask')} almost what an earlier row asks",
+        count,
+        examples,
+        "`--near-duplicates drop` keeps the first of each",
+    )
 
 
 _LEAKS: dict[str, tuple[Severity, str]] = {
@@ -174,14 +170,11 @@ def leaked(
         examples: the first few.
         split: the rows are of; `test`: they are not trained on.
     """
-    if not count:
-        return []
     severity, words = _LEAKS[kind]
     if split == "test":
         what = f"of the test split {agree(count, words)} {file}"
         fix = "the test split is then no measure apart from that file: remove them from the input"
-        examples = tuple(examples[:EXAMPLES_SHOWN])
-        return [Finding(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)]
+        return _counted(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)
     return [
         Finding(
             f"leak-{kind}",
@@ -203,12 +196,10 @@ def overlong(
     Args:
         count: rows.
         limit: the longest a prompt may be.
-        done: what became of them: `kept`, `dropped`, `cut`.
+        done: what was done with them: `kept`, `dropped`, `cut`.
         examples: the first few.
         unit: of the limit.
     """
-    if not count:
-        return []
     kept = done == "kept"
     have = "have" if kept else f"were {done} for"
     fix = "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right"
@@ -226,34 +217,26 @@ def overlong(
 
 def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Prompts that leave the model no room."""
-    if not count:
-        return []
-    return [
-        Finding(
-            "beyond-context",
-            "error",
-            rows_that(count, f"have prompts that fill or exceed the model's context of {context:,} tokens"),
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
-        )
-    ]
+    return _counted(
+        "beyond-context",
+        "error",
+        rows_that(count, f"have prompts that fill or exceed the model's context of {context:,} tokens"),
+        count,
+        examples,
+        "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
+    )
 
 
 def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Ground truths their own grader does not accept."""
-    if not count:
-        return []
-    return [
-        Finding(
-            "ground-truth",
-            "error",
-            rows_that(count, "have a ground truth that their grader cannot read or compare"),
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
-        )
-    ]
+    return _counted(
+        "ground-truth",
+        "error",
+        rows_that(count, "have a ground truth that their grader cannot read or compare"),
+        count,
+        examples,
+        "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
+    )
 
 
 def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool = True) -> list[Finding]:
@@ -264,23 +247,17 @@ def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool =
         examples: the first few.
         is_known: a grader is registered for their sources; others may have a reward of their own.
     """
-    if not count:
-        return []
     what = "are graded as mathematics, and the prompt asks for no form of the answer (\\boxed{}, ####, …)"
     fix = r"add --instruction 'Put the final answer in \boxed{}.': else right answers may be read wrong"
     severity: Severity = "warning" if is_known else "info"
-    found = tuple(examples[:EXAMPLES_SHOWN])
-    return [Finding("no-answer-form", severity, rows_that(count, what), count, found, fix)]
+    return _counted("no-answer-form", severity, rows_that(count, what), count, examples, fix)
 
 
 def contradicted(count: int, examples: Sequence[str] = ()) -> list[Finding]:
     """Ground truths other than what the worked solution calculates last."""
-    if not count:
-        return []
     what = "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution"
     fix = "find out which is right, and correct or remove the row"
-    found = tuple(examples[:EXAMPLES_SHOWN])
-    return [Finding("contradicted-answer", "warning", rows_that(count, what), count, found, fix)]
+    return _counted("contradicted-answer", "warning", rows_that(count, what), count, examples, fix)
 
 
 def unknown_source(source: str, count: int) -> Finding:

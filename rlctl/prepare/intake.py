@@ -17,8 +17,7 @@ from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import Finding, Places
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.row_checks import AnswerDoubts
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BadRow, Plan, Transformed, transform
@@ -35,12 +34,12 @@ class Intake:
 
     Attributes:
         num_bad: rows that were never staged.
-        spoiled: places of staged rows that are bad as well.
+        bad_places: places of staged rows that are bad as well.
         findings: data sources without a grader, ground truths such rows have, and doubtful answers.
     """
 
     num_bad: int
-    spoiled: list[int]
+    bad_places: list[int]
     findings: list[Finding]
 
 
@@ -88,7 +87,7 @@ def take_in(
     graders, doubts = _GraderCheck(), AnswerDoubts()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
-    spoiled: list[int] = []
+    bad_places: list[int] = []
     progress.phase("reading", num_bytes)
     with ExitStack() as stack:
         quarantine: IO[str] | None = None
@@ -98,7 +97,7 @@ def take_in(
         blocks = (block for source in sources for block in read_blocks(source))
         for block, done in run(request.engine, transform, plan, blocks, workers):
             failed = graders.check(block, done) if request.check_graders else {}
-            spoiled += [staging.num_rows + place for place in failed]
+            bad_places += [staging.num_rows + place for place in failed]
             for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
                 bad.add(block.path, row)
             staging.add(block, done)
@@ -110,7 +109,9 @@ def take_in(
     staging.finish()
     _check_usable(sources, by_file, staging, bad, plan.recipe, is_refused=quarantine is None)
     return Intake(
-        bad.count - len(spoiled), spoiled, [*graders.findings(), *doubts.findings(), *_unknown(by_source)]
+        bad.count - len(bad_places),
+        bad_places,
+        [*graders.findings(), *doubts.findings(), *_unknown(by_source)],
     )
 
 
@@ -131,7 +132,7 @@ def _check_usable(
         fix = f"{keys} (recipe {recipe.name}): say --prompt-key, --answer-key or --recipe"
         raise bad.error(staging.num_records, fix)
     if bad.count and is_refused:
-        fix = f"mend them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
+        fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
         raise bad.error(staging.num_records, fix)
 
 
@@ -139,7 +140,7 @@ class _GraderCheck:
     """Sends ground truths to their own graders, which must give them 1.
 
     A row of a source that has a grader is bad where it fails. For other sources nothing says that the
-    grader asked, the one for mathematics, is the one that will judge: those are a finding only.
+    grader asked, the one for mathematics, is the one that will be used: those are a finding only.
     """
 
     def __init__(self) -> None:

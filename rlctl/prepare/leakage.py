@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Hashes = NDArray[np.uint64]
 
 Kind = Literal["exact", "masked", "ngram"]
-#: From sure to suspicious.
+#: From certain to suspected.
 KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
 
 #: An n-gram in more questions of a file than both of these is a phrase of the file's prompts, not a question.
@@ -41,7 +41,7 @@ class Comparison:
         rows_of: the rows that were compared: a split, or a file.
         against: the file.
         num_rows: rows compared.
-        counts: rows that occur, by the surest way in which each does.
+        counts: rows that occur, by the strictest kind of match.
     """
 
     rows_of: str
@@ -117,7 +117,7 @@ class Reference:
         return cls({name: read(place) for place, name in enumerate(names)})
 
     def matches(self, questions: Sequence[str]) -> list[frozenset[tuple[Kind, str]]]:
-        """Of each question the files it occurs in, and the surest way in which it does; empty: nowhere."""
+        """Of each question the files it occurs in, with the strictest kind of match; empty: none."""
         asked = WordKeys(questions)
         found: list[set[tuple[Kind, str]]] = [set() for _ in questions]
         for file, known in self._files.items():

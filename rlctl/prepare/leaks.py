@@ -14,12 +14,11 @@ from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
-from rlctl.prepare.decide import Decision, Fate
+from rlctl.prepare.decide import Decision, RowStatus
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import EXAMPLES_SHOWN
 from rlctl.prepare.leakage import HASHED_AT_ONCE, KINDS, Comparison, Kind, Reference
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     is_compared = decision.is_kept if request.against else is_train
     progress.phase("leakage", int(is_compared.sum()))
     directory = staging.file(REFERENCE)
-    reference = Reference.build(_guarded(request, staging, is_test))
+    reference = Reference.build(_reference_questions(request, staging, is_test))
     reference.save(directory)
     _reference.cache_clear()  # this process may have had another one under that name
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
@@ -83,7 +82,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
             fix="pass --leakage drop to leave them out",
         )
     if request.leakage == "drop":
-        decision.fates[rows] = Fate.LEAKED_DROPPED
+        decision.status[rows] = RowStatus.LEAKED_DROPPED
     else:
         decision.findings += _findings(staging, found)
 
@@ -108,7 +107,7 @@ def _reference(directory: Path) -> Reference:
     return Reference.load(directory)
 
 
-def _guarded(
+def _reference_questions(
     request: PrepareRequest, staging: Staging, is_test: NDArray[np.bool_]
 ) -> Iterator[tuple[str, str]]:
     """(file, question) of everything that must not be trained on."""

@@ -93,7 +93,7 @@ class PromptLengths:
         measured = Measured(list(rows), [0] * len(rows), problems)
         for place, ids in enumerate(self.renderer.encode(texts)):
             if not problems[place]:
-                self._settle(measured, place, ids)
+                self._check_length(measured, place, ids)
         return measured
 
     def describe(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class PromptLengths:
         except UsageError as error:
             return "", error.what
 
-    def _settle(self, measured: Measured, place: int, ids: Sequence[int]) -> None:
+    def _check_length(self, measured: Measured, place: int, ids: Sequence[int]) -> None:
         """Note a row's length; cut it first where it is too long."""
         row = measured.rows[place]
         try:

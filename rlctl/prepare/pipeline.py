@@ -24,7 +24,7 @@ from rlctl.data.sources import Source, find_sources, read_records
 from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
-from rlctl.prepare.decide import Decision, decide
+from rlctl.prepare.decide import Decision, decide, limit_for_fraction
 from rlctl.prepare.intake import take_in
 from rlctl.prepare.leaks import find_leaks
 from rlctl.prepare.manifest import (
@@ -36,9 +36,7 @@ from rlctl.prepare.manifest import (
     sha256_of,
 )
 from rlctl.prepare.output import write_split
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest, PrepareSummary
-from rlctl.prepare.split import limit_for_fraction
+from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import Plan
 
@@ -75,7 +73,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
             intake = take_in(request, plan, sources, staging, stage, progress)
-            decision = decide(request, staging, intake.spoiled, progress)
+            decision = decide(request, staging, intake.bad_places, progress)
             decision.findings += [*intake.findings, *_template_findings(plan, staging, decision)]
             if request.leakage != "off":
                 find_leaks(request, staging, decision, progress)

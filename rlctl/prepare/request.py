@@ -1,4 +1,4 @@
-"""What `prepare` is asked for, and what it answers."""
+"""The request to `prepare`, its progress and its summary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ if TYPE_CHECKING:
 
 #: Rows of one output file.
 ROWS_PER_SHARD = 1_000_000
+
+
+class Progress:
+    """Receives the progress of a preparation; this one ignores it."""
+
+    def phase(self, name: str, total: int) -> None:
+        """A phase begins.
+
+        Args:
+            name: of the phase.
+            total: what `advance` will add up to.
+        """
+
+    def advance(self, amount: int, rows: int = 0) -> None:
+        """Part of the phase is done.
+
+        Args:
+            amount: bytes of input while reading, rows in the other phases.
+            rows: rows among it, where `amount` is bytes.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,7 @@ class PrepareSummary:
 
     Attributes:
         recipe: the one used, after `auto`.
-        counts: rows, by what became of them; see `decide.Fate` and docs/how-to/data.md.
+        counts: rows by status; see `decide.RowStatus` and docs/how-to/data.md.
         report: the rest of what the manifest says: near duplicates, leakage, lengths, findings.
         outputs: names of the Parquet files, per split.
         unchanged: the output was already there, byte for byte, and was left alone.

@@ -1,4 +1,4 @@
-"""What can be wrong with the rows of one file, looked at block by block."""
+"""What can be wrong with the rows of one file, checked block by block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rlctl.data.asked import is_integer
+from rlctl.data.parsed_record import is_integer
 from rlctl.data.schema import Row
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
@@ -66,7 +66,7 @@ class BadRows:
 
     def findings(self) -> list[Finding]:
         """One per complaint."""
-        fix = "mend them, or let `rlctl prepare-data parquet … --bad-rows quarantine` set them aside"
+        fix = "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` set them aside"
         return [
             finding
             for kind, places in self._places.items()
@@ -82,7 +82,7 @@ class TextChecks:
         self._styles: dict[str, Places] = defaultdict(Places)
 
     def add(self, row: Row, where: str) -> None:
-        """Look at one row."""
+        """Check one row."""
         texts = [row.ground_truth, *(message.content for message in row.prompt)]
         for text in texts:
             if found := _CONTROL.search(text):
@@ -199,7 +199,7 @@ class SplitChecks:
         return self._splits.most_common(1)[0][0] if self._splits else ""
 
     def add(self, row: Row) -> None:
-        """Look at one row."""
+        """Check one row."""
         if isinstance(split := row.extra.get("split"), str) and split:
             self._splits[split] += 1
         if is_integer(row.extra.get("index")):
@@ -219,7 +219,7 @@ class SplitChecks:
         if named and self.split and not _agree(named[0], self.split):
             what = f"the file's name says {named[0]}, extra_info.split says {self.split}"
             found.append(
-                Finding("split-name", "warning", what, 1, where, "rename the file, or mend the split")
+                Finding("split-name", "warning", what, 1, where, "rename the file, or correct the split")
             )
         keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
         surplus = len(keys) - len(np.unique(keys))

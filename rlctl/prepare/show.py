@@ -21,7 +21,7 @@ MEASURED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RenderedRow:
     """One row, ready to be shown.
 
     Attributes:
@@ -45,7 +45,7 @@ def open_lengths(model: str | None, *, trust_remote_code: bool) -> PromptLengths
     return PromptLengths(model, trust_remote_code=trust_remote_code) if model is not None else None
 
 
-def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[Shown]:
+def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:
     """Rows of a file.
 
     Args:
@@ -91,17 +91,17 @@ def _rows(sources: Sequence[Source]) -> Iterator[tuple[str, Row | None, str]]:
                 yield record.where, None, str(error)
 
 
-def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> Shown:
+def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:
     if row is None or lengths is None:
-        return Shown(where, row, problem, _messages(row) if row else ())
+        return RenderedRow(where, row, problem, _messages(row) if row else ())
     renderer = lengths.renderer
     try:
         text = renderer.text(row)
         ids = renderer.encode([text])[0]
         renderer.check_start(row, ids)
     except UsageError as error:
-        return Shown(where, row, error.what, _messages(row))
-    return Shown(where, row, "", tuple(_pieces(text, _special_tokens(lengths))), ids)
+        return RenderedRow(where, row, error.what, _messages(row))
+    return RenderedRow(where, row, "", tuple(_pieces(text, _special_tokens(lengths))), ids)
 
 
 def _messages(row: Row) -> tuple[tuple[str, bool], ...]:

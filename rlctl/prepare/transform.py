@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -18,7 +19,6 @@ from rlctl.data.recipes import Recipe
 from rlctl.data.schema import EXTRA_COLUMNS, Row
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.row_checks import Doubt, answer_doubts
-from rlctl.prepare.split import row_hash
 
 if TYPE_CHECKING:
     from rlctl.prepare.lengths import PromptLengths
@@ -76,7 +76,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
-    """What became of a block.
+    """The result of one block.
 
     Attributes:
         num_records: rows of the input.
@@ -84,8 +84,8 @@ class Transformed:
             −1 being its first record.
         keys: `Plan.keys`, an array each.
         bad: the others.
-        truths: the distinct (data source, ground truth) of rows that are judged by rule.
-        truth_of: (rows,) place in `truths`; −1 for a row that is judged otherwise.
+        truths: the distinct (data source, ground truth) of rows that are graded by rule.
+        truth_of: (rows,) place in `truths`; −1 for a row that is graded otherwise.
         sources: rows per data source.
         doubts: number and what is doubtful of rows whose answer is.
         num_bytes: of the usable rows in memory.
@@ -107,6 +107,11 @@ class Transformed:
     def num_rows(self) -> int:
         """Usable rows."""
         return len(self.keys["number"])
+
+
+def row_hash(question: str, seed: int) -> int:
+    """A number in [0, 2⁶⁴) that decides the split: the same question is always on the same side of it."""
+    return int.from_bytes(blake2b(f"{seed}\n{question}".encode(), digest_size=8).digest(), "big")
 
 
 def transform(plan: Plan, block: Block) -> Transformed:

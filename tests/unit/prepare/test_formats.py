@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.schema import Message, Row, arrow_schema, large_schema
-from rlctl.prepare.formats import convert, schema
+from rlctl.prepare.output import convert, schema
 
 ROWS = [
     Row(

@@ -17,8 +17,7 @@ from rlctl.data.read import load_rows
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prepare.pipeline import prepare
-from rlctl.prepare.progress import Progress
-from rlctl.prepare.request import PrepareRequest
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.reward import maths
 from tests.unit.prepare.helpers import GSM8K_LIKE, gsm8k_rows, write_jsonl
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data.boxed import last_boxed
 from rlctl.data.checks import RowError
 from rlctl.data.layouts import LAYOUTS
 from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.tasks import last_boxed
 from rlctl.errors import UsageError
 
 DAPO = (

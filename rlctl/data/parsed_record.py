@@ -1,4 +1,4 @@
-"""What one record asks and what answers it, and the small readers all column layouts share."""
+"""One record as its column layout reads it, and the readers that all layouts share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What one record asks, and what answers it.
+class ParsedRecord:
+    """The prompt and the answer of one record.
 
     Attributes:
         messages: the prompt, without what the recipe's options add.

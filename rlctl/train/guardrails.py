@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlctl.diagnose.readers.build import Wanted
+from rlctl.diagnose.readers.framework_names import MetricFilter
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
@@ -205,7 +205,7 @@ class _Log:
 
     def __init__(self) -> None:
         own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, _NOT_FINITE_OR_EMPTY}
-        self._wanted = Wanted(METRICS_READ | own)
+        self._wanted = MetricFilter(METRICS_READ | own)
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._nonfinite: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Which of a directory's logs to read."""
+"""Chooses which log of a directory is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUFFIXES = frozenset(
 )
 _EVENTS = "tfevents"
 _DEEPEST = 5
-#: Of more logs than this only the least deep are looked at.
+#: Of more logs than this only the least deep are read.
 _MOST = 200
 
 
@@ -35,8 +35,8 @@ class Candidate:
     shown: Path
 
 
-class Worth(NamedTuple):
-    """How much a log says, by a first look; compared from left to right.
+class LogContent(NamedTuple):
+    """How much a log contains, by its first rows; compared from left to right.
 
     Attributes:
         metrics: canonical metrics in it.
@@ -49,12 +49,12 @@ class Worth(NamedTuple):
     last_step: int
 
 
-def choose(directory: Path, value: Callable[[Candidate], Worth]) -> tuple[Candidate, list[str]]:
-    """The log that says most, and a note which it is.
+def choose(directory: Path, content: Callable[[Candidate], LogContent]) -> tuple[Candidate, list[str]]:
+    """The log with the most content, and a note which it is.
 
     Args:
         directory: looked through to a depth of five.
-        value: of a log; of equal ones the newest is taken.
+        content: of a log; of equal ones the newest is taken.
 
     Raises:
         UsageError: there is no log in it.
@@ -63,11 +63,11 @@ def choose(directory: Path, value: Callable[[Candidate], Worth]) -> tuple[Candid
     if log.is_file() and (directory / RUN_SPEC_FILE).is_file():
         return Candidate((log,), log), []
     candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))
-    looked_at = [(value(one), _age(one), one) for one in candidates[:_MOST]]
+    looked_at = [(content(one), _age(one), one) for one in candidates[:_MOST]]
     known = [found for found in looked_at if found[0].metrics]
     if not known:
         raise UsageError(
-            f"no log in this directory: it holds no {LOG_FILE} and nothing else that is known",
+            f"no log in this directory: it holds no {LOG_FILE} and no other known log",
             where=str(directory),
             fix="name a run directory, or a log",
         )

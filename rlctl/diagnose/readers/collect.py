@@ -1,4 +1,4 @@
-"""Rows as they were logged → one series per name; restarts and rows that share a step are sorted out.
+"""Rows as they were logged → one series per name, sorted by step, without what a restart repeated.
 
 A log may have several clocks: steps that one writer counts on its own. Most logs have one. Evaluations may be
 logged late, slime counts updates and rollouts apart, and TensorBoard writes every metric by itself.
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.readers.values import LARGEST_STEP, as_numbers, is_finite, whole
+from rlctl.diagnose.table import Framework
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,10 +48,11 @@ class _Column:
 
 @dataclass(slots=True)
 class _Clock:
-    """Rows counted by one writer: their steps, and where in the whole log they stand."""
+    """Rows counted by one writer: steps, places in the log, and the number of each row's set of names."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     order: array[int] = field(default_factory=lambda: array("q"))
+    layouts: array[int] = field(default_factory=lambda: array("q"))
     columns: dict[str, _Column] = field(default_factory=dict)
 
 
@@ -58,6 +61,7 @@ class _Layout:
     """What rows with the same keys have in common."""
 
     clock: _Clock
+    number: int
     step_key: str
     names: tuple[str, ...]
     rows: list[int] = field(default_factory=list)
@@ -93,8 +97,7 @@ class Collector:
 
     Attributes:
         names: every name seen.
-        null_is_nan: whether null stands for NaN (where JSON is written without a word for it) and not for
-            "not logged".
+        null_is_nan: whether null stands for NaN (in JSON, which has none) and not for "not logged".
         num_rows: rows taken.
         last_step: the newest row's.
     """
@@ -108,6 +111,7 @@ class Collector:
         self._clocks: dict[str, _Clock] = {}
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._nested: set[tuple[str, ...]] = set()
+        self._name_sets: dict[frozenset[str], int] = {}
         self._order = 0
 
     def add(self, row: Mapping[str, Any]) -> bool:
@@ -133,6 +137,7 @@ class Collector:
         layout.rows.append(len(clock.steps))
         clock.steps.append(step)
         clock.order.append(self._order)
+        clock.layouts.append(layout.number)
         self._order += 1
         if layout.names:
             layout.values.append(tuple(map(row.__getitem__, layout.names)))
@@ -151,6 +156,7 @@ class Collector:
         first = len(rows.steps)
         rows.steps.extend(steps.tolist())
         rows.order.extend(range(self._order, self._order + len(steps)))
+        rows.layouts.extend([self._number_of(frozenset(columns))] * len(steps))
         self._order += len(steps)
         places = np.arange(first, first + len(steps))
         for name, (values, was_logged) in columns.items():
@@ -159,10 +165,15 @@ class Collector:
             column.bad += places[was_logged & ~is_finite(values)].tolist()
 
     def finish(self) -> Collected:
-        """Sort out restarts and clocks; the collector is empty afterwards."""
+        """Bring all clocks to one axis of steps; the collector is empty afterwards."""
         for layout in self._layouts.values():
             self._flush(layout)
-        kept = {name: _last_pass(np.array(clock.steps)) for name, clock in self._clocks.items()}
+        kept, notes = {}, []
+        for name, clock in self._clocks.items():
+            in_order = _goes_back_by_restarts_only(clock, list(self._name_sets))
+            own = np.array(clock.steps)
+            kept[name] = _last_pass(own) if in_order else np.ones(len(own), dtype=bool)
+            notes += [] if in_order else ["the rows are out of order: they are sorted by step"]
         self._drop_stale_evaluations(kept)
         ratio = _updates_per_rollout(self._clocks)
         steps = {name: np.array(clock.steps, dtype=np.int64) for name, clock in self._clocks.items()}
@@ -181,7 +192,8 @@ class Collector:
                 if bad := [row for row in column.bad if kept[name][row]]:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         left_out = sum(int((~rows).sum()) for rows in kept.values())
-        notes = [f"steps go back: {left_out} row(s) logged again later are left out"] if left_out else []
+        if left_out:
+            notes.append(f"steps go back: {left_out} row(s) logged again later are left out")
         if ratio and ratio > 1:
             notes.append(f"{ratio} updates per rollout: a step is a rollout, its last update is shown")
         names = frozenset(self.names)
@@ -194,8 +206,12 @@ class Collector:
         self.names.update(row)
         metrics = [key for key in row if key not in STEP_KEYS]
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
-        layout = _Layout(clock, step_key, tuple(filter(self.keeps, metrics)))
+        number = self._number_of(frozenset(metrics))
+        layout = _Layout(clock, number, step_key, tuple(filter(self.keeps, metrics)))
         return self._layouts.setdefault(tuple(row), layout)
+
+    def _number_of(self, names: frozenset[str]) -> int:
+        return self._name_sets.setdefault(names, len(self._name_sets))
 
     def _flush(self, layout: _Layout) -> None:
         if layout.values:
@@ -209,14 +225,14 @@ class Collector:
         layout.values.clear()
 
     def _drop_stale_evaluations(self, kept: dict[str, NDArray[np.bool_]]) -> None:
-        """A restart overtakes evaluations too: those of steps that the main rows count again later."""
-        if not kept.keys() >= {MAIN, EVAL}:
+        """A restart also repeats evaluations: those of steps that the main rows log again later."""
+        if not kept.keys() >= {MAIN, EVAL} or kept[MAIN].all():
             return
         main, evals = self._clocks[MAIN], self._clocks[EVAL]
         steps = np.array(main.steps)
         lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], LARGEST_STEP)
         next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
-        # Late evaluations are none: their step is below what the main rows go on with.
+        # Late evaluations stay: their step is below the main rows' next.
         kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
 
 
@@ -242,6 +258,26 @@ def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
     if min(last.values()) < 0:
         return None
     return max(1, round((last["train"] + 1) / (last["rollout"] + 1)))
+
+
+def _goes_back_by_restarts_only(clock: _Clock, name_sets: Sequence[frozenset[str]]) -> bool:
+    """Whether every row whose step is below the one before logs a step and a metric that were logged before.
+
+    Rows that are shuffled, or of writers that take turns, go back to steps or metrics that are new.
+    """
+    steps = np.array(clock.steps)
+    if not (steps[1:] < steps[:-1]).any():
+        return True
+    logged: dict[int, set[int]] = {}
+    before = clock.steps[0]
+    for step, layout in zip(clock.steps, clock.layouts, strict=True):
+        if step < before and all(
+            name_sets[layout].isdisjoint(name_sets[one]) for one in logged.get(step, ())
+        ):
+            return False
+        logged.setdefault(step, set()).add(layout)
+        before = step
+    return True
 
 
 def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -271,3 +307,29 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, "" if is_wrapper else f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
+
+
+@dataclass(slots=True)
+class LogReading:
+    """A log while it is read; every reader fills it.
+
+    Attributes:
+        collector: takes the rows.
+        limit: rows after which a reader may stop, for a first look; None reads everything.
+        hint: the framework, where the format tells it.
+        config: the run's configuration, where the log has one.
+        notes: what had to be tolerated.
+        watch: called with how far a file was read, where that is known.
+    """
+
+    collector: Collector
+    limit: int | None = None
+    hint: Framework | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    watch: Watch | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a first look has seen enough rows."""
+        return self.limit is not None and self.collector.num_rows >= self.limit

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rlctl.diagnose.readers.reading import Reading
+from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
@@ -28,20 +28,28 @@ _NEMO_HEAD = re.compile(r"={3,} Step (\d+)/\S+ ={3,}")
 _NEMO_CELL = re.compile(rf"\s*• (?P<name>[A-Z][\w ]+): (?P<number>{_NUMBER})\s*$")
 _DICT = re.compile(r"\{'[^{}]*\}\s*$")
 _CONFIG_START = re.compile(r"\{'\w+': ")
+#: A printed dictionary is a trainer's row only with one of these; graders and data loaders print others.
+_TRAINER_KEYS = frozenset(
+    {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
+)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 _Row = dict[str, Any]
 
 
 class Console:
-    """Turns printed lines into rows."""
+    """Turns printed lines into rows.
 
-    def __init__(self, reading: Reading) -> None:
+    Printed dictionaries are used only where the log has no rows of another kind.
+    """
+
+    def __init__(self, reading: LogReading) -> None:
         self._reading = reading
-        self._count = 0  # of rows printed without a step
+        self._dictionaries = Collector(reading.collector.keeps)
+        self._count = 0  # of dictionaries without a step
         self._nemo_step: int | None = None
         self._config: _ConfigDump | None = None
-        self._frames: tuple[Callable[[str], bool], ...] = (
+        self._formats: tuple[Callable[[str], bool], ...] = (
             *(self._verl, self._openrlhf, self._slime, self._prime_rl, self._nemo_rl, self._dictionary),
         )
 
@@ -54,9 +62,18 @@ class Console:
         found = [self._part(part) for part in text.split("\r") if part]
         return any(found)
 
-    def notes(self) -> list[str]:
-        """What had to be assumed."""
-        return ["the printed lines carry no step: they are counted from 1"] if self._count else []
+    @property
+    def is_full(self) -> bool:
+        """Whether a first look has seen enough dictionaries."""
+        return self._reading.limit is not None and self._dictionaries.num_rows >= self._reading.limit
+
+    def finish(self) -> None:
+        """Hand over the dictionaries if there was nothing else."""
+        if self._reading.collector.num_rows or not self._dictionaries.num_rows:
+            return
+        self._reading.collector = self._dictionaries
+        if self._count:
+            self._reading.notes.append("the printed lines have no step: they are counted from 1")
 
     def _part(self, text: str) -> bool:
         prefix = match.group() if (match := _RAY.match(text)) else ""
@@ -68,7 +85,7 @@ class Console:
                 self._reading.config |= self._config.value()
                 self._config = None
             return False
-        return any(frame(text) for frame in self._frames)
+        return any(read(text) for read in self._formats)
 
     def _add(self, row: _Row) -> bool:
         return len(row) > 1 and self._reading.collector.add(row)
@@ -111,16 +128,17 @@ class Console:
         return self._add({"step": self._nemo_step, cell["name"]: float(cell["number"])})
 
     def _dictionary(self, text: str) -> bool:
-        """Hugging Face's trainer: no step in it, so that rows are counted."""
+        """Hugging Face's trainer; rows without a step are counted."""
         if not (match := _DICT.search(text)):
             return False
         row = _pairs(match.group())
-        if len(row) < 2 or "train_runtime" in row:  # the latter is the summary of the whole run
+        # `train_runtime` is in the summary of the whole run.
+        if len(row) < 2 or "train_runtime" in row or _TRAINER_KEYS.isdisjoint(row):
             return False
-        if "step" not in row:
+        if not any(key in row for key in STEP_KEYS):
             self._count += not all(name.startswith("eval_") or name == "epoch" for name in row)
             row["step"] = self._count
-        return self._add(row)
+        return self._dictionaries.add(row)
 
 
 class _ConfigDump:
@@ -133,7 +151,7 @@ class _ConfigDump:
         self.is_done = False
 
     def take(self, prefix: str, text: str) -> bool:
-        """Take a line; False if it does not go on with the dump."""
+        """Take a line; False if the dump does not continue in it."""
         if prefix != self._prefix or (self._lines and not text.startswith(" ")):
             return False
         self._lines.append(text)
@@ -143,7 +161,7 @@ class _ConfigDump:
         return True
 
     def value(self) -> dict[str, Any]:
-        """The configuration; empty if it is no literal."""
+        """The configuration; empty if it is not a literal."""
         try:
             value = ast.literal_eval("\n".join(self._lines))
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -154,7 +172,7 @@ class _ConfigDump:
 def _number(text: str) -> float | None:
     """The number that Python printed; None for any other text."""
     try:
-        return float(text)  # nearly always, and many times faster than an expression
+        return float(text)  # nearly always, and many times faster than a regular expression
     except ValueError:
         match = _WHOLE_VALUE.match(text)
         return _plain(match["number"]) if match else None
@@ -166,6 +184,6 @@ def _pairs(text: str) -> _Row:
 
 
 def _plain(number: str) -> float | int:
-    if number in {"True", "False"}:
-        return number == "True"
+    if number.lower() in {"true", "false"}:
+        return number.lower() == "true"
     return float(number) if not number.lstrip("-").isdigit() else int(number[:400])

@@ -1,102 +1,111 @@
-"""From a path to a `RunLog`: a log is recognised by what it holds, not by its name."""
+"""From a path to a `RunLog`: format and framework are recognized by the content, not by the file's name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rlctl.diagnose.readers.build import OURS, Wanted, build, dialect_of
-from rlctl.diagnose.readers.choose import Candidate, Worth, choose
-from rlctl.diagnose.readers.collect import Collected, Collector
-from rlctl.diagnose.readers.framework import Dialect
-from rlctl.diagnose.readers.reading import Reading
-from rlctl.diagnose.readers.source import Watch
-from rlctl.diagnose.readers.streams import LOOKED_FOR, read_files
+from rlctl.diagnose.readers import binary_formats as binary
+from rlctl.diagnose.readers import text_formats as text
+from rlctl.diagnose.readers.choose import Candidate, LogContent, choose
+from rlctl.diagnose.readers.collect import Collected, Collector, LogReading
+from rlctl.diagnose.readers.framework_names import (
+    RLCTL,
+    FrameworkNames,
+    MetricFilter,
+    canonical_table,
+    framework_of,
+)
+from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run import RunSpec
 
+_KNOWN_LOGS = (
+    "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
+    "verl, TRL, OpenRLHF, slime, prime-rl or NeMo-RL print, or a CSV, JSONL or Parquet table of steps"
+)
 _NAMES_SHOWN = 8
-_ROWS_LOOKED_AT = 50
+_FIRST_ROWS = 50
 
 
 def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
-    """Read one run's log, whoever wrote it.
+    """Read one run's log, of any framework.
 
     Args:
-        path: a log file, plain or gzipped; a directory, of whose logs the one that says most is read; `-` for
-            standard input. A `spec.yaml` beside the log is taken for the run's.
+        path: a log file, plain or gzipped; a directory, of whose logs the one with the most content is read;
+            `-` for standard input. A `spec.yaml` next to the log is the run's.
         wanted: canonical metrics to keep, `<…>` standing for any text; memory grows with these and the number
             of rows only.
-        watch: told how far the file was read, in bytes.
+        watch: called with how far the file was read, in bytes.
 
     Raises:
         UsageError: no such file, not a log that is known, no step or no known metric in it.
     """
-    wants = Wanted(wanted)
+    metrics = MetricFilter(wanted)
     notes: list[str] = []
     candidate = Candidate((path,), path)
     if path != STDIN and path.is_dir():
-        candidate, notes = choose(path, _worth)
+        candidate, notes = choose(path, _content)
     elif path != STDIN and not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix="name a run directory, or a log")
-    reading = Reading(Collector(wants.by_any_name), watch=watch)
-    read_files(candidate.files, reading)
+    reading = LogReading(Collector(metrics.by_any_name), watch=watch)
+    _read_files(candidate.files, reading)
     collected = reading.collector.finish()
-    spec, spec_notes = _spec_beside(candidate.shown)
-    dialect = _dialect(collected, reading, candidate.shown)
-    if spec is not None and dialect.uses_ours:
-        dialect = OURS
-    built = build(collected, dialect, wants, reading, facts_of(spec) if spec else None)
+    spec, spec_notes = _spec_next_to(candidate.shown)
+    framework = _recognized(collected, reading, candidate.shown)
+    if spec is not None and framework.uses_rlctl_names:
+        framework = RLCTL
+    known = facts_of(spec) if spec else None
+    table, origins, facts = canonical_table(collected, framework, metrics, reading, known)
     return RunLog(
         path=candidate.shown,
-        table=built.table,
+        table=table,
         spec=spec,
         notes=tuple(dict.fromkeys((*notes, *reading.notes, *collected.notes, *spec_notes))),
-        framework=built.framework,
-        origins=built.origins,
-        facts=built.facts,
+        framework=framework.framework,
+        origins=origins,
+        facts=facts,
     )
 
 
-def _dialect(collected: Collected, reading: Reading, log: Path) -> Dialect:
+def _recognized(collected: Collected, reading: LogReading, log: Path) -> FrameworkNames:
     """Who wrote it.
 
     Raises:
-        UsageError: there is no step, or no metric that is known.
+        UsageError: there is no step, or no known metric.
     """
-    found = dialect_of(collected.names, reading.hint)
+    found = framework_of(collected.names, reading.hint)
     if not len(collected.steps):
-        raise UsageError(
-            "not a log that is known: no line or row with a step", where=str(log), fix=LOOKED_FOR
-        )
-    if found is None:
+        what = "not a log that is known: no line or row with a step"
+    elif found is None:
         names = sorted(collected.names)
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         what = f"not a log that is known: no metric in it is, only {shown}"
-        raise UsageError(what, where=str(log), fix=LOOKED_FOR)
-    return found
+    else:
+        return found
+    raise UsageError(what, where=str(log), fix=_KNOWN_LOGS)
 
 
-def _worth(candidate: Candidate) -> Worth:
-    """By a first look; all 0 for what is no log."""
-    reading = Reading(Collector(lambda name: True), limit=_ROWS_LOOKED_AT)
+def _content(candidate: Candidate) -> LogContent:
+    """Of a log's first rows; all 0 for other files."""
+    reading = LogReading(Collector(lambda name: True), limit=_FIRST_ROWS)
     try:
-        read_files(candidate.files, reading)
+        _read_files(candidate.files, reading)
     except UsageError:
-        return Worth(0, 0, 0)
+        return LogContent(0, 0, 0)
     collected = reading.collector.finish()
-    dialect = dialect_of(collected.names, reading.hint)
-    if dialect is None or not reading.collector.num_rows:
-        return Worth(0, 0, 0)
-    known = {named.key for name in collected.names if (named := dialect.translate(name))}
-    rows = min(reading.collector.num_rows, _ROWS_LOOKED_AT)
-    return Worth(len(known), rows, reading.collector.last_step)
+    framework = framework_of(collected.names, reading.hint)
+    if framework is None or not reading.collector.num_rows:
+        return LogContent(0, 0, 0)
+    known = {named.key for name in collected.names if (named := framework.translate(name))}
+    rows = min(reading.collector.num_rows, _FIRST_ROWS)
+    return LogContent(len(known), rows, reading.collector.last_step)
 
 
-def _spec_beside(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """The run's spec, if it lies where `rlctl train` puts it; a broken one is noted, not fatal."""
+def _spec_next_to(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
+    """The run's spec, if it lies where `rlctl train` puts it; an invalid one gives a note."""
     path = log.parent / RUN_SPEC_FILE
     if log == STDIN or not path.is_file():
         return None, ()
@@ -105,3 +114,58 @@ def _spec_beside(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
     except SpecError as error:
         first = error.problems[0]
         return None, (f"{path} is left out: {first.key or first.where or ''} {first.what}",)
+
+
+def _read_files(files: Sequence[Path], reading: LogReading) -> None:
+    """Read one log: a file, or the event files of one TensorBoard directory.
+
+    Raises:
+        UsageError: it cannot be read, is empty or binary, or a table has no step column.
+    """
+    try:
+        if len(files) > 1:
+            binary.read_events(files, reading)
+            return
+        with opened(files[0], reading.watch) as source:
+            _read(source, reading)
+            reading.notes += source.notes
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(files[0])) from error
+
+
+def _read(source: LogSource, reading: LogReading) -> None:
+    head, where = source.head, str(source.path)
+    if not head.strip():
+        what = "nothing in this compressed file can be read" if source.is_gzip else "the log is empty"
+        raise UsageError(what, where=where, fix=_KNOWN_LOGS)
+    if head.startswith(binary.PARQUET_MARK):
+        with source.on_disk() as path:
+            try:
+                has_steps = binary.read_parquet(path, reading)
+            except ValueError as error:
+                raise UsageError(f"a Parquet file that cannot be read: {error}", where=where) from error
+        if not has_steps:
+            raise UsageError("a table without a step column", where=where, fix=_KNOWN_LOGS)
+    elif head.startswith(binary.WANDB_MARK):
+        with source.open() as stream:
+            binary.read_wandb(stream, reading)
+    elif binary.EVENTS_MARK in head[:64]:
+        with source.on_disk() as path:
+            binary.read_events([path], reading)
+    elif b"\0" in head:
+        raise UsageError("not a log that is known: a binary file", where=where, fix=_KNOWN_LOGS)
+    else:
+        _read_text(source, reading)
+
+
+def _read_text(source: LogSource, reading: LogReading) -> None:
+    if header := text.csv_header(source.head):
+        with source.open() as stream:
+            text.read_csv(stream, *header, reading)
+        return
+    if text.may_be_document(source.head):
+        with source.open() as stream:
+            if text.read_document(stream, reading):
+                return
+    with source.open() as stream:
+        text.read_lines(stream, reading)

@@ -1,9 +1,9 @@
-"""Opening what was named: plain or compressed files, and standard input."""
+"""Opening a log: plain or compressed files, and standard input."""
 
 from __future__ import annotations
 
+import gzip
 import io
-import os
 import shutil
 import sys
 import tempfile
@@ -17,23 +17,22 @@ from typing import IO, Any
 from rlctl.diagnose.table import STDIN
 
 _GZIP = b"\x1f\x8b"
-_GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's header
 _CHUNK_BYTES = 1 << 16
-#: Told how many of a file's bytes were read so far, and how many there are.
+#: Called with the bytes of a file read so far, and all of them.
 Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LogSource:
     """One file to read.
 
     Attributes:
         path: as the user knows it.
-        file: where its bytes lie.
+        file: where its bytes are.
         is_gzip: whether they are compressed.
         head: the first bytes, decompressed.
-        notes: what had to be tolerated when decompressing, once it was read.
-        watch: told while it is read.
+        notes: what had to be tolerated when decompressing, after reading.
+        watch: called while it is read.
     """
 
     path: Path
@@ -50,7 +49,7 @@ class Source:
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
-        """A path that holds the decompressed bytes, for libraries that want to seek."""
+        """A path with the decompressed bytes, for libraries that seek."""
         if not self.is_gzip:
             yield self.file
             return
@@ -61,8 +60,8 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path, watch: Watch | None = None) -> Iterator[Source]:
-    """The source at `path`; what can be read only once, as standard input, is kept on disk meanwhile.
+def opened(path: Path, watch: Watch | None = None) -> Iterator[LogSource]:
+    """The source at `path`; what can be read only once, such as standard input, is copied to disk meanwhile.
 
     Raises:
         OSError: it cannot be read.
@@ -77,68 +76,57 @@ def opened(path: Path, watch: Watch | None = None) -> Iterator[Source]:
         yield _source(path, Path(copy.name), watch)
 
 
-def _source(path: Path, file: Path, watch: Watch | None) -> Source:
+def _source(path: Path, file: Path, watch: Watch | None) -> LogSource:
     with file.open("rb") as stream:
         is_gzip = stream.read(len(_GZIP)) == _GZIP
     with _open(file, is_gzip, []) as stream:
-        return Source(path, file, is_gzip, stream.read(_CHUNK_BYTES), [], watch)
+        return LogSource(path, file, is_gzip, stream.read(_CHUNK_BYTES), [], watch)
 
 
 def _open(file: Path, is_gzip: bool, notes: list[str], watch: Watch | None = None) -> IO[bytes]:
-    if not is_gzip:
-        return _raw(file, watch)
-    return io.BufferedReader(_Chunks(_decompressed(file, notes, watch)), _CHUNK_BYTES)
+    raw: IO[bytes] = io.BufferedReader(_Watched(file, watch), _CHUNK_BYTES) if watch else file.open("rb")
+    return io.BufferedReader(_TolerantGzip(raw, notes), _CHUNK_BYTES) if is_gzip else raw
 
 
-def _raw(file: Path, watch: Watch | None) -> IO[bytes]:
-    stream = file.open("rb", buffering=0 if watch else -1)
-    return io.BufferedReader(_Chunks(_watched(stream, watch)), _CHUNK_BYTES) if watch else stream
+class _Watched(io.FileIO):
+    """A file that reports how far it was read."""
+
+    def __init__(self, file: Path, watch: Watch) -> None:
+        super().__init__(file)
+        self._watch, self._total = watch, file.stat().st_size
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer; 0 at the end."""
+        size = super().readinto(buffer) or 0
+        self._watch(self.tell(), self._total)
+        return size
 
 
-def _watched(stream: IO[bytes], watch: Watch) -> Iterator[bytes]:
-    with stream:
-        total = os.fstat(stream.fileno()).st_size
-        while chunk := stream.read(_CHUNK_BYTES):
-            watch(stream.tell(), total)
-            yield chunk
+class _TolerantGzip(io.RawIOBase):
+    """The decompressed bytes before any damage; `gzip` itself raises."""
 
-
-def _decompressed(file: Path, notes: list[str], watch: Watch | None) -> Iterator[bytes]:
-    """As far as it goes: `gzip` throws away what precedes the end of a file that was cut."""
-    decompressor, is_whole, data = zlib.decompressobj(_GZIP_WINDOW), True, b""
-    with _raw(file, watch) as stream:
-        while data := data or stream.read(_CHUNK_BYTES):
-            try:
-                yield decompressor.decompress(data, _CHUNK_BYTES)
-            except zlib.error:
-                notes.append("the compressed file is damaged: what precedes the damage was read")
-                return
-            is_whole, data = False, decompressor.unconsumed_tail
-            if decompressor.eof:  # several compressed parts may follow each other
-                is_whole, data = True, decompressor.unused_data.lstrip(b"\0")
-                decompressor = zlib.decompressobj(_GZIP_WINDOW)
-        yield decompressor.flush()
-    if not is_whole:
-        notes.append("the compressed file ends early: what there is of it was read")
-
-
-class _Chunks(io.RawIOBase):
-    """A stream of chunks of bytes."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = b""
+    def __init__(self, raw: IO[bytes], notes: list[str]) -> None:
+        self._raw, self._notes = raw, notes
+        self._file = gzip.GzipFile(fileobj=raw)
 
     def readable(self) -> bool:
         """Always."""
         return True
 
+    def close(self) -> None:
+        """Close the file, too."""
+        self._raw.close()
+        super().close()
+
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer as far as one chunk goes; 0 at the end."""
-        while not self._rest:
-            if (chunk := next(self._chunks, None)) is None:
-                return 0
-            self._rest = chunk
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
+        try:
+            chunk = self._file.read1(len(buffer))
+        except EOFError:
+            self._notes.append("the compressed file ends early: the part before was read")
+            return 0
+        except (gzip.BadGzipFile, zlib.error):
+            self._notes.append("the compressed file is damaged: the part before the damage was read")
+            return 0
+        buffer[: len(chunk)] = chunk
+        return len(chunk)

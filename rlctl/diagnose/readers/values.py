@@ -1,4 +1,4 @@
-"""What a log's cells say: numbers, steps, or neither."""
+"""The cells of a log: numbers, steps, or neither."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Steps beyond are none.
+#: Larger numbers are not steps.
 LARGEST_STEP = 1 << 62
 #: Far beyond what single precision holds: more is an overflow, and what is less may be squared.
 _LARGEST_VALUE = 1e100

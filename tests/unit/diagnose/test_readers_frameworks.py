@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlctl.diagnose.readers.build import DIALECTS
+from rlctl.diagnose.readers.collect import Collector, LogReading
+from rlctl.diagnose.readers.configuration import configured_facts
 from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.readers.framework_names import FRAMEWORKS, MetricFilter, canonical_table
 from rlctl.diagnose.rules import examine
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import ELSEWHERE, METRICS, describe
@@ -85,6 +87,42 @@ def test_verl_through_ray_with_colours_and_other_processes_between(tmp_path):
         np.testing.assert_array_equal(through_ray.table.columns[key], column)
 
 
+GRADER = "{'format': 1.0, 'answer': 0.5, 'ok': true, 'note': 'x'}"
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_a_graders_printed_dictionary_is_no_row(tmp_path, place):
+    """... and neither is one with a trainer's keys in the log of another trainer."""
+    rows = [f"step:{step} - actor/entropy:0.5 - critic/score/mean:0.{step}" for step in (1, 2, 3)]
+    prints = [GRADER, "{'epoch': 3, 'loss': 9.0, 'reward': 7.0}", "{'score': 1, 'reward': 0.25}"]
+    lines = {
+        "before": [*prints, *rows],
+        "between": [line for pair in zip(rows, prints, strict=True) for line in pair],
+        "after": [*rows, *prints],
+    }[place]
+    run = read(tmp_path, "\n".join(lines))
+    assert run.framework == "verl"
+    assert run.table.steps.tolist() == [1, 2, 3]
+    assert values(run, "critic/score/mean") == [0.1, 0.2, 0.3]
+    assert "actor/pg_loss" not in run.table.columns
+    assert run.notes == ()
+
+
+def test_a_graders_prints_are_no_steps_of_the_trainer(tmp_path):
+    rows = [f"{{'loss': 0.{step}, 'reward': 0.5, 'epoch': 0.{step}}}\n{GRADER}" for step in (1, 2, 3)]
+    run = read(tmp_path, "\n".join(rows))
+    assert run.table.steps.tolist() == [1, 2, 3]
+    assert values(run, "actor/pg_loss") == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize("word", ["true", "false", "True", "FALSE", "NaN", "inf"])
+def test_words_in_printed_values_are_numbers(tmp_path, word):
+    run = read(
+        tmp_path, f"{{'loss': 0.5, 'epoch': 1, 'done': {word}}}\nstep:1 - actor/entropy:{word} - actor/lr:1\n"
+    )
+    assert run.table.steps.tolist() == [1]
+
+
 def test_verls_older_names(tmp_path):
     text = "step:1 - mismatch/mismatch_kl:0.25 - mismatch/rollout_is_mean:1.5 - actor/entropy_loss:0.5\n"
     run = read(tmp_path, text)
@@ -144,7 +182,7 @@ def test_trls_own_logs(name):
     assert "KL" in run.origins["actor/pg_loss"].meaning
     assert run.facts.bypass_mode is False
     assert run.gap_is_mismatch
-    counted = ("the printed lines carry no step: they are counted from 1",)
+    counted = ("the printed lines have no step: they are counted from 1",)
     assert run.notes == (counted if name.endswith(".log") else ())
 
 
@@ -154,12 +192,12 @@ def test_trls_sampling_metrics_and_training_arguments(tmp_path):
     run = read(tmp_path, json.dumps(row) + "\n")
     assert values(run, "rollout_corr/rollout_is_mean") == [0.9]
     assert values(run, "mismatch/log_prob_abs_diff_mean") == [0.01]
-    trl = next(dialect for dialect in DIALECTS if dialect.framework == "trl")
+    trl = next(each for each in FRAMEWORKS if each.framework == "trl")
     arguments = {"num_generations": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 8,
                  "num_iterations": 2, "use_vllm": True, "vllm_importance_sampling_correction": True,
                  "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
                  "bf16": True, "beta": 0.0}  # fmt: skip
-    facts = trl.facts(arguments)
+    facts = configured_facts("trl", trl.config, arguments)
     assert (facts.updates_per_batch, facts.rollout_is, facts.rollout_is_threshold) == (4, "sequence", 3.0)
     assert (facts.dtype, facts.kl_coef, facts.group_size) == ("bf16", 0.0, 8)
 
@@ -291,20 +329,16 @@ def test_nemo_rl_by_step_and_on_the_console(tmp_path):
 
 
 def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
-    from rlctl.diagnose.readers.build import Wanted, build
-    from rlctl.diagnose.readers.collect import Collector
-    from rlctl.diagnose.readers.reading import Reading
-
-    [nemo] = [dialect for dialect in DIALECTS if dialect.framework == "nemo-rl"]
-    wanted = Wanted(EVERYTHING)
+    [nemo] = [each for each in FRAMEWORKS if each.framework == "nemo-rl"]
+    wanted = MetricFilter(EVERYTHING)
     config = {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
               "policy": {"train_global_batch_size": 16, "precision": "bfloat16"}}  # fmt: skip
-    reading = Reading(Collector(wanted.by_any_name), config=config)
+    reading = LogReading(Collector(wanted.by_any_name), config=config)
     reading.collector.add({"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5})
-    built = build(reading.collector.finish(), nemo, wanted, reading, None)
-    assert built.facts.updates_per_batch == 2
-    assert built.table.columns["mismatch/token_mult_prob_error"].tolist() == [1.02]
-    assert built.table.columns["critic/score/mean"].tolist() == [0.5]
+    table, _, facts = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
+    assert facts.updates_per_batch == 2
+    assert table.columns["mismatch/token_mult_prob_error"].tolist() == [1.02]
+    assert table.columns["critic/score/mean"].tolist() == [0.5]
 
 
 def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):
@@ -316,19 +350,19 @@ def test_an_unknown_log_is_read_by_its_plain_names_only(tmp_path):
 
 
 def test_every_name_leads_to_a_described_metric():
-    for dialect in DIALECTS:
-        for name, named in dialect.names.items():
-            assert describe(named.key), (dialect.framework, name)
+    for framework in FRAMEWORKS:
+        for name, named in framework.names.items():
+            assert describe(named.key), (framework.framework, name)
 
 
 def test_the_page_lists_every_name_with_its_meaning():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md").read_text(
         encoding="utf-8"
     )
-    for dialect in DIALECTS:
-        for name, named in dialect.names.items():
+    for framework in FRAMEWORKS:
+        for name, named in framework.names.items():
             row = f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n"
-            assert row in page, (dialect.framework, name)
+            assert row in page, (framework.framework, name)
 
 
 def test_every_column_says_where_it_comes_from():

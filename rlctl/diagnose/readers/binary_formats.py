@@ -1,0 +1,212 @@
+"""Binary logs: Parquet tables, TensorBoard's event files, and W&B's `.wandb` file of an offline run."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from rlctl.diagnose.readers.collect import MAIN, STEP_KEYS, LogReading
+
+PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
+#: In the first record of every event file.
+EVENTS_MARK = b"brain.Event:"
+
+_LARGEST_RECORD = 1 << 28
+_TRAINER_ARGUMENTS = "args/text_summary"  # Hugging Face's callback: the training arguments as JSON
+# LevelDB's log format, which W&B writes.
+_HEADER_BYTES, _BLOCK_BYTES, _RECORD_HEADER_BYTES = 7, 1 << 15, 7
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+def read_parquet(path: Path, reading: LogReading) -> bool:
+    """Read the wanted columns, batch by batch; False if there is no step column.
+
+    Raises:
+        ValueError: it is damaged, or no Parquet.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    names = file.schema_arrow.names
+    step_key = next((key for key in STEP_KEYS if key in names), None)
+    if step_key is None:
+        return False
+    reading.collector.names.update(names)
+    wanted = [
+        name
+        for name in names
+        if name not in STEP_KEYS
+        and reading.collector.keeps(name)
+        and _is_numeric(pa, file.schema_arrow.field(name).type)
+    ]
+    for batch in file.iter_batches(columns=[step_key, *wanted]):
+        steps = batch.column(step_key).to_numpy(zero_copy_only=False)
+        has_step = np.isfinite(steps.astype(np.float64))
+        columns = {name: _logged(batch.column(name), has_step) for name in wanted}
+        reading.collector.add_columns(MAIN, steps[has_step].astype(np.int64), columns)
+        if reading.is_full:
+            break
+    return True
+
+
+def _is_numeric(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _logged(column: Any, rows: np.ndarray[Any, Any]) -> Any:
+    values = column.to_numpy(zero_copy_only=False).astype(np.float64)[rows]
+    return values, column.is_valid().to_numpy(zero_copy_only=False)[rows]
+
+
+def read_events(files: Sequence[Path], reading: LogReading) -> None:
+    """Read the scalars of one run; its files in the order they were begun."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    scalars: dict[str, tuple[array[int], array[float]]] = {}
+    collector = reading.collector
+    num_read = 0
+    for path in sorted(files, key=lambda file: file.name):
+        with path.open("rb") as stream:
+            for record in _event_records(stream, path, reading):
+                try:
+                    event = Event.FromString(record)
+                except DecodeError:
+                    reading.notes.append(f"{path.name}: a damaged record was skipped")
+                    continue
+                for value in event.summary.value:
+                    tag = value.tag
+                    collector.names.add(tag)
+                    if tag == _TRAINER_ARGUMENTS:
+                        reading.config |= _arguments(value)
+                    elif collector.keeps(tag) and (number := _scalar(value)) is not None:
+                        if tag not in scalars:
+                            scalars[tag] = (array("q"), array("d"))
+                        scalars[tag][0].append(event.step)
+                        scalars[tag][1].append(number)
+                num_read += 1
+                if reading.limit is not None and num_read >= reading.limit * 100:
+                    break
+    for tag, (steps, values) in scalars.items():
+        numbers = np.array(values)
+        was_logged = np.ones(len(numbers), dtype=bool)
+        collector.add_columns(tag, np.array(steps, dtype=np.int64), {tag: (numbers, was_logged)})
+
+
+def _event_records(stream: IO[bytes], path: Path, reading: LogReading) -> Iterator[bytes]:
+    """The records' contents: length (8 bytes), its checksum (4), content, checksum (4).
+
+    The package's own reader spends most of its time on checksums in Python. A file that is still written to
+    ends in half a record.
+    """
+    while head := stream.read(12):
+        length = int.from_bytes(head[:8], "little")
+        content = stream.read(length + 4) if length < _LARGEST_RECORD else b""
+        if len(head) < 12 or len(content) < length + 4:
+            reading.notes.append(f"{path.name} ends in half a record")
+            return
+        yield content[:-4]
+
+
+def _scalar(value: Any) -> float | None:
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return float(value.simple_value)
+    if kind != "tensor":
+        return None
+    tensor = value.tensor
+    for numbers in (tensor.float_val, tensor.double_val, tensor.int64_val, tensor.int_val):
+        if len(numbers) == 1:
+            return float(numbers[0])
+    dtype = {1: "<f4", 2: "<f8"}.get(tensor.dtype)
+    if dtype and len(tensor.tensor_content) == np.dtype(dtype).itemsize:
+        return float(np.frombuffer(tensor.tensor_content, dtype)[0])
+    return None
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    try:
+        config = json.loads(value.tensor.string_val[0])
+    except (ValueError, IndexError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
+    """Read history and configuration of the run."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for content in _wandb_records(stream, reading):
+        try:
+            record = Record.FromString(content)
+        except DecodeError:
+            reading.notes.append("a damaged record was skipped")
+            continue
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            # Sorted: W&B writes a row's items in any order, and rows with the same keys are kept together.
+            row = {_name(item): _value(item) for item in sorted(record.history.item, key=_name)}
+            if record.history.HasField("step"):
+                row.setdefault("_step", record.history.step.num)
+            reading.collector.add(row)
+            if reading.is_full:
+                return
+        elif kind in {"run", "config"}:
+            config = record.run.config if kind == "run" else record.config
+            for item in config.update:
+                _set(reading.config, list(item.nested_key) or [item.key], _value(item))
+
+
+def _wandb_records(stream: IO[bytes], reading: LogReading) -> Iterator[bytes]:
+    """The records' contents, in LevelDB's log format.
+
+    Blocks of 32 KiB; a record is a chunk or several: checksum (4 bytes), length (2), kind (1), content. Space
+    that holds no further header is padding. The package no longer ships a reader for it.
+    """
+    stream.read(_HEADER_BYTES)
+    position, parts = _HEADER_BYTES, b""
+    while True:
+        left = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if left < _RECORD_HEADER_BYTES:
+            position += len(stream.read(left))
+        header = stream.read(_RECORD_HEADER_BYTES)
+        length, kind = int.from_bytes(header[4:6], "little"), header[6:]
+        content = stream.read(length)
+        if len(header) < _RECORD_HEADER_BYTES or len(content) < length or kind == b"\0":
+            if header.strip(b"\0"):
+                reading.notes.append("the file ends in half a record")
+            return
+        position += _RECORD_HEADER_BYTES + length
+        if kind[0] in {_FULL, _FIRST}:
+            parts = b""
+        parts += content
+        if kind[0] in {_FULL, _LAST}:
+            yield parts
+
+
+def _name(item: Any) -> str:
+    return "/".join(item.nested_key) or str(item.key)
+
+
+def _value(item: Any) -> Any:
+    try:
+        return from_json(item.value_json)
+    except ValueError:
+        return None
+
+
+def _set(config: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        below = config.setdefault(key, {})
+        if not isinstance(below, dict):
+            return
+        config = below
+    config[path[-1]] = value

@@ -1,0 +1,197 @@
+"""Facts of a run from the configuration in its log.
+
+A framework's file lists under `config` where a fact is stated: dotted keys, `a * b` for a product, a list for
+alternatives of which the first that is present counts. What takes more than that stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from rlctl.diagnose.table import Facts
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_WHOLE = {"updates_per_batch", "ppo_epochs", "batch_size", "group_size", "max_response_length"}
+_FLAGS = {"bypass_mode"}
+
+
+class Config:
+    """Typed values of another program's configuration, nested or with dotted keys; None where missing."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def get(self, key: str) -> Any:
+        """The value at a dotted key."""
+        if key in self._content:
+            return self._content[key]
+        here: Any = self._content
+        for part in key.split("."):
+            if not isinstance(here, Mapping) or part not in here:
+                return None
+            here = here[part]
+        return here
+
+    def number(self, key: str) -> float | None:
+        """A number, or a text that contains one."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return None
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            return None
+
+    def whole(self, key: str) -> int | None:
+        """A whole number, or the product of several: `a * b`."""
+        factors = [self.number(one) for one in key.split(" * ")]
+        known = [int(one) for one in factors if one is not None and one.is_integer()]
+        return math.prod(known) if len(known) == len(factors) else None
+
+    def flag(self, key: str) -> bool | None:
+        """True or false."""
+        value = self.get(key)
+        return value if isinstance(value, bool) else None
+
+    def text(self, key: str) -> str | None:
+        """A text."""
+        value = self.get(key)
+        return value if isinstance(value, str) else None
+
+
+def configured_facts(framework: str, table: Mapping[str, Any], content: Mapping[str, Any]) -> Facts:
+    """What a configuration states.
+
+    Args:
+        framework: whose it is.
+        table: the `config` of its file; of `requires` all must be there, otherwise it is another program's.
+        content: the configuration.
+    """
+    if framework == "rlctl":
+        return _rlctl(content)
+    config = Config(content)
+    if not table or any(config.get(key) is None for key in table.get("requires", ())):
+        return Facts()
+    found = {fact: _stated(config, fact, keys) for fact, keys in table.items() if fact != "requires"}
+    return Facts(**found | _DERIVED[framework](config))
+
+
+def _stated(config: Config, fact: str, keys: str | list[str]) -> Any:
+    """The value of the first key that is present."""
+    for key in [keys] if isinstance(keys, str) else keys:
+        if fact in _WHOLE:
+            value: Any = config.whole(key)
+        elif fact in _FLAGS:
+            value = config.flag(key)
+        elif fact == "dtype":
+            short = (config.text(key) or "").removeprefix("torch.").lower()
+            value = _DTYPES.get(short, short if short in _DTYPES.values() else None)
+        else:
+            value = config.number(key)
+        if value is not None:
+            return value
+    return None
+
+
+def _rlctl(content: Mapping[str, Any]) -> Facts:
+    """From the resolved spec, as it is sent to trackers."""
+    from pydantic import ValidationError
+
+    from rlctl.diagnose.table import facts_of
+    from rlctl.spec.run import RunSpec
+
+    sections = {key: value for key, value in content.items() if key in RunSpec.model_fields}
+    try:
+        return facts_of(RunSpec.model_validate(sections)) if sections else Facts()
+    except ValidationError:  # of another version
+        return Facts()
+
+
+def _updates(responses: int | None, per_update: int | None, epochs: int | None) -> int | None:
+    """Optimizer updates on one batch."""
+    return max(1, responses // per_update) * epochs if responses and per_update and epochs else None
+
+
+def _verl(config: Config) -> dict[str, Any]:
+    actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+    prompts, mini = config.whole("data.train_batch_size"), config.whole(f"{actor}.ppo_mini_batch_size")
+    epochs, level = config.whole(f"{actor}.ppo_epochs"), config.text(f"{correction}.rollout_is") or "off"
+    threshold = str(config.get(f"{correction}.rollout_is_threshold")).rpartition("_")[2]
+    in_loss, in_reward = config.flag(f"{actor}.use_kl_loss"), config.flag("algorithm.use_kl_in_reward")
+    coefficients = [
+        (config.number(f"{actor}.kl_loss_coef") or 0.0) if in_loss else 0.0,
+        (config.number("algorithm.kl_ctrl.kl_coef") or 0.0) if in_reward else 0.0,
+    ]
+    estimator = config.text("algorithm.adv_estimator")
+    return {
+        "bypass_mode": bool(config.flag(f"{correction}.bypass_mode")),
+        "updates_per_batch": prompts // mini * epochs if prompts and mini and epochs else None,
+        "rollout_is": level if level in {"token", "sequence", "off"} else None,
+        "rollout_is_threshold": Config({"threshold": threshold}).number("threshold"),
+        "rollout_rs": config.text(f"{correction}.rollout_rs") or "off",
+        "has_critic": estimator == "gae" if estimator else None,
+        "kl_coef": None if in_loss is None and in_reward is None else max(coefficients),
+        "ess_length_weighted": level == "sequence",
+    }
+
+
+def _trl(config: Config) -> dict[str, Any]:
+    corrects = config.flag("use_vllm") and config.flag("vllm_importance_sampling_correction")
+    mode = (config.text("vllm_importance_sampling_mode") or "").partition("_")[0]
+    level = mode if mode in {"token", "sequence"} else None
+    dtype = next((name for name in ("bf16", "fp16") if config.flag(name)), None)
+    steps, accumulation = config.whole("steps_per_generation"), config.whole("gradient_accumulation_steps")
+    return {
+        "updates_per_batch": _updates(steps, accumulation, config.whole("num_iterations")),
+        "rollout_is": level if corrects else ("off" if corrects is False else None),
+        "dtype": dtype or ("fp32" if config.flag("bf16") is False else None),
+    }
+
+
+def _openrlhf(config: Config) -> dict[str, Any]:
+    """From either generation of its arguments: sections with dots, or flat with underscores."""
+    responses = config.whole("rollout.batch_size * rollout.n_samples_per_prompt")
+    responses = responses or config.whole("rollout_batch_size * n_samples_per_prompt")
+    mini = config.whole("train.batch_size") or config.whole("train_batch_size")
+    epochs = config.whole("train.max_epochs") or config.whole("max_epochs")
+    estimator = config.text("algo.advantage.estimator") or config.text("advantage_estimator")
+    if responses is None:
+        return {fact.name: None for fact in fields(Facts)}
+    return {
+        "updates_per_batch": _updates(responses, mini, epochs),
+        "rollout_is": {True: "token", False: "off"}.get(config.get("algo.advantage.is_correction_enable")),
+        "has_critic": estimator == "gae" if estimator else None,
+    }
+
+
+def _slime(config: Config) -> dict[str, Any]:
+    estimator = config.text("advantage_estimator")
+    return {
+        "rollout_is": "off" if config.flag("use_tis") is False else None,
+        "has_critic": estimator == "ppo" if estimator else None,
+        "kl_coef": config.number("kl_loss_coef" if config.flag("use_kl_loss") else "kl_coef"),
+        "dtype": next((name for name in ("bf16", "fp16") if config.flag(name)), None),
+    }
+
+
+def _nemo_rl(config: Config) -> dict[str, Any]:
+    responses = config.whole("grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
+    corrects = config.flag("loss_fn.use_importance_sampling_correction")
+    level = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
+    return {
+        "updates_per_batch": _updates(responses, config.whole("policy.train_global_batch_size"), 1),
+        "ppo_epochs": 1,
+        "rollout_is": None if corrects is None else (level if corrects else "off"),
+    }
+
+
+_DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "verl": _verl,
+    "trl": _trl,
+    "openrlhf": _openrlhf,
+    "slime": _slime,
+    "nemo-rl": _nemo_rl,
+}

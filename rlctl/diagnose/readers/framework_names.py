@@ -1,0 +1,230 @@
+"""What frameworks call their metrics: from a log's names to canonical columns.
+
+Each `frameworks/*.toml` holds one framework: the names that only it uses (`marks`), its names and patterns
+for canonical metrics with their meaning there, facts that are true of all its runs (`facts`) or follow
+from a name (`implied_facts`), and where its configuration states others (`config`, see `configuration.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.diagnose.readers.collect import Collected, LogReading
+from rlctl.diagnose.readers.configuration import configured_facts
+from rlctl.diagnose.table import Facts, Framework, Origin, Table
+from rlctl.metric_names import describe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MARK_WEIGHT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMetric:
+    """What a name in a log stands for.
+
+    Attributes:
+        key: the canonical metric; in patterns `\\1` is the first group.
+        meaning: where the figure differs from rlctl's definition, one clause.
+        scale: factor on the values.
+        aggregate: `sum`: the canonical metric is the sum of all names with this key; else the first logged.
+        per: `update`: the figure is a sum over the batch's updates, and is divided by their number if known.
+    """
+
+    key: str
+    meaning: str = ""
+    scale: float = 1.0
+    aggregate: str = ""
+    per: str = ""
+
+
+@dataclass(frozen=True)
+class FrameworkNames:
+    """One file of `frameworks/`."""
+
+    framework: Framework
+    marks: re.Pattern[str]
+    names: Mapping[str, NamedMetric]
+    patterns: tuple[tuple[re.Pattern[str], NamedMetric], ...]
+    prefix: str
+    uses_rlctl_names: bool
+    facts: Facts
+    implied_facts: tuple[tuple[re.Pattern[str], Facts], ...]
+    config: Mapping[str, Any]
+
+    def translate(self, name: str) -> NamedMetric | None:
+        """What the name stands for; None if unknown."""
+        return _translate(self, name)
+
+    def is_marked(self, name: str) -> bool:
+        """Whether only this framework uses the name."""
+        return self.marks.match(name.removeprefix(self.prefix)) is not None
+
+    def __hash__(self) -> int:
+        return hash(self.framework)
+
+
+@lru_cache(maxsize=1 << 16)
+def _translate(framework: FrameworkNames, name: str) -> NamedMetric | None:
+    short = name.removeprefix(framework.prefix)
+    if short in framework.names:
+        return framework.names[short]
+    for pattern, named in framework.patterns:
+        if match := pattern.fullmatch(short):
+            return replace(named, key=match.expand(named.key))
+    return NamedMetric(name) if framework.uses_rlctl_names and describe(name) else None
+
+
+def _load(name: str) -> FrameworkNames:
+    content = _content(name)
+    implied = (dict(one) for one in content.get("implied_facts", ()))
+    return FrameworkNames(
+        content["framework"],
+        re.compile("|".join(content["marks"]) or "(?!)"),
+        {key: _named(value) for key, value in content["names"].items()},
+        tuple((re.compile(key), _named(value)) for key, value in content.get("patterns", {}).items()),
+        content.get("prefix", ""),
+        content.get("uses_rlctl_names", False),
+        Facts(**content.get("facts", {})),
+        tuple((re.compile(one.pop("pattern")), Facts(**one)) for one in implied),
+        content.get("config", {}),
+    )
+
+
+def _content(name: str) -> dict[str, Any]:
+    """The file's; on top of that of the framework that it `extends`."""
+    path = Path(__file__).parent / "frameworks" / f"{name}.toml"
+    own = tomllib.loads(path.read_text(encoding="utf-8"))
+    if "extends" not in own:
+        return own
+    base = _content(own.pop("extends"))
+    return base | {
+        key: base[key] + value if key == "marks" else base[key] | value for key, value in own.items()
+    }
+
+
+def _named(value: Any) -> NamedMetric:
+    return NamedMetric(value) if isinstance(value, str) else NamedMetric(**value)
+
+
+#: Of equally good ones the first is taken.
+FRAMEWORKS: tuple[FrameworkNames, ...] = tuple(
+    map(_load, ("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async"))
+)
+RLCTL = FRAMEWORKS[1]
+_UNKNOWN = _load("unknown")
+
+
+class MetricFilter:
+    """Canonical metrics to keep; `<…>` in a key stands for any text."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._exact = frozenset(key for key in keys if "<" not in key)
+        literal = ("".join(_literal(key)) for key in keys if "<" in key)
+        self._patterns = tuple(re.compile(pattern) for pattern in literal)
+        self._names: dict[str, bool] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._exact or any(pattern.fullmatch(key) for pattern in self._patterns)
+
+    def by_any_name(self, name: str) -> bool:
+        """Whether some framework has this name for a wanted metric."""
+        if name not in self._names:
+            found = [framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN)]
+            self._names[name] = any(named is not None and named.key in self for named in found)
+        return self._names[name]
+
+
+def _literal(key: str) -> list[str]:
+    return [".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", key)]
+
+
+def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
+    """The framework that explains most of the names, `hint` (told by the format) among equals.
+
+    The one for unknown frameworks if only generic names are known; None if none is.
+    """
+
+    def score(framework: FrameworkNames) -> int:
+        known = sum(framework.translate(name) is not None for name in names)
+        marks = sum(map(framework.is_marked, names))
+        return known and 2 * (known + _MARK_WEIGHT * marks) + (framework.framework == hint)
+
+    found = max(FRAMEWORKS, key=score)
+    if not score(_UNKNOWN):
+        return found if score(found) else None
+    # A few generic names alone, such as `loss` and `reward`, belong to no framework.
+    marked = found.framework == hint or any(map(found.is_marked, names)) or found.uses_rlctl_names
+    return found if score(found) and marked else _UNKNOWN
+
+
+def canonical_table(
+    collected: Collected,
+    framework: FrameworkNames,
+    wanted: MetricFilter,
+    reading: LogReading,
+    known: Facts | None,
+) -> tuple[Table, dict[str, Origin], Facts]:
+    """Canonical columns of the wanted metrics, where each comes from, and the facts of the run.
+
+    Args:
+        collected: the log by its own names; its columns are used up.
+        framework: who wrote it.
+        wanted: what to keep.
+        reading: for the configuration the log has.
+        known: the facts from the run's spec, if there is one.
+    """
+    implied = (
+        facts
+        for pattern, facts in framework.implied_facts
+        if any(pattern.match(name.removeprefix(framework.prefix)) for name in collected.names)
+    )
+    counted = Facts(updates_per_batch=collected.updates_per_rollout)
+    configured = configured_facts(framework.framework, framework.config, reading.config)
+    facts = known or _first_known(configured, counted, *implied, framework.facts)
+    columns: dict[str, NDArray[np.float64]] = {}
+    nonfinite: dict[str, NDArray[np.int64]] = {}
+    origins: dict[str, Origin] = {}
+    names = set(collected.names)
+    for name, named in _in_order(collected.names, framework):
+        names.add(named.key)
+        if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
+            continue
+        column = collected.columns.pop(name, None)
+        bad = collected.nonfinite.get(name, collected.steps[:0])
+        if column is None or (not len(bad) and np.isnan(column).all()):
+            continue
+        column *= named.scale / ((facts.updates_per_batch or 1) if named.per == "update" else 1)
+        earlier = columns.get(named.key)
+        columns[named.key] = column if earlier is None else _sum(earlier, column)
+        if len(bad):
+            nonfinite[named.key] = bad
+        origins.setdefault(named.key, Origin(name, named.meaning))
+    return Table(collected.steps, columns, nonfinite, frozenset(names)), origins, facts
+
+
+def _first_known(*sources: Facts) -> Facts:
+    """Every fact from the first source that knows it."""
+    values = {f.name: [getattr(source, f.name) for source in sources] for f in fields(Facts)}
+    return Facts(**{key: next((v for v in found if v is not None), None) for key, found in values.items()})
+
+
+def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[str, NamedMetric]]:
+    """Known names, those that the file lists earlier first."""
+    places = {name: place for place, name in enumerate(framework.names)}
+    known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]
+    return sorted(known, key=lambda one: places.get(one[0].removeprefix(framework.prefix), len(places)))
+
+
+def _sum(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """a + b where either was logged."""
+    return np.where(np.isnan(a) & np.isnan(b), np.nan, np.nan_to_num(a) + np.nan_to_num(b))

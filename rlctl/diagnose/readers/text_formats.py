@@ -1,0 +1,183 @@
+"""Text logs: JSON lines and console output, whole JSON documents, and tables with a step column (CSV)."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain
+from typing import IO, Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from rlctl.diagnose.readers.collect import STEP_KEYS, LogReading
+from rlctl.diagnose.readers.console import Console
+from rlctl.diagnose.readers.values import as_number
+
+_LONGEST_LINE = 1 << 26
+_VERL_KEYS = {"step", "data"}
+_DELIMITERS = ",;\t"
+_RUN_SEPARATOR = " - "  # W&B's export: "run name - metric", with __MIN and __MAX columns
+
+
+def read_lines(stream: IO[bytes], reading: LogReading) -> None:
+    """One JSON object per line, or what a framework prints; other lines are skipped."""
+    collector = reading.collector
+    console = Console(reading)
+    num_objects = num_others = 0
+    lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
+    first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+    for line in chain((first,), lines):
+        row = _object(line) if line[:1] == b"{" else None
+        if row is not None:
+            if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
+                reading.hint, collector.null_is_nan = "verl", True
+            if collector.add(row):
+                num_objects += 1
+                if reading.is_full:
+                    break
+                continue
+        if line.isspace():
+            continue
+        if row is not None or not console.read(line):
+            num_others += 1
+        elif reading.is_full or console.is_full:
+            break
+    if num_others and num_objects:  # between printed rows other lines are normal
+        reading.notes.append(f"{num_others} unreadable line(s) skipped")
+    console.finish()
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else."""
+    try:
+        row = from_json(line, cache_strings="keys")
+    except ValueError:
+        if line.isascii():
+            return None
+        try:  # a text in the row may contain bytes that are not UTF-8
+            row = from_json(line.decode("utf-8", "replace"))
+        except ValueError:
+            return None
+    return row if isinstance(row, dict) else None
+
+
+def may_be_document(head: bytes) -> bool:
+    """Whether the file may be one JSON value, and not one per line, from its first bytes."""
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text[:1] == b"[":
+        return text[1:].lstrip()[:1] == b"{"
+    if text[:1] != b"{" or text[1:].lstrip()[:1] != b'"':
+        return False
+    first, _, rest = text.partition(b"\n")
+    if not rest.strip():
+        return True
+    try:
+        from_json(first)
+    except ValueError:  # continues on the next line, or is cut
+        return not rest.lstrip().startswith(b"{")
+    return False
+
+
+def read_document(stream: IO[bytes], reading: LogReading) -> bool:
+    """A JSON document: `trainer_state.json`, a list of rows, or columns; False if it holds no history."""
+    content = stream.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        document = from_json(content, cache_strings="keys")
+    except ValueError:
+        return False
+    if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):
+        document = document["log_history"]
+    if isinstance(document, list):
+        return _add_rows(document, reading)
+    if not isinstance(document, Mapping):
+        return False
+    if any(isinstance(document.get(key), list | Mapping) for key in STEP_KEYS):
+        return _add_rows(_transposed(document), reading)
+    return _add_by_step(document, reading)
+
+
+def _add_rows(rows: Iterable[Any], reading: LogReading) -> bool:
+    found = [reading.collector.add(row) for row in rows if isinstance(row, dict)]
+    return any(found)
+
+
+def _transposed(columns: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Column → list, or column → index → value, as rows."""
+    indexed = {
+        name: values if isinstance(values, Mapping) else dict(enumerate(values))
+        for name, values in columns.items()
+        if isinstance(values, list | Mapping)
+    }
+    step = next(values for key in STEP_KEYS if (values := indexed.get(key)) is not None)
+    for index in step:
+        yield {name: values.get(index) for name, values in indexed.items()}
+
+
+def _add_by_step(document: Mapping[str, Any], reading: LogReading) -> bool:
+    """Metric → step → value: every metric on a clock of its own."""
+    found = False
+    for name, values in document.items():
+        if not isinstance(values, Mapping) or not values or not all(key.isdecimal() for key in values):
+            continue
+        found = True
+        steps = np.array([int(key) for key in values], dtype=np.int64)
+        numbers = np.array([as_number(value) for value in values.values()])
+        was_logged = np.array([value is not None for value in values.values()])
+        order = np.argsort(steps, kind="stable")
+        reading.collector.add_columns(name, steps[order], {name: (numbers[order], was_logged[order])})
+    return found
+
+
+def csv_header(head: bytes) -> tuple[list[str], str] | None:
+    """(names, delimiter) if the first line has column names with a step; None otherwise."""
+    line = head.partition(b"\n")[0].decode("utf-8-sig", "replace").strip("\r")
+    delimiter = max(_DELIMITERS, key=line.count)
+    if delimiter not in line:
+        return None
+    try:
+        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+    except csv.Error:
+        return None
+    return (names, delimiter) if any(name in STEP_KEYS for name in names) else None
+
+
+def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogReading) -> None:
+    """One pass over the rows; empty cells were not logged."""
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
+    rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
+    next(rows, None)
+    columns = _columns_of_one_run(names, reading)
+    num_unreadable = 0
+    try:
+        for cells in rows:
+            row = {name: cells[place] or None for name, place in columns.items() if place < len(cells)}
+            if len(cells) < len(names) or not reading.collector.add(row):
+                num_unreadable += bool(cells)
+            elif reading.is_full:
+                break
+    except csv.Error as error:
+        reading.notes.append(f"reading stopped in line {rows.line_num}: {error}")
+    if num_unreadable:
+        reading.notes.append(f"{num_unreadable} unreadable line(s) skipped")
+
+
+def _columns_of_one_run(names: list[str], reading: LogReading) -> dict[str, int]:
+    """Name → place. An export of several runs has a column per run and metric: the first run is read."""
+    plain = {name: place for place, name in enumerate(names) if name}
+    steps = {name: place for name, place in plain.items() if name in STEP_KEYS}
+    others = {name: place for name, place in plain.items() if name not in steps}
+    if not others or not all(_RUN_SEPARATOR in name for name in others):
+        return plain
+    runs = {name: name.rpartition(_RUN_SEPARATOR)[0] for name in others}
+    first = next(iter(runs.values()))
+    if len(set(runs.values())) > 1:
+        reading.notes.append(f"{len(set(runs.values()))} runs in one table: {first} was read")
+    return steps | {
+        name.rpartition(_RUN_SEPARATOR)[2]: place
+        for name, place in others.items()
+        if runs[name] == first and not name.endswith(("__MIN", "__MAX"))
+    }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlctl.diagnose.rules import Diagnosis
 
 
-class Format(StrEnum):
+class DiagnosisFormat(StrEnum):
     """How the diagnosis is written."""
 
     TEXT = "text"
@@ -68,8 +68,8 @@ def diagnose(
         ),
     ] = None,
     output_format: Annotated[
-        Format, typer.Option("--format", help="For people, for programs, or a page with plots.")
-    ] = Format.TEXT,
+        DiagnosisFormat, typer.Option("--format", help="For people, for programs, or a page with plots.")
+    ] = DiagnosisFormat.TEXT,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
@@ -139,7 +139,7 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def _selftest(output_format: Format, out: Path | None, **others: object) -> None:
+def _selftest(output_format: DiagnosisFormat, out: Path | None, **others: object) -> None:
     """The rules themselves are tried, on no run of anybody's.
 
     Raises:
@@ -154,7 +154,9 @@ def _selftest(output_format: Format, out: Path | None, **others: object) -> None
     selftest(output_format, out)
 
 
-def _what_if(paths: Sequence[Path], output_format: Format, out: Path | None, **others: object) -> None:
+def _what_if(
+    paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, **others: object
+) -> None:
     """Replay instead of a diagnosis.
 
     Raises:
@@ -169,11 +171,11 @@ def _what_if(paths: Sequence[Path], output_format: Format, out: Path | None, **o
     what_if(paths, output_format, out)
 
 
-def _check(paths: Sequence[Path], output_format: Format, out: Path | None, fix: Path | None) -> None:
+def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
     """Refuse what cannot work before anything is read."""
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is named twice, and can be read once", where="-")
-    check_out(paths, out, is_page=output_format is Format.HTML)
+    check_out(paths, out, is_page=output_format is DiagnosisFormat.HTML)
     if fix is None:
         return
     if len(paths) > 1:
@@ -232,8 +234,8 @@ def reading(paths: Sequence[Path], wanted: Any) -> Iterator[Iterator[Any]]:
         yield runs()
 
 
-def _write(diagnoses: list[Diagnosis], output_format: Format, out: Path | None) -> None:
-    if output_format is Format.TEXT:
+def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
+    if output_format is DiagnosisFormat.TEXT:
         from rlctl.diagnose.output_text import print_diagnosis
 
         with text_console(out) as console:
@@ -244,12 +246,12 @@ def _write(diagnoses: list[Diagnosis], output_format: Format, out: Path | None) 
     write_out(_rendered(diagnoses, output_format), out)
 
 
-def _rendered(diagnoses: list[Diagnosis], output_format: Format) -> str:
-    if output_format is Format.JSON:
+def _rendered(diagnoses: list[Diagnosis], output_format: DiagnosisFormat) -> str:
+    if output_format is DiagnosisFormat.JSON:
         from rlctl.diagnose.diagnosis_report import diagnosis_document
 
         return as_json(diagnosis_document(diagnoses))
-    if output_format is Format.MARKDOWN:
+    if output_format is DiagnosisFormat.MARKDOWN:
         from rlctl.diagnose.output_markdown import as_markdown
 
         return as_markdown(diagnoses)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Format(StrEnum):
+class ComparisonFormat(StrEnum):
     """How the comparison is written."""
 
     TEXT = "text"
@@ -21,8 +21,9 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
     output_format: Annotated[
-        Format, typer.Option("--format", help="For people, for programs, or a page with both runs' plots.")
-    ] = Format.TEXT,
+        ComparisonFormat,
+        typer.Option("--format", help="For people, for programs, or a page with both runs' plots."),
+    ] = ComparisonFormat.TEXT,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
@@ -39,7 +40,7 @@ def compare(
     """
     from rlctl.cli.diagnose import as_json, check_out, reading, text_console, write_out
 
-    check_out([a, b], out, is_page=output_format is Format.HTML)
+    check_out([a, b], out, is_page=output_format is ComparisonFormat.HTML)
     from rlctl.diagnose.compare import compare as run_comparison
     from rlctl.diagnose.compare import comparison_document
     from rlctl.diagnose.rules import METRICS_READ, examine
@@ -47,12 +48,12 @@ def compare(
 
     with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *METRICS_READ})) as runs:
         found = run_comparison(*(examine(run) for run in runs))
-    if output_format is Format.TEXT:
+    if output_format is ComparisonFormat.TEXT:
         from rlctl.diagnose.output_text import print_comparison
 
         with text_console(out) as console:
             print_comparison(console, found)
-    elif output_format is Format.JSON:
+    elif output_format is ComparisonFormat.JSON:
         write_out(as_json(comparison_document(found)), out)
     else:
         from rlctl.diagnose.page.diagnosis_page import diagnosis_page

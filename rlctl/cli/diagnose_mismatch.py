@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 
-class Format(StrEnum):
+class MismatchFormat(StrEnum):
     """How the report is printed."""
 
     TEXT = "text"
     JSON = "json"
 
 
-class Engine(StrEnum):
+class MismatchEngine(StrEnum):
     """What samples."""
 
     HF = "hf"
@@ -34,7 +34,7 @@ def mismatch(
     model: Annotated[
         str, typer.Option(metavar="PATH", help="The trainer's model: a run, a model directory or a hub id.")
     ] = "embedded",
-    engine: Annotated[Engine, typer.Option(help="What samples.")] = Engine.HF,
+    engine: Annotated[MismatchEngine, typer.Option(help="What samples.")] = MismatchEngine.HF,
     engine_dtype: Annotated[
         EngineDtype | None, typer.Option(help="The engine's precision.", show_default="the trainer's")
     ] = None,
@@ -61,8 +61,8 @@ def mismatch(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
     output_format: Annotated[
-        Format, typer.Option("--format", help="For people or for programs.")
-    ] = Format.TEXT,
+        MismatchFormat, typer.Option("--format", help="For people or for programs.")
+    ] = MismatchFormat.TEXT,
 ) -> None:
     """EngineSample with the rollout engine, score with the trainer, and find out why the two differ.
 
@@ -85,7 +85,7 @@ def mismatch(
             seed=seed,
         )
     )
-    if output_format is Format.JSON:
+    if output_format is MismatchFormat.JSON:
         import json
 
         typer.echo(json.dumps(as_document(report), indent=2, ensure_ascii=False, allow_nan=False))

@@ -12,11 +12,11 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlctl.cli.diagnose import Format
+    from rlctl.cli.diagnose import DiagnosisFormat
     from rlctl.diagnose.selftest import SelftestResult
 
 
-def selftest(output_format: Format, out: Path | None) -> None:
+def selftest(output_format: DiagnosisFormat, out: Path | None) -> None:
     """Run the self-test and write one line per rule and per kind of healthy run.
 
     Args:
@@ -30,10 +30,10 @@ def selftest(output_format: Format, out: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    from rlctl.cli.diagnose import Format, as_json, check_out, text_console, write_out
+    from rlctl.cli.diagnose import DiagnosisFormat, as_json, check_out, text_console, write_out
     from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
 
-    if output_format not in {Format.TEXT, Format.JSON}:
+    if output_format not in {DiagnosisFormat.TEXT, DiagnosisFormat.JSON}:
         raise UsageError("--selftest writes text or json", where=f"--format {output_format.value}")
     check_out((), out, is_page=False)
     error = Console(stderr=True)
@@ -41,7 +41,7 @@ def selftest(output_format: Format, out: Path | None) -> None:
     with Progress(*columns, console=error, transient=True, disable=not error.is_terminal) as bar:
         task = bar.add_task("", total=None)
         results = run_selftest(lambda done, total: bar.update(task, completed=done, total=total))
-    if output_format is Format.JSON:
+    if output_format is DiagnosisFormat.JSON:
         write_out(as_json(selftest_document(results)), out)
     else:
         with text_console(out) as console:

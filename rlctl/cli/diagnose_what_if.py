@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.cli.diagnose import Format
+    from rlctl.cli.diagnose import DiagnosisFormat
 
 
-def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> None:
+def what_if(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
     """Replay every run's dumped rollouts under a grid of corrections, and write what each would do.
 
     Args:
@@ -23,11 +23,11 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
     Raises:
         UsageError: there is nothing to replay, `out` cannot be written, or a replay has no such format.
     """
-    from rlctl.cli.diagnose import Format, as_json, check_out, text_console, write_out
+    from rlctl.cli.diagnose import DiagnosisFormat, as_json, check_out, text_console, write_out
 
-    if output_format is Format.MARKDOWN:
+    if output_format is DiagnosisFormat.MARKDOWN:
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format.value}")
-    check_out(paths, out, is_page=output_format is Format.HTML)
+    check_out(paths, out, is_page=output_format is DiagnosisFormat.HTML)
     from rich.console import Console
     from rich.text import Text
 
@@ -39,9 +39,9 @@ def what_if(paths: Sequence[Path], output_format: Format, out: Path | None) -> N
         title = visible(str(path))
         with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
             found.append((title, replayed(path)))
-    if output_format is Format.JSON:
+    if output_format is DiagnosisFormat.JSON:
         write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
-    elif output_format is Format.HTML:
+    elif output_format is DiagnosisFormat.HTML:
         from rlctl.what_if.page import page
 
         write_out(page(found), out)

@@ -88,7 +88,7 @@ class MetricChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """What differs.
 
     Attributes:
@@ -116,7 +116,7 @@ class Comparison:
     findings_b: tuple[Finding, ...]
 
 
-def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
+def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
     """Compare two runs step by step."""
     columns_a, columns_b = (set(each.run.table.columns) for each in (a, b))
     shared = sorted(columns_a & columns_b)
@@ -125,7 +125,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> Comparison:
     changes = [change for key in shared if (change := metric_change(key, *tables)) is not None]
     changes.sort(key=lambda change: -change.sigmas)
     differing = {change.key for change in changes}
-    return Comparison(
+    return RunComparison(
         a=a,
         b=b,
         shared=(int(steps[0]), int(steps[-1]), len(steps)) if len(steps) else None,
@@ -277,7 +277,7 @@ def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:
 METRIC_COLUMNS = ("metric", "A", "B", "sigmas", "steps")
 
 
-def metric_rows(found: Comparison) -> list[tuple[str, ...]]:
+def metric_rows(found: RunComparison) -> list[tuple[str, ...]]:
     """One row per differing metric, under `METRIC_COLUMNS`."""
     return [(one.key, f"{one.a:.3g}", f"{one.b:.3g}", f"{one.sigmas:.1f}", one.when) for one in found.metrics]
 
@@ -289,7 +289,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sentences(found: Comparison) -> Iterator[str]:
+def sentences(found: RunComparison) -> Iterator[str]:
     """The most important differences."""
     if found.shared is None:
         yield "The runs have no step in common: nothing can be compared."
@@ -318,7 +318,7 @@ def sentences(found: Comparison) -> Iterator[str]:
                 yield f"Only in {name}: {finding.what} ({finding.severity}, {finding.rule})."
 
 
-def comparison_document(found: Comparison) -> dict[str, Any]:
+def comparison_document(found: RunComparison) -> dict[str, Any]:
     """Plain values, ready for JSON."""
     steps = dict(zip(("first", "last", "count"), found.shared, strict=True)) if found.shared else None
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.diagnose.charts import sparkline
-from rlctl.diagnose.compare import METRIC_COLUMNS, Comparison, metric_rows, sentences, shown
+from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
 from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rules import Diagnosis
@@ -97,7 +97,7 @@ def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[T
     yield Text(" " * first + mark, style=style, no_wrap=True)
 
 
-def print_comparison(console: Console, found: Comparison) -> None:
+def print_comparison(console: Console, found: RunComparison) -> None:
     """Sentences first, then specs, metrics by size, and what cannot be compared."""
     from rich.text import Text
 

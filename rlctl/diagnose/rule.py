@@ -1,13 +1,13 @@
 """The form of a rule: what it reads, what it detects, and what every finding of it says.
 
-A rule is one `@rule(...)` above one function, listed in its file's `RULES`. `docs/diagnose-rules.md` is
-generated from it.
+A rule is `@Rule(...)` above one function, listed in its file's `RULES`. The function's docstring begins with
+the healthy state. The tables of docs/reference/diagnose-rules.md are generated from the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -44,43 +44,54 @@ class Detection:
 Detect = Callable[[RunLog], Detection | Skipped | None]
 
 
+def _detects_nothing(run: RunLog) -> None:
+    """Nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing to look for.
+    """One thing to look for; as a decorator it takes the function below for `detect`.
 
     Attributes:
         name: short and stable, for reports and scripts.
-        label: the healthy state, one line.
-        detect: returns None if nothing is found.
         signal: what it looks at, in Markdown.
-        thresholds: levels for `info / warning / critical`, in Markdown.
+        thresholds: the levels, or a text `info / warning / critical` in Markdown.
         source: of the thresholds.
         cause: the likely one.
-        fixes: what to try, given the run.
         sure: confidence in the cause, and the reason.
+        fixes: what to try, given the run.
         needs: metrics without which it is skipped.
         one_of: metrics of which one must be logged.
         uses: further metrics it reads where they are logged.
         facts: what must be known of the run.
         not_applicable: why it does not apply to a run; empty where it does.
         min_steps: values that each needed metric must have.
+        detect: returns None if nothing is found.
     """
 
     name: str
-    label: str
-    detect: Detect
     signal: str
-    thresholds: str
+    thresholds: str | Levels
     source: str
     cause: str
-    fixes: Callable[[RunLog], tuple[Fix, ...]]
     sure: Sure
+    fixes: Callable[[RunLog], tuple[Fix, ...]] = lambda run: ()
     needs: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     facts: tuple[Fact, ...] = ()
     not_applicable: Callable[[RunLog], str] = lambda run: ""
     min_steps: int = MIN_STEPS
+    detect: Detect = _detects_nothing
+
+    def __call__(self, detect: Detect) -> Rule:
+        """The rule that detects by this function."""
+        return replace(self, detect=detect)
+
+    @property
+    def label(self) -> str:
+        """The healthy state, one line."""
+        return (self.detect.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -123,31 +134,6 @@ class Rule:
                 why = f"{key} was logged at {count} of the {self.min_steps} steps that the rule needs"
                 return Skipped(why, (key,))
         return None
-
-
-def rule(
-    name: str,
-    label: str,
-    *,
-    signal: str,
-    source: str,
-    cause: str,
-    thresholds: str | Levels,
-    sure: Sure,
-    fixes: Callable[[RunLog], tuple[Fix, ...]] = lambda run: (),
-    needs: tuple[str, ...] = (),
-    one_of: tuple[str, ...] = (),
-    uses: tuple[str, ...] = (),
-    facts: tuple[Fact, ...] = (),
-    not_applicable: Callable[[RunLog], str] = lambda run: "",
-    min_steps: int = MIN_STEPS,
-) -> Callable[[Detect], Rule]:
-    """Make a `Rule` of the function below; see there. `thresholds` may be the levels themselves."""
-    text = str(thresholds)
-    return lambda detect: Rule(
-        name, label, detect, signal, text, source, cause, fixes, sure, needs, one_of, uses, facts,
-        not_applicable, min_steps,
-    )  # fmt: skip
 
 
 def detect_crossing(run: RunLog, levels: Levels, what: str) -> Detection | None:

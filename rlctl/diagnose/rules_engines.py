@@ -9,7 +9,7 @@ import numpy as np
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped
-from rlctl.diagnose.rule import Detection, detect_crossing, of_crossing, rule
+from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
 from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -52,12 +52,10 @@ def _compared(run: RunLog) -> tuple[Fix, ...]:
     return (fix.find_the_cause(),)
 
 
-@rule(
-    "probability-gap",
-    "both policies give sampled tokens the same probability",
+@Rule(
+    "probability-gap", thresholds=th.PROBS_GAP, source=th.OWN, sure=("medium", _PURE),
+    needs=(th.PROBS_GAP.key,), uses=(_STALENESS,),
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
-    thresholds=th.PROBS_GAP,
-    source=th.OWN,
     cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
     "cascade attention at long contexts is one)",
     fixes=lambda run: (
@@ -68,31 +66,25 @@ def _compared(run: RunLog) -> tuple[Fix, ...]:
         ),
         fix.find_the_cause(),
     ),
-    sure=("medium", _PURE),
-    needs=(th.PROBS_GAP.key,),
-    uses=(_STALENESS,),
-)
+)  # fmt: skip
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
-    """The two engines give the same tokens different probabilities."""
+    """Both policies give sampled tokens the same probability."""
     what = "the probabilities of the same tokens differ by {worst:.3g} on average {where}"
     return _mixed(run, th.PROBS_GAP.key) or detect_crossing(run, th.PROBS_GAP, what)
 
 
-@rule(
-    "policy-gap",
-    "sampling and trained policy are close",
+@Rule(
+    "policy-gap", source=th.FIELD, uses=(_STALENESS,),
     signal="`rollout_corr/kl`; where the gap is pure mismatch¹ `rollout_corr/k3_kl`, or without it "
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
-    source=th.FIELD,
     cause="rollout engine and trainer differ, or the policy moves far while it trains on one batch",
     fixes=lambda run: (*fix.gentler(run), *fix.correct_tokens(run)),
     sure=("medium", "the logged gap includes the policy's own progress, or the log does not tell"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
-    uses=(_STALENESS,),
-)
+)  # fmt: skip
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
-    """The KL between the sampling and the trained policy is large, or their log-probs differ much."""
+    """Sampling and trained policy are close."""
     k3 = th.K3
     if not run.gap_is_mismatch:  # only a size that progress does not reach, and only where no kl is logged
         k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
@@ -122,13 +114,11 @@ def _log_prob_mismatch(run: RunLog) -> Crossing | None:
     return crossing(series, LOG_PROB_MISMATCH)
 
 
-@rule(
-    "sampled-otherwise",
-    "samples are as likely as the policy's entropy implies",
+@Rule(
+    "sampled-otherwise", thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2", source=th.OWN,
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, where they "
     f"are {SAMPLED_NATS:g} nats apart and both sides agree on the log-probs",
-    thresholds="— / × 1.4 or ÷ 1.4 / × 2 or ÷ 2",
-    source=th.OWN,
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
     "model's generation config",
     fixes=lambda run: (
@@ -139,11 +129,9 @@ def _log_prob_mismatch(run: RunLog) -> Crossing | None:
         "medium",
         "both log-probs agree, so the sampling differs; unequal lengths shift the figure a little",
     ),
-    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY),
-    uses=(_FAILED,),
-)
+)  # fmt: skip
 def sampled_otherwise(run: RunLog) -> Detection | None:
-    """Both sides agree on the samples' log-probs, but draws from the policy would be likelier, or less so.
+    """Samples are as likely as the policy's entropy implies.
 
     The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
     engine applies and does not report: both log-probs are right, and the samples are another policy's.
@@ -168,26 +156,23 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     )
 
 
-@rule(
-    "token-error",
-    "token probabilities agree within a few percent, and the error does not grow",
+@Rule(
+    "token-error", source=th.NEMO, needs=(TOKEN_ERROR.key,),
     signal="`mismatch/token_mult_prob_error`: level (relative), and a rise",
     thresholds=f"— / > 1.05, or the part above 1 doubled to > {TOKEN_ERROR_EXCESS:g} / > 2",
-    source=th.NEMO,
     cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
     fixes=lambda run: (
         fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),
     ),
     sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
-    needs=(TOKEN_ERROR.key,),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
         if th.K3.key in run.table.columns and TOKEN_ERROR.key not in run.table.columns
         else ""
     ),
-)
+)  # fmt: skip
 def token_error(run: RunLog) -> Detection | None:
-    """The mean factor between both policies' token probabilities is large, or grows."""
+    """Token probabilities agree within a few percent, and the error does not grow."""
     series = run.table.series(TOKEN_ERROR.key)
     # Compared with the start by the part above 1.
     excess = replace(
@@ -208,22 +193,18 @@ def token_error(run: RunLog) -> Detection | None:
     return of_crossing(crossed, "token probabilities differ by a factor of {worst:.3g} {where}")
 
 
-@rule(
-    "first-step",
-    "at the first step trainer and engine hold the same policy",
+@Rule(
+    "first-step", source=th.SLIME, one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
+    facts=("updates_per_batch", "bypass_mode"), min_steps=1,
     signal="first step of a run with one update per batch²: `actor/ppo_kl`, `actor/pg_clipfrac`, "
     "`mismatch/log_prob_abs_diff_mean`",
     thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
-    source=th.SLIME,
     cause="the engine holds other weights than the trainer, or one of them is not deterministic",
     fixes=lambda run: (fix.by_hand("stop, and correct this before training on"), fix.find_the_cause()),
     sure=("high", "before the first update only the implementations can differ"),
-    one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
-    facts=("updates_per_batch", "bypass_mode"),
-    min_steps=1,
-)
+)  # fmt: skip
 def first_step(run: RunLog) -> Detection | Skipped | None:
-    """The policies differ before anything was learned."""
+    """At the first step trainer and engine hold the same policy."""
     if run.table.steps[0] > th.FIRST_STEP:
         return Skipped("the log does not begin at the run's start")
     limits = {th.LOG_PROB_GAP.key: th.FIRST_LOG_PROB_GAP}
@@ -243,24 +224,19 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
     return Detection("warning", what, tuple(found)) if found else None
 
 
-@rule(
-    "template",
-    "both sides read the same prompt",
+@Rule(
+    "template", source=th.FIELD, needs=(th.KL.key,), uses=(_STALENESS,), min_steps=1,
     signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
     thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
-    source=th.FIELD,
     cause="the chat template, or special tokens, are applied on one side only",
     fixes=lambda run: (
         fix.by_hand("compare the token ids of one prompt on both sides"),
         fix.find_the_cause(),
     ),
     sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
-    needs=(th.KL.key,),
-    uses=(_STALENESS,),
-    min_steps=1,
-)
+)  # fmt: skip
 def template(run: RunLog) -> Detection | Skipped | None:
-    """The first step's KL has the size that a missing chat template causes."""
+    """Both sides read the same prompt."""
     series = run.table.series(th.KL.key)
     if series.steps[0] > th.FIRST_STEP:
         return Skipped("the log does not begin at the run's start")
@@ -274,21 +250,15 @@ def template(run: RunLog) -> Detection | Skipped | None:
     return Detection("critical", what, (Evidence(th.KL.key, figure, step, step),))
 
 
-@rule(
-    "frozen-gap",
-    "the gap does not grow while nothing is learned",
+@Rule(
+    "frozen-gap", thresholds=f"— / — / × {FROZEN_GROWTH:g}", source=th.LOGIC, fixes=_compared,
+    one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
     signal="trend of the gap while the learning rate is 0",
-    thresholds=f"— / — / × {FROZEN_GROWTH:g}",
-    source=th.LOGIC,
     cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
-    fixes=_compared,
     sure=("high", "a policy that does not learn cannot move away from its sampler"),
-    one_of=th.GAPS,
-    uses=(_LR,),
-    min_steps=FROZEN_STEPS,
-)
+)  # fmt: skip
 def frozen_gap(run: RunLog) -> Detection | Skipped | None:
-    """A gap that grows at a learning rate of zero is not caused by off-policy data."""
+    """The gap does not grow while nothing is learned."""
     key = run.table.most_logged(th.GAPS)
     series = run.table.series(key)
     if run.facts.lr != 0.0:
@@ -306,13 +276,11 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
     return Detection("critical", what, (change_evidence(key, rise.start, rise.end, series.steps),))
 
 
-@rule(
-    "stale-weights",
-    "the engine's log-probs are those of the policy in training",
+@Rule(
+    "stale-weights", thresholds="— / — / > 1; < 0.1", source=th.TRL,
+    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, _LENGTH),
     signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight of the survivors (not of products over "
     f"{th.LONG_RESPONSE:g} tokens and more)",
-    thresholds="— / — / > 1; < 0.1",
-    source=th.TRL,
     cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
     fixes=lambda run: (
         *fix.fresher(run, fully=True),
@@ -324,16 +292,14 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
         fix.find_the_cause(),
     ),
     sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
-    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key),
-    uses=(th.MASKED.key, _LENGTH),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
         if run.facts.rollout_is == "off" and th.LOG_PROB_GAP.key not in run.table.columns
         else ""
     ),
-)
+)  # fmt: skip
 def stale_weights(run: RunLog) -> Detection | None:
-    """Log-probs so far apart that they are those of two different models."""
+    """The engine's log-probs are those of the policy in training."""
     what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
     if found := detect_crossing(run, th.LOG_PROB_GAP, what):
         return found

@@ -8,7 +8,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped
 from rlctl.diagnose.fixes import RC
-from rlctl.diagnose.rule import Detection, detect_crossing, rule
+from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import start_of, together
 from rlctl.diagnose.table import RunLog
 from rlctl.diagnose.thresholds import Levels
@@ -43,20 +43,15 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     return tuple(one for one in fixes if one.spec[:2] != has)
 
 
-@rule(
-    "rejected",
-    "rejection keeps most tokens",
+@Rule(
+    "rejected", thresholds=th.MASKED, source=th.GUIDE, fixes=_less_rejection, needs=(_MASKED,),
     signal="`rollout_corr/rollout_rs_masked_fraction`",
-    thresholds=th.MASKED,
-    source=th.GUIDE,
     cause="the bounds are too tight for the distance between the policies; if a finding above names that "
     "gap, reduce it first",
-    fixes=_less_rejection,
     sure=("high", "the share is counted, not estimated"),
-    needs=(_MASKED,),
-)
+)  # fmt: skip
 def rejected(run: RunLog) -> Detection | None:
-    """Rejection drops much of what was sampled."""
+    """Rejection keeps most tokens."""
     return detect_crossing(run, th.MASKED, "rejection drops {worst:.0%} of the response tokens {where}")
 
 
@@ -68,21 +63,15 @@ def _bound_the_mean(run: RunLog) -> tuple[Fix, ...]:
     return (fix.change(*settings, why="bound the mean over a response, a KL", verl=verl),)
 
 
-@rule(
-    "blind-rejection",
-    "rejection follows the gap",
+@Rule(
+    "blind-rejection", thresholds="— / together / —", source=th.OWN, fixes=_bound_the_mean, needs=(_MASKED,),
+    one_of=th.GAPS, min_steps=th.MOVE_STEPS,
     signal="masked fraction below 70 % of its start, while the gap doubles beyond its mildest level",
-    thresholds="— / together / —",
-    source=th.OWN,
     cause="a fixed band for single ratios does not detect many small differences that add up",
-    fixes=_bound_the_mean,
     sure=("medium", "the two figures move in opposite directions; the log does not show why"),
-    needs=(_MASKED,),
-    one_of=th.GAPS,
-    min_steps=th.MOVE_STEPS,
-)
+)  # fmt: skip
 def blind_rejection(run: RunLog) -> Detection | None:
-    """Less is rejected while the policies drift apart."""
+    """Rejection follows the gap."""
     start = start_of(run.table.series(_MASKED))
     if start is None or start.median < BLIND_START:
         return None
@@ -93,21 +82,16 @@ def blind_rejection(run: RunLog) -> Detection | None:
     return Detection("warning", what, seen) if seen else None
 
 
-@rule(
-    "clipped-on-policy",
-    "no clipping before the policy moves",
+@Rule(
+    "clipped-on-policy", thresholds=CLIPPED_ON_POLICY, source=th.OWN, needs=(CLIPPED_ON_POLICY.key,),
+    uses=("training/staleness_max",), facts=("updates_per_batch",),
     signal="`actor/pg_clipfrac` with one update per batch",
-    thresholds=CLIPPED_ON_POLICY,
-    source=th.OWN,
     cause="rollout engine and trainer differ, in precision for example, so the ratio starts away from 1",
     fixes=lambda run: (*fix.same_precision(run), fix.find_the_cause()),
     sure=("high", "with one update per batch only the implementations move the ratio away from 1"),
-    needs=(CLIPPED_ON_POLICY.key,),
-    uses=("training/staleness_max",),
-    facts=("updates_per_batch",),
-)
+)  # fmt: skip
 def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
-    """PPO clips although the policy has not moved."""
+    """No clipping before the policy moves."""
     if run.facts.updates_per_batch != 1:
         return Skipped("several updates per batch: clipping is expected")
     if run.facts.bypass_mode and not run.gap_is_mismatch:
@@ -116,12 +100,10 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
     return detect_crossing(run, CLIPPED_ON_POLICY, what)
 
 
-@rule(
-    "silently-off",
-    "the configured correction takes effect",
+@Rule(
+    "silently-off", thresholds="— / — / always", source=th.LOGIC,
+    sure=("high", "the framework always logs it"), facts=("rollout_is", "rollout_rs"),
     signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
-    thresholds="— / — / always",
-    source=th.LOGIC,
     cause="the correction is computed from the wrong log-probs, or its result is not used",
     fixes=lambda run: (
         fix.by_hand(
@@ -130,12 +112,10 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
             trl="use_vllm=True vllm_importance_sampling_correction=True",
         ),
     ),
-    sure=("high", "the framework always logs it"),
     uses=(_MEAN, _LEAST, _MOST, _MASKED, th.K3.key, th.LOG_PROB_GAP.key),
-    facts=("rollout_is", "rollout_rs"),
-)
+)  # fmt: skip
 def silently_off(run: RunLog) -> Detection | Skipped | None:
-    """Correction is configured but does nothing."""
+    """The configured correction takes effect."""
     facts, logged = run.facts, run.table.columns
     if facts.rollout_is == "off" and facts.rollout_rs == "off":
         return Skipped("no correction is configured")
@@ -171,19 +151,15 @@ def _untouched(run: RunLog) -> tuple[int, int] | None:
     return int(steps[apart][0]), int(steps[apart][-1])
 
 
-@rule(
-    "bypass-repeats",
-    "bypass mode passes over a batch once",
+@Rule(
+    "bypass-repeats", thresholds="— / always / —", source=th.LOGIC, sure=("high", "the settings show it"),
+    facts=("bypass_mode", "ppo_epochs"),
     signal="bypass mode with several passes over a batch",
-    thresholds="— / always / —",
-    source=th.LOGIC,
     cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
     fixes=lambda run: (fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
-    sure=("high", "the settings show it"),
-    facts=("bypass_mode", "ppo_epochs"),
-)
+)  # fmt: skip
 def bypass_repeats(run: RunLog) -> Detection | None:
-    """Several passes in bypass mode."""
+    """Bypass mode passes over a batch once."""
     epochs = run.facts.ppo_epochs or 1
     if not run.facts.bypass_mode or epochs == 1:
         return None

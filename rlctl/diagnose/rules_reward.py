@@ -23,7 +23,7 @@ from rlctl.diagnose.reward_range import (
     validation_of,
     width_of_ends,
 )
-from rlctl.diagnose.rule import Detection, detect_crossing, rule
+from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import change_evidence, crossing, longest_true, trend
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import Levels
@@ -42,20 +42,16 @@ TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.
 LENGTH_GROWTH = 1.5
 
 
-@rule(
-    "dead-groups",
-    "groups contain better and worse responses",
+@Rule(
+    "dead-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
+    needs=(th.ZERO_SPREAD.key,), uses=(SCORE, BEST, WORST),
     signal="`reward/zero_spread_groups`; tells whether all are right or all wrong",
     thresholds="learned³ / > 0.5 / > 0.75, where the rewards show that it is not learned",
-    source=th.FIELD,
-    cause="the prompts are too easy or too hard",
     sure=("high", "the mean reward of these steps shows which"),
-    needs=(th.ZERO_SPREAD.key,),
-    uses=(SCORE, BEST, WORST),
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
-)
+)  # fmt: skip
 def dead_groups(run: RunLog) -> Detection | None:
-    """Groups whose rewards are all equal have no gradient."""
+    """Groups contain better and worse responses."""
     crossed = crossing(run.table.series(th.ZERO_SPREAD.key), th.ZERO_SPREAD)
     if crossed is None:
         return None
@@ -98,19 +94,14 @@ def _rises(table: Table, key: str) -> bool:
     return found is not None and found.rises
 
 
-@rule(
-    "zero-reward",
-    "some responses are rewarded",
-    signal="every reward exactly 0",
+@Rule(
+    "zero-reward", signal="every reward exactly 0", source=th.FIELD,
+    sure=("high", "the best single reward is 0 too"), needs=(SCORE,), uses=(BEST, _ERRORS),
     thresholds=f"— / — / {ZERO_REWARD_STEPS} steps in a row",
-    source=th.FIELD,
     cause="the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model",
-    sure=("high", "the best single reward is 0 too"),
-    needs=(SCORE,),
-    uses=(BEST, _ERRORS),
-)
+)  # fmt: skip
 def zero_reward(run: RunLog) -> Detection | None:
-    """Not one response is ever rewarded."""
+    """Some responses are rewarded."""
     has_best = len(run.table.series(BEST)) > 0
     steps, columns = run.table.aligned(SCORE, *((BEST,) if has_best else ()))
     start, length = longest_true(np.logical_and.reduce([column == 0.0 for column in columns]))
@@ -155,20 +146,15 @@ def _explore(run: RunLog) -> tuple[Fix, ...]:
     )
 
 
-@rule(
-    "entropy",
-    "the policy explores until it has learned",
-    signal="`actor/entropy`, unless learned³",
+@Rule(
+    "entropy", signal="`actor/entropy`, unless learned³", source=th.FIELD, fixes=_explore,
+    needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST),
     thresholds="— / < 0.01, or halved while the reward stays flat / —",
-    source=th.FIELD,
     cause="exploration has ended: responses to a prompt are nearly alike, so groups have little to compare",
-    fixes=_explore,
     sure=("medium", "the policy has not learned its prompts, so the low entropy is not success"),
-    needs=(ENTROPY.key,),
-    uses=(SCORE, BEST, WORST),
-)
+)  # fmt: skip
 def entropy(run: RunLog) -> Detection | None:
-    """The policy stops exploring before it has learned."""
+    """The policy explores until it has learned."""
     if has_learned(run.table):
         return None
     found = detect_crossing(run, ENTROPY, "entropy is {worst:.2g} nats {where}")
@@ -201,25 +187,20 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     return start, end
 
 
-@rule(
-    "reward-hacking",
-    "validation gains with the training reward",
+@Rule(
+    "reward-hacking", thresholds="— / > 0.15 / > 0.30", source=th.OWN, needs=(SCORE, VALIDATION),
+    uses=(BEST, WORST), min_steps=VAL_MIN,
     signal="gain of the training reward minus gain in validation, in shares of the reward's range, where "
     "validation is flat and not near the top, or falls (from the top by 15 %)",
-    thresholds="— / > 0.15 / > 0.30",
-    source=th.OWN,
     cause="the policy exploits the grader, or memorizes the training prompts",
     fixes=lambda run: (
         fix.by_hand("read the best rewarded responses (`rollouts/` of the run), and correct the grader"),
         fix.slower(run),
     ),
     sure=("medium", "both ends of the run are compared, in shares of the reward's range"),
-    needs=(SCORE, VALIDATION),
-    uses=(BEST, WORST),
-    min_steps=VAL_MIN,
-)
+)  # fmt: skip
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
-    """The training reward rises and validation does not."""
+    """Validation gains with the training reward."""
     validation, span = validation_of(run.table), reward_span(run.table)
     if span is None:
         return Skipped("the rewards' range is not logged", (BEST, WORST))
@@ -271,19 +252,15 @@ def _higher_limit(run: RunLog) -> Fix:
     )
 
 
-@rule(
-    "truncated",
-    "responses end before the length limit",
-    signal="`response_length/clip_ratio`",
-    thresholds=TRUNCATED,
-    source=th.FIELD,
+@Rule(
+    "truncated", signal="`response_length/clip_ratio`", thresholds=TRUNCATED, source=th.FIELD,
+    needs=(TRUNCATED.key,),
     cause="the limit is too short for the task, or the policy no longer ends its responses",
     fixes=lambda run: (_higher_limit(run), *_length_penalty(run)),
     sure=("medium", "too short a limit and responses that never end have the same effect on this figure"),
-    needs=(TRUNCATED.key,),
-)
+)  # fmt: skip
 def truncated(run: RunLog) -> Detection | None:
-    """Responses are cut off at the length limit."""
+    """Responses end before the length limit."""
     return detect_crossing(
         run, TRUNCATED, "{worst:.1%} of the responses are cut off at the length limit {where}"
     )
@@ -295,21 +272,16 @@ def _per_token(run: RunLog) -> tuple[Fix, ...]:
     return (fix.change("actor.loss_agg_mode=token-mean", trl="loss_type=dapo"),)
 
 
-@rule(
-    "length-growth",
-    "longer responses improve validation",
+@Rule(
+    "length-growth", thresholds="— / both / —", source=th.FIELD, needs=(_LENGTH, VALIDATION),
+    uses=(SCORE, BEST, WORST), min_steps=VAL_MIN,
     signal="`response_length/mean` rises by half and validation does not gain",
-    thresholds="— / both / —",
-    source=th.FIELD,
     cause="the loss or reward favours length: with a mean per response, long wrong answers cost little",
     fixes=lambda run: (*_per_token(run), *_length_penalty(run)),
     sure=("medium", "the length has no benefit; the log does not show what rewards it"),
-    needs=(_LENGTH, VALIDATION),
-    uses=(SCORE, BEST, WORST),
-    min_steps=VAL_MIN,
-)
+)  # fmt: skip
 def length_growth(run: RunLog) -> Detection | Skipped | None:
-    """Responses get much longer and validation does not gain."""
+    """Longer responses improve validation."""
     series, span = run.table.series(_LENGTH), reward_span(run.table)
     if span is None:
         return Skipped("the rewards' range is not logged", (BEST, WORST))

@@ -7,7 +7,7 @@ import numpy as np
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped
-from rlctl.diagnose.rule import Detection, crossings, rule, worst_of
+from rlctl.diagnose.rule import Detection, Rule, crossings, worst_of
 from rlctl.diagnose.signals import change_evidence, crossing, trend
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -41,19 +41,15 @@ def _fresher(run: RunLog) -> tuple[Fix, ...]:
     )
 
 
-@rule(
-    "staleness",
-    "samples are recent enough",
+@Rule(
+    "staleness", source=th.FIELD, fixes=_fresher, sure=("high", "age and drops are counted"),
+    one_of=(STALENESS.key, _DROPPED),
     signal="age of the oldest samples in batches; samples dropped for their age",
     thresholds=f"— / > 8; doubling to {DROPPED_SHARE * 100:g} % of a batch / —",
-    source=th.FIELD,
     cause="generation runs too far ahead of training, or training cannot keep up",
-    fixes=_fresher,
-    sure=("high", "age and drops are counted"),
-    one_of=(STALENESS.key, _DROPPED),
-)
+)  # fmt: skip
 def staleness(run: RunLog) -> Detection | None:
-    """Samples are many batches old, or more and more are dropped for their age."""
+    """Samples are recent enough."""
     series, updates = run.table.series(STALENESS.key), run.facts.updates_per_batch or 1
     crossed = crossing(Series(series.steps, series.values / updates), STALENESS)
     dropped = _more_dropped(run)
@@ -82,12 +78,10 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     return change_evidence(_DROPPED, rise.start, rise.end, series.steps)
 
 
-@rule(
-    "nondeterminism",
-    "a policy that has not moved is equal to itself",
+@Rule(
+    "nondeterminism", thresholds="— / off by > 0.001 / —", source=th.LOGIC,
+    facts=("updates_per_batch", "bypass_mode"),
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
-    thresholds="— / off by > 0.001 / —",
-    source=th.LOGIC,
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
     fixes=lambda run: (
@@ -98,10 +92,9 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     ),
     sure=("high", "both figures are of the same weights"),
     one_of=(RATIO_ON_POLICY.key, PPO_KL_ON_POLICY.key),
-    facts=("updates_per_batch", "bypass_mode"),
-)
+)  # fmt: skip
 def nondeterminism(run: RunLog) -> Detection | Skipped | None:
-    """With one update per batch π_θ is π_old, so their ratio is 1."""
+    """A policy that has not moved is equal to itself."""
     if run.facts.updates_per_batch != 1:
         return Skipped("several updates per batch move the policy")
     if run.facts.bypass_mode:
@@ -124,20 +117,14 @@ def _faster_grading(run: RunLog) -> tuple[Fix, ...]:
     return (*shorter, fix.by_hand("grade in processes that can be killed, with a deadline per answer"))
 
 
-@rule(
-    "slow-grader",
-    "grading does not delay training",
+@Rule(
+    "slow-grader", thresholds="— / ≥ 5 % of the steps, and 3 / —", source=th.OWN, fixes=_faster_grading,
+    sure=("high", "the times are measured"), needs=(_GRADING, _STEP), uses=(IDLE.key,),
     signal="grading over 3 × its median **and** 30 % of the step",
-    thresholds="— / ≥ 5 % of the steps, and 3 / —",
-    source=th.OWN,
     cause="single answers take the grader long, while everything else waits for it",
-    fixes=_faster_grading,
-    sure=("high", "the times are measured"),
-    needs=(_GRADING, _STEP),
-    uses=(IDLE.key,),
-)
+)  # fmt: skip
 def slow_grader(run: RunLog) -> Detection | None:
-    """On some steps grading takes a multiple of its usual time, and much of the step."""
+    """Grading does not delay training."""
     steps, (grading, whole) = run.table.aligned(_GRADING, _STEP)
     median = float(np.median(grading))
     slow = (grading > SLOW_GRADING_MEDIANS * max(median, _TIMES)) & (grading > SLOW_GRADING_SHARE * whole)
@@ -154,19 +141,15 @@ def slow_grader(run: RunLog) -> Detection | None:
     )
 
 
-@rule(
-    "failed-rollouts",
-    "rollouts and grading succeed",
+@Rule(
+    "failed-rollouts", thresholds="— / > 5 % / > 25 %", source=th.FIELD,
+    sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
     signal="failed or empty rollouts, failed gradings",
-    thresholds="— / > 5 % / > 25 %",
-    source=th.FIELD,
     cause="faults of the environment or of the engine: time-outs, tools, memory",
     fixes=lambda run: (fix.by_hand("read the engine's own log"),),
-    sure=("high", "failures are counted"),
-    one_of=tuple(levels.key for levels in FAILED),
-)
+)  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
-    """A lasting share of rollouts is empty or failed, or could not be graded."""
+    """Rollouts and grading succeed."""
     found = crossings(run, FAILED)
     if not found:
         return None

@@ -10,7 +10,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
 from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned
-from rlctl.diagnose.rule import Detection, crossings, of_crossing, rule, worst_of
+from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.signals import Crossing, crossing, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -36,18 +36,14 @@ GIBBERISH = (
 )  # fmt: skip
 
 
-@rule(
-    "not-finite",
-    "loss and gradient norm are finite",
-    signal="NaN or infinite loss or gradient norm",
+@Rule(
+    "not-finite", signal="NaN or infinite loss or gradient norm", source=th.OWN, uses=(_LOSS, _NORM),
     thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
-    source=th.OWN,
     cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
     sure=("medium", "the log shows that, not where in the computation"),
-    uses=(_LOSS, _NORM),
-)
+)  # fmt: skip
 def not_finite(run: RunLog) -> Detection | Skipped | None:
-    """A loss or gradient was not a finite number."""
+    """Loss and gradient norm are finite."""
     logged = {key: run.table.nonfinite[key] for key in (_NORM, _LOSS) if key in run.table.nonfinite}
     if not logged:
         present = {_NORM, _LOSS} & run.table.columns.keys()
@@ -68,20 +64,16 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-@rule(
-    "gradient-norm",
-    "gradient norm neither jumps nor stays large",
+@Rule(
+    "gradient-norm", source=f"{th.FIELD}; of the jumps {th.OWN}", fixes=fix.calmer, needs=(_NORM,),
     signal="`actor/grad_norm`: level (relative), and jumps over 8 robust deviations **and** 3 medians of the "
     "51 steps before",
     thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps / —",
-    source=f"{th.FIELD}; of the jumps {th.OWN}",
     cause="the update is unstable, or the loss is a sum instead of a mean",
-    fixes=fix.calmer,
     sure=("medium", "it is also far from the run's own start, where there is one to compare with"),
-    needs=(_NORM,),
-)
+)  # fmt: skip
 def gradient_norm(run: RunLog) -> Detection | None:
-    """The gradient norm jumps, or is large throughout."""
+    """Gradient norm neither jumps nor stays large."""
     series = run.table.series(_NORM)
     crossed = crossing(series, th.GRAD_NORM)
     if crossed is not None and not crossed.remark:
@@ -112,23 +104,19 @@ def _large_norm(crossed: Crossing) -> Detection:
     return replace(found, fixes=(), sure=("low", sure))
 
 
-@rule(
-    "no-gradient",
-    "the gradient is not zero",
-    signal="`actor/grad_norm` exactly 0",
+@Rule(
+    "no-gradient", signal="`actor/grad_norm` exactly 0", source=th.FIELD, needs=(_NORM,),
+    uses=(th.ZERO_SPREAD.key, th.MASKED.key),
     thresholds=f"— / — / ≥ {ZERO_GRADIENT_SHARE * 100:g} % of the steps",
-    source=th.FIELD,
     cause="all responses of each group have the same reward, or everything is rejected or frozen",
     fixes=lambda run: (
         *fix.larger_groups(run),
         fix.by_hand("check that the loss reaches the trained parameters"),
     ),
     sure=("medium", "dead groups, rejection and a frozen adapter have the same effect"),
-    needs=(_NORM,),
-    uses=(th.ZERO_SPREAD.key, th.MASKED.key),
-)
+)  # fmt: skip
 def no_gradient(run: RunLog) -> Detection | None:
-    """The gradient is exactly zero on many steps."""
+    """The gradient is not zero."""
     series = run.table.series(_NORM)
     is_zero = series.values == 0.0
     share = float(is_zero.mean())
@@ -159,20 +147,16 @@ def _stronger_penalty(run: RunLog, metric: str) -> tuple[Fix, ...]:
     return (fix.change(f"{key}={2 * coefficient:g}"),) if coefficient else ()
 
 
-@rule(
-    "reference-drift",
-    "the policy stays near its reference",
+@Rule(
+    "reference-drift", thresholds=REF_KL[0], source=th.FIELD, one_of=tuple(levels.key for levels in REF_KL),
+    uses=(_KL_COEF,),
     signal="KL to the reference, where it is penalized",
-    thresholds=REF_KL[0],
-    source=th.FIELD,
     cause="the penalty is too weak to hold the policy, or something else moves it",
     sure=("medium", "how far a policy may move depends on the task and on the KL's estimator"),
-    one_of=tuple(levels.key for levels in REF_KL),
-    uses=(_KL_COEF,),
     not_applicable=lambda run: "the KL to the reference is not penalized" if run.facts.kl_coef == 0.0 else "",
-)
+)  # fmt: skip
 def reference_drift(run: RunLog) -> Detection | Skipped | None:
-    """The KL to the reference is large although it is penalized."""
+    """The policy stays near its reference."""
     if _penalty_coefficient(run) == 0.0:
         return Skipped("the KL to the reference is not penalized")
     found = crossings(run, REF_KL)
@@ -195,21 +179,16 @@ def _better_critic(run: RunLog) -> tuple[Fix, ...]:
     )
 
 
-@rule(
-    "critic",
-    "the critic explains returns",
+@Rule(
+    "critic", thresholds="while the reward rises / < 0.1 / —", source=th.FIELD, fixes=_better_critic,
+    needs=(EXPLAINED.key,), uses=(SCORE, BEST, WORST),
     signal=f"`critic/vf_explained_var` after {CRITIC_STEPS} steps, to the end, unless learned³",
-    thresholds="while the reward rises / < 0.1 / —",
-    source=th.FIELD,
     cause="the critic learns too slowly, or from too few updates, to help the policy",
-    fixes=_better_critic,
     sure=("high", f"the first {CRITIC_STEPS} steps are left out"),
-    needs=(EXPLAINED.key,),
-    uses=(SCORE, BEST, WORST),
     not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
-)
+)  # fmt: skip
 def critic(run: RunLog) -> Detection | None:
-    """The values explain little of the returns, after the critic had time to learn."""
+    """The critic explains returns."""
     series = run.table.series(EXPLAINED.key)
     crossed = crossing(Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:]), EXPLAINED)
     if crossed is None or not crossed.lasts or has_learned(run.table):
@@ -220,20 +199,16 @@ def critic(run: RunLog) -> Detection | None:
     return replace(found, severity="info", sure=("low", "the policy learns nevertheless"))
 
 
-@rule(
-    "healthy-loss",
-    "explains a loss near zero",
+@Rule(
+    "healthy-loss", thresholds="explains why that is healthy", source=th.LOGIC, needs=(_LOSS, _NORM),
+    uses=(_PPO_KL, _ADVANTAGE),
     signal="`actor/pg_loss` ≈ 0 with a gradient, on-policy, advantages centred in groups",
-    thresholds="explains why that is healthy",
-    source=th.LOGIC,
     cause="near on-policy the ratio is 1 and advantages centred within groups sum to 0: the value cancels, "
     "the gradient does not",
     sure=("medium", "the log does not show which loss it is"),
-    needs=(_LOSS, _NORM),
-    uses=(_PPO_KL, _ADVANTAGE),
-)
+)  # fmt: skip
 def healthy_loss(run: RunLog) -> Detection | Skipped | None:
-    """A policy loss of about zero that needs no change."""
+    """Explains a loss near zero."""
     spec = run.spec
     if spec is not None and spec.algorithm.rollout_correction.loss_type != "ppo_clip":
         return Skipped("only a clipped loss is near zero on-policy")
@@ -259,20 +234,15 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-@rule(
-    "gibberish",
-    "entropy, length and gradients do not rise together",
+@Rule(
+    "gibberish", thresholds="— / — / together", source=th.FIELD, needs=tuple(move.key for move in GIBBERISH),
+    uses=(SCORE, BEST, WORST), min_steps=th.MOVE_STEPS,
     signal="entropy × 1.5, length × 1.3, gradient norm × 2, and the reward does not rise",
-    thresholds="— / — / together",
-    source=th.FIELD,
     cause="the policy drifts into meaningless text, often because of a gap between the engines",
     sure=("high", "three independently computed figures agree, and the reward does not rise"),
-    needs=tuple(move.key for move in GIBBERISH),
-    uses=(SCORE, BEST, WORST),
-    min_steps=th.MOVE_STEPS,
-)
+)  # fmt: skip
 def gibberish(run: RunLog) -> Detection | None:
-    """Entropy, length and gradient norm rise together, and the reward does not."""
+    """Entropy, length and gradients do not rise together."""
     seen = together(run.table, GIBBERISH)
     if seen is None or has_gained(run.table):
         return None

@@ -9,7 +9,7 @@ import numpy as np
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
-from rlctl.diagnose.rule import Detection, crossings, detect_crossing, of_crossing, rule, worst_of
+from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, of_crossing, worst_of
 from rlctl.diagnose.rules_engines import among_survivors
 from rlctl.diagnose.signals import Crossing, change_evidence, crossing, longest_true, moved, spikes
 from rlctl.diagnose.table import RunLog, Series
@@ -43,19 +43,16 @@ def _no_weights(run: RunLog) -> str:
     return "no weights are applied" if run.facts.rollout_is == "off" else ""
 
 
-@rule(
-    "weight-mean",
-    "importance weights average 1",
+@Rule(
+    "weight-mean", source=th.GUIDE, one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
     signal="mean of the raw weights; of the bounded ones where the raw are not logged",
     thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2]",
-    source=th.GUIDE,
     cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
     fixes=lambda run: (fix.find_the_cause(), *_gentler(run)),
     sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
-    one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
-)
+)  # fmt: skip
 def weight_mean(run: RunLog) -> Detection | None:
-    """Raw importance weights should average 1; bounded ones should not be far below."""
+    """Importance weights average 1."""
     has_raw = len(run.table.series(_RAW_MEAN)) > 0
     is_raw = has_raw or run.facts.weights_are == "raw"
     key = _RAW_MEAN if has_raw else MEAN_LOW.key
@@ -74,24 +71,19 @@ def weight_mean(run: RunLog) -> Detection | None:
     )
 
 
-@rule(
-    "effective-samples",
-    "applied weights are spread over the samples",
+@Rule(
+    "effective-samples", source=th.GUIDE, sure=("high", "the figure is the definition"),
+    one_of=(ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,), not_applicable=_no_weights,
     signal="effective sample size among the samples that survive rejection; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
-    source=th.GUIDE,
     cause="the policies are far apart: a few samples have most of the weight",
     fixes=lambda run: (*fix.reject_outliers(run), *fix.wider_bound(run), *fix.gentler(run)),
-    sure=("high", "the figure is the definition"),
-    one_of=(ESS.key, WEIGHT_STD.key),
-    uses=(th.MASKED.key,),
-    not_applicable=_no_weights,
-)
+)  # fmt: skip
 def effective_samples(run: RunLog) -> Detection | None:
-    """Few samples have most of the applied weight.
+    """Applied weights are spread over the samples.
 
-    A rejected sample has weight zero and lowers the figure too. That is reported by `rejected`, so the share
-    that survived is divided out (verl's figure is taken before rejection).
+    A rejected sample has weight zero and lowers the effective sample size. That is reported by `rejected`, so
+    the share that survived is divided out (verl's figure is taken before rejection).
     """
     series = run.table.series(ESS.key) if run.facts.dialect == "verl" else among_survivors(run, ESS.key)
     crossed = crossing(series, ESS)
@@ -112,21 +104,16 @@ def effective_samples(run: RunLog) -> Detection | None:
     )
 
 
-@rule(
-    "hidden-tail",
-    "no heavy tail is hidden by the bound",
+@Rule(
+    "hidden-tail", thresholds=th.RAW_ESS, source=th.OWN, needs=(ESS.key,),
+    one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at the weights' level, while the applied is normal",
-    thresholds=th.RAW_ESS,
-    source=th.OWN,
     cause="bounded weights have a small spread; the policies themselves are far apart",
     fixes=lambda run: (*fix.reject_outliers(run), *fix.geometric(run), *fix.gentler(run)),
     sure=("high", "raw and applied weights are both logged"),
-    needs=(ESS.key,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()),
-    not_applicable=_no_weights,
-)
+)  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
-    """Raw weights are degenerate while the bounded ones have a normal effective sample size."""
+    """No heavy tail is hidden by the bound."""
     if run.facts.ess_after_truncation is False:
         return Skipped("the logged effective sample size is of raw weights already")
     found = raw_ess(run)
@@ -168,43 +155,34 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
     return key, Series(series.steps, 1.0 / (1.0 + series.values.clip(min=0.0)))
 
 
-@rule(
-    "chi2",
-    "χ² between the policies is small",
-    signal="`rollout_corr/chi2_token`",
-    thresholds=CHI2_TOKEN,
-    source=th.VERL,
-    cause="the sampled tokens no longer represent the trained policy",
-    fixes=_gentler,
-    sure=("high", "χ² is measured before anything is bounded"),
+@Rule(
+    "chi2", signal="`rollout_corr/chi2_token`", thresholds=CHI2_TOKEN, source=th.VERL, fixes=_gentler,
     needs=(CHI2_TOKEN.key,),
-)
+    cause="the sampled tokens no longer represent the trained policy",
+    sure=("high", "χ² is measured before anything is bounded"),
+)  # fmt: skip
 def chi2(run: RunLog) -> Detection | None:
-    """χ² per token is large."""
+    """Χ² between the policies is small."""
     return detect_crossing(run, CHI2_TOKEN, "χ² between the policies is {worst:.3g} per token {where}")
 
 
-@rule(
-    "long-products",
-    "sequence weights have not outgrown their bound",
+@Rule(
+    "long-products", source=th.OWN, one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key), uses=(_LENGTH,),
+    facts=("rollout_is",),
     signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
     thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
-    source=th.OWN,
     cause="a product of ratios over a long response exceeds any bound, however close the policies are",
     fixes=lambda run: (
         fix.change(f"{fix.RC}rollout_is=token", trl="vllm_importance_sampling_mode=token_truncate"),
         *fix.geometric(run),
     ),
     sure=("high", "weights are per sequence and responses are long"),
-    one_of=(_SATURATED, RATIO_HIGH.key, th.K3.key),
-    uses=(_LENGTH,),
-    facts=("rollout_is",),
     not_applicable=lambda run: (
         "" if run.facts.rollout_is in {None, "sequence"} else "weights are not products over a sequence"
     ),
-)
+)  # fmt: skip
 def long_products(run: RunLog) -> Detection | None:
-    """A sequence's weight is a product that grows with its length."""
+    """Sequence weights have not outgrown their bound."""
     lengths = run.table.series(_LENGTH).values
     if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
         found = detect_crossing(run, RATIO_HIGH, "{worst:.1%} of the weights are over the bound {where}")
@@ -229,21 +207,16 @@ def _saturation(run: RunLog) -> Crossing | None:
     return crossing(Series(counts.steps, counts.values / (batch * passes)), levels)
 
 
-@rule(
-    "variance-collapse",
-    "effective samples do not fall while gradients grow",
+@Rule(
+    "variance-collapse", thresholds="— / — / together", source=th.OWN, needs=(_NORM,),
+    one_of=(th.RAW_ESS.key, *CHI2.values()), min_steps=th.MOVE_STEPS,
     signal="raw effective sample size below 0.5 and 70 % of its start, while the gradient norm doubles or "
     "spikes twice",
-    thresholds="— / — / together",
-    source=th.OWN,
     cause="the variance of the weighted gradient grows rapidly: the run is about to collapse",
     sure=("high", "two independently computed figures agree"),
-    needs=(_NORM,),
-    one_of=(th.RAW_ESS.key, *CHI2.values()),
-    min_steps=th.MOVE_STEPS,
-)
+)  # fmt: skip
 def variance_collapse(run: RunLog) -> Detection | Skipped | None:
-    """Effective samples fall far below their start, and the gradient norm grows or spikes meanwhile."""
+    """Effective samples do not fall while gradients grow."""
     found = raw_ess(run)
     if found is None:
         return Skipped("not logged for this level of weights", (th.RAW_ESS.key,))

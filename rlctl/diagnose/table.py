@@ -89,7 +89,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class MetricOrigin:
     """Where a column comes from.
 
     Attributes:
@@ -200,7 +200,7 @@ class RunLog:
     spec: RunSpec | None = None
     notes: tuple[str, ...] = ()
     framework: Framework = "rlctl"
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, MetricOrigin] = field(default_factory=dict)
     facts: Facts = Facts()
 
     def until(self, count: int) -> RunLog:

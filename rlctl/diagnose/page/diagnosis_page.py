@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rlctl.diagnose.charts import thinned
-from rlctl.diagnose.compare import Comparison, metric_rows, sentences, shown
+from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
@@ -27,7 +27,7 @@ _HERE = Path(__file__).parent
 _FIRST_PLOTS = 6
 
 
-def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: Comparison | None = None) -> str:
+def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> str:
     """The page as text, for one run or several, which share each plot.
 
     Args:
@@ -60,7 +60,7 @@ def _keys(diagnoses: Iterable[Diagnosis]) -> list[str]:
     return sorted(found, key=lambda key: (order.get(key, len(order)), key))
 
 
-def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: Comparison | None) -> Any:
+def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunComparison | None) -> Any:
     """What the script draws."""
     marked = {evidence.metric for d in diagnoses for f in d.findings for evidence in f.evidence}
     differing = {change.key for change in comparison.metrics} if comparison else set()
@@ -125,7 +125,7 @@ def _plot(line: Line, places: Mapping[str, int]) -> int | None:
     return places.get(line.evidence.metric) if line.evidence else None
 
 
-def _comparison(found: Comparison, places: Mapping[str, int]) -> dict[str, Any]:
+def _comparison(found: RunComparison, places: Mapping[str, int]) -> dict[str, Any]:
     plots = [places.get(change.key) for change in found.metrics]
     return {
         "sentences": [visible(sentence) for sentence in sentences(found)],

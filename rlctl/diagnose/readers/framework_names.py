@@ -19,7 +19,7 @@ import numpy as np
 
 from rlctl.diagnose.readers.collect import Collected, LogReading
 from rlctl.diagnose.readers.configuration import configured_facts
-from rlctl.diagnose.table import Facts, Framework, Origin, Table
+from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
 from rlctl.metric_names import describe
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def canonical_table(
     wanted: MetricFilter,
     reading: LogReading,
     known: Facts | None,
-) -> tuple[Table, dict[str, Origin], Facts]:
+) -> tuple[Table, dict[str, MetricOrigin], Facts]:
     """Canonical columns of the wanted metrics, where each comes from, and the facts of the run.
 
     Args:
@@ -193,7 +193,7 @@ def canonical_table(
     facts = known or _first_known(configured, counted, *implied, framework.facts)
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, MetricOrigin] = {}
     names = set(collected.names)
     for name, named in _in_order(collected.names, framework):
         names.add(named.key)
@@ -208,7 +208,7 @@ def canonical_table(
         columns[named.key] = column if earlier is None else _sum(earlier, column)
         if len(bad):
             nonfinite[named.key] = bad
-        origins.setdefault(named.key, Origin(name, named.meaning))
+        origins.setdefault(named.key, MetricOrigin(name, named.meaning))
     return Table(collected.steps, columns, nonfinite, frozenset(names)), origins, facts
 
 

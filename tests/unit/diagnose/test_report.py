@@ -16,7 +16,7 @@ from rlctl.diagnose.finding import Evidence, Finding, Fix, Skipped
 from rlctl.diagnose.output_markdown import as_markdown
 from rlctl.diagnose.output_text import print_diagnosis
 from rlctl.diagnose.rules import Diagnosis
-from rlctl.diagnose.table import Origin, RunLog, Series, Table
+from rlctl.diagnose.table import MetricOrigin, RunLog, Series, Table
 
 HOSTILE = "[red]x[/] \x1b[2J\u202e</script><b>`|`\ud800 [y](http://z)"
 KEY = f"val-core/{HOSTILE}/reward/mean@1"
@@ -36,7 +36,7 @@ def hostile(tmp_path):
         Table(steps, {KEY: np.where(steps > 20, 5.0, 1.0)}),
         notes=(HOSTILE,),
         framework="trl",
-        origins={KEY: Origin(HOSTILE, HOSTILE)},
+        origins={KEY: MetricOrigin(HOSTILE, HOSTILE)},
     )
     finding = Finding(
         "warning",

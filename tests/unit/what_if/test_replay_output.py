@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.cli.diagnose import Format
+from rlctl.cli.diagnose import DiagnosisFormat
 from rlctl.cli.diagnose_what_if import what_if as command
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
@@ -154,7 +154,7 @@ def printed(
 
 
 def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
-    (document,) = json.loads(printed(Format.JSON))
+    (document,) = json.loads(printed(DiagnosisFormat.JSON))
     assert len(document["settings"]) == len(found.outcomes)
     row = next(row for row in document["settings"] if row["name"] == "TRL sequence_mask")
     assert row["overrides"][1] == f"{OWN}rollout_is=sequence"
@@ -163,7 +163,7 @@ def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 
 def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
-    said = printed(Format.TEXT)
+    said = printed(DiagnosisFormat.TEXT)
     assert f"{found.num_sequences} responses" in said
     assert "What if — some/run" in said
     assert found.recommended.why[:40] in said
@@ -179,13 +179,13 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
     with pytest.raises(UsageError, match="text, json or html"):
-        printed(Format.MARKDOWN)
+        printed(DiagnosisFormat.MARKDOWN)
     with pytest.raises(UsageError, match="no such directory"):
-        command([tmp_path], Format.TEXT, tmp_path / "nowhere" / "out.txt")
+        command([tmp_path], DiagnosisFormat.TEXT, tmp_path / "nowhere" / "out.txt")
 
 
 def test_a_file_is_written(found: Tradeoff, tmp_path: Path, printed: Callable[..., str]) -> None:
-    for output_format in (Format.TEXT, Format.JSON, Format.HTML):
+    for output_format in (DiagnosisFormat.TEXT, DiagnosisFormat.JSON, DiagnosisFormat.HTML):
         out = tmp_path / output_format.value
         command([tmp_path], output_format, out)
         assert found.outcomes[0].setting.name in out.read_text()

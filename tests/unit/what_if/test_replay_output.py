@@ -146,7 +146,7 @@ def printed(
     monkeypatch.setattr("rlctl.what_if.what_if_run.what_if", lambda path: found)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(output_format: Format) -> str:
+    def run(output_format: DiagnosisFormat) -> str:
         command([Path("some/run")], output_format, None)
         return capsys.readouterr().out
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import psutil
 
-from rlctl.data.batches import batch_of
+from rlctl.data.batches import batch_of, integers
 from rlctl.data.schema import Row, arrow_schema
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.files import sync
@@ -56,12 +57,20 @@ class BatchWriter:
 
         A struct loses the fields that the file's has not.
         """
+        import pyarrow as pa
+
         if batch.nbytes > ROW_GROUP_BYTES and batch.num_rows > 1:
             half = batch.num_rows // 2
             self.add(batch.slice(0, half))
             self.add(batch.slice(half))
             return
-        self._pending.append(batch.cast(self._schema))
+        try:
+            self._pending.append(batch.cast(self._schema))
+        except (
+            pa.ArrowInvalid
+        ):  # a slice whose text begins beyond 2 GiB of a larger batch: a copy begins at 0
+            everything = integers(np.arange(batch.num_rows), pa.int64())
+            self._pending.append(batch.take(everything).cast(self._schema))
         self._pending_rows += batch.num_rows
         self._pending_bytes += batch.nbytes
         if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:

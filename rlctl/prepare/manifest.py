@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.errors import UsageError
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)

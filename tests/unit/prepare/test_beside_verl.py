@@ -1,11 +1,17 @@
 """Prepared files and files of verl's preprocessing scripts in one list of `data.train_files`."""
 
 import itertools
+import mmap
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlctl.data.batches import batch_of
 from rlctl.data.read import load_rows
+from rlctl.data.schema import Message, Row, arrow_schema
+from rlctl.data.write import BatchWriter
 from rlctl.prepare import output
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
@@ -115,3 +121,21 @@ def test_large_blocks_are_written_in_pieces_that_32_bit_offsets_reach(tmp_path, 
         assert sum(group.total_byte_size for group in groups) < 8000
         assert len(groups) > 1
     assert [row.index for row in load_rows(list(map(str, files)))] == list(range(120))
+
+
+def test_a_slice_that_begins_beyond_two_gigabytes_is_written(tmp_path):
+    beyond = (1 << 31) + 5
+    content = mmap.mmap(-1, beyond + 10)  # its pages are not touched, so it takes no memory
+    content[beyond:] = b"abcdefghij"
+    batch = batch_of([Row("s", (Message("user", "?" * 5),), "1", index=i) for i in range(2)], "train")
+    offsets = pa.py_buffer(np.array([beyond, beyond + 5, beyond + 10], dtype=np.int64))
+    texts = pa.Array.from_buffers(pa.large_string(), 2, [None, offsets, pa.py_buffer(content)])
+    kind = batch.schema.field("prompt").type
+    turns = pa.StructArray.from_arrays(
+        [batch.column("prompt").values.field("role"), texts], fields=list(kind.value_type)
+    )
+    prompts = pa.ListArray.from_arrays(batch.column("prompt").offsets, turns, type=kind)
+    path = tmp_path / "a.parquet"
+    with BatchWriter(path, arrow_schema()) as writer:
+        writer.add(batch.set_column(1, batch.schema.field("prompt"), prompts))
+    assert [row.prompt[0].content for row in load_rows([str(path)])] == ["abcde", "fghij"]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
+from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.train.update import update
+from rlctl.train.update_guard import UpdateGuard
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.reference.correction import reference
 from tests.unit.train.slow import slow_loss
@@ -148,6 +150,44 @@ def test_one_forward_pass_where_one_is_enough() -> None:
     ]:
         _, engine, _ = updated(correction, micro_rows=micro)
         assert engine.num_forwards == passes, (correction, micro)
+
+
+@pytest.mark.parametrize("mode", [BYPASS | REINFORCE, DECOUPLED | CLIP])
+def test_the_last_pass_of_every_mini_batch_closes_its_step(mode) -> None:
+    """An engine adds gradients over ranks there, and there only."""
+    for mini, micro, flags in [(16, 16, [True]), (16, 6, [False, False, True]), (8, 4, [False, True] * 2)]:
+        _, engine, _ = updated(mode, mini_rows=mini, micro_rows=micro)
+        assert engine.last == flags
+
+
+def test_a_guard_scales_the_rate_of_a_step_or_withholds_it() -> None:
+    correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}
+    for action in ("warn", "scale_lr", "skip_step"):
+        engine = PlainEngine(tiny_model())
+        before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        guard = UpdateGuard(GuardrailsSpec(mode="act", ess_floor=0.999, on_low_ess=action, on_drift="warn"))
+        batch, settings = batch_of(tiny_model()), settings_of(correction)
+        outcome = update(batch, engine, alone(), settings, lambda _: LR, 0, guard=guard)
+        ess = outcome.metrics["rollout_corr/rollout_is_raw_eff_sample_size"]
+        assert ess < 0.9
+        rate = LR * ess / 0.999 if action == "scale_lr" else LR
+        assert outcome.metrics["actor/lr"] == pytest.approx(rate)
+        for name, parameter in engine.model.named_parameters():
+            step = torch.zeros(()) if action == "skip_step" else rate * engine.gradient[name]
+            torch.testing.assert_close(parameter.detach(), before[name] - step, rtol=1e-4, atol=1e-7)
+        # What a guard withholds is its decision, not a step that could not be made.
+        assert outcome.metrics["rollout_corr/skipped_updates"] == 0.0
+        assert outcome.num_updates == 1
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_makes_no_step(bad: float) -> None:
+    batch = batch_of(tiny_model())
+    advantages = batch.advantages.clone()
+    advantages[4, 0] = bad
+    outcome, engine, before = updated(BYPASS | REINFORCE, replaced(batch, advantages=advantages))
+    assert outcome.metrics["rollout_corr/skipped_updates"] == 1.0
+    assert moved(engine, before) == 0.0
 
 
 # --- rejection and bad numbers ----------------------------------------------------------------------

@@ -172,6 +172,8 @@ class PlainEngine:
         self.module = PolicyModule(model, 1.0)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
+        #: Of each backward pass, whether it was said to be the last before the step.
+        self.last: list[bool] = []
 
     def policy(self, batch: TrainBatch, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
@@ -185,6 +187,7 @@ class PlainEngine:
         return PolicyOutput(*self.module(*columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.last.append(last)
         loss.backward()
 
     def step(self, *, lr: float, skip: bool = False) -> StepResult:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from rlctl.prepare.findings import Finding, lines
+from rlctl.prepare.findings import DataFinding, lines
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 
 
@@ -69,7 +69,7 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
         result.append(f"  prompt tokens: median {median:,}, 99 % up to {high:,}, longest {lengths['max']:,}")
     result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
     found = [
-        Finding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
+        DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
     ]
     result += [f"  {line}" for line in lines(found)]
     return [*result, *_next(request, summary)]

@@ -16,9 +16,9 @@ from rlctl.prepare.findings import rows
 from rlctl.prepare.visible import visible
 
 if TYPE_CHECKING:
-    from rlctl.prepare.check import Report
+    from rlctl.prepare.check import CheckReport
     from rlctl.prepare.file_check import FileReport
-    from rlctl.prepare.findings import Finding
+    from rlctl.prepare.findings import DataFinding
     from rlctl.prepare.histogram import Histogram
     from rlctl.prepare.show import RenderedRow
 
@@ -28,7 +28,7 @@ _BINS, _BAR = 12, 40
 _SOURCES_SHOWN = 4
 
 
-def print_report(report: Report, output: Literal["text", "json", "markdown"]) -> None:
+def print_report(report: CheckReport, output: Literal["text", "json", "markdown"]) -> None:
     """The report on standard output."""
     if output == "json":
         typer.echo(json.dumps(report.to_json(), indent=2, ensure_ascii=True))
@@ -63,7 +63,7 @@ def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) ->
         console.print(Text(line))
 
 
-def _print_text(report: Report) -> None:
+def _print_text(report: CheckReport) -> None:
     console = Console(highlight=False)
     for file in report.files:
         console.print(Text(_about(file), style="bold"), soft_wrap=True)
@@ -93,7 +93,7 @@ def _about(file: FileReport) -> str:
     return visible(f"{file.path}: {rows(file.num_rows)}, read as {file.recipe or 'nothing'} ({sources})")
 
 
-def _verdict(findings: Sequence[Finding]) -> str:
+def _verdict(findings: Sequence[DataFinding]) -> str:
     counts = [
         (sum(finding.severity == severity for finding in findings), severity)
         for severity in ("error", "warning", "info")
@@ -116,7 +116,7 @@ def _histogram(lengths: Histogram) -> Iterator[str]:
     yield "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())
 
 
-def _markdown(report: Report) -> Iterator[str]:
+def _markdown(report: CheckReport) -> Iterator[str]:
     yield "| file | rows | read as | data sources |"
     yield "| --- | ---: | --- | --- |"
     for file in report.files:

@@ -13,9 +13,9 @@ import numpy as np
 
 from rlctl.data.sources import find_sources
 from rlctl.prepare.file_check import FileCheck, FileReport, Probes
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding, agree, rows, worst_first
+from rlctl.prepare.findings import EXAMPLES_SHOWN, DataFinding, agree, rows, worst_first
 from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.leakage import Comparison, Reference
+from rlctl.prepare.leakage import LeakageComparison, Reference
 from rlctl.prepare.leaks import questions_of
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.request import Progress
@@ -42,7 +42,7 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """Everything found.
 
     Attributes:
@@ -54,10 +54,10 @@ class Report:
     """
 
     files: list[FileReport]
-    findings: list[Finding]
+    findings: list[DataFinding]
     lengths: Histogram
     model: dict[str, Any] | None = None
-    leakage: tuple[Comparison, ...] = ()
+    leakage: tuple[LeakageComparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -70,7 +70,7 @@ class Report:
         }
 
 
-def check(request: CheckRequest, progress: Progress | None = None) -> Report:
+def check(request: CheckRequest, progress: Progress | None = None) -> CheckReport:
     """Read every file once and report.
 
     Raises:
@@ -91,7 +91,7 @@ def check(request: CheckRequest, progress: Progress | None = None) -> Report:
     described = probes.lengths.describe() if probes.lengths else None
     compared = tuple(comparison for one in checks for comparison in one.comparisons())
     reports = [one.report() for one in checks]
-    return Report(reports, worst_first(found), probes.histogram, described, compared)
+    return CheckReport(reports, worst_first(found), probes.histogram, described, compared)
 
 
 def _probes(request: CheckRequest) -> Probes:
@@ -107,7 +107,7 @@ def _probes(request: CheckRequest) -> Probes:
     )
 
 
-def _shared_questions(checks: Sequence[FileCheck]) -> list[Finding]:
+def _shared_questions(checks: Sequence[FileCheck]) -> list[DataFinding]:
     """Rows of a file that ask what a row of an earlier file asks."""
     found = []
     for place, later in enumerate(checks):
@@ -120,7 +120,7 @@ def _shared_questions(checks: Sequence[FileCheck]) -> list[Finding]:
             differ = later.splits.split != earlier.splits.split
             examples = [f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]]]
             found.append(
-                Finding(
+                DataFinding(
                     "shared-questions",
                     "error" if differ else "warning",
                     f"{rows(len(shared))} of {later.path} {ask} what a row of {earlier.path} asks",

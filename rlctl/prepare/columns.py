@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.data.read import COLUMNS, REQUIRED
-from rlctl.prepare.findings import Finding
+from rlctl.prepare.findings import DataFinding
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +36,7 @@ def is_verl(names: list[str]) -> bool:
     return known or "reward_model" in names
 
 
-def column_findings(path: Path, schema: pa.Schema) -> list[Finding]:
+def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
     """Missing and surplus columns, columns of nothing but nulls, texts beyond 32-bit offsets."""
     import pyarrow as pa
 
@@ -46,21 +46,21 @@ def column_findings(path: Path, schema: pa.Schema) -> list[Finding]:
         if missing:
             what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing: no row can be read"
             fix = "convert the source with `rlctl prepare-data parquet`"
-            found.append(Finding("missing-columns", "error", what, len(missing), (str(path),), fix))
+            found.append(DataFinding("missing-columns", "error", what, len(missing), (str(path),), fix))
         other = [name for name in schema.names if name not in COLUMNS]
         if other:
             what = f"columns that training does not read: {', '.join(other)}"
             fix = "what a grader needs belongs into extra_info"
-            found.append(Finding("unknown-columns", "info", what, len(other), (str(path),), fix))
+            found.append(DataFinding("unknown-columns", "info", what, len(other), (str(path),), fix))
     nulls = [name for name, kind in _leaves(schema) if pa.types.is_null(kind)]
     if nulls:
         what = f"of type null: {', '.join(nulls)}"
         fix = "give the column a type: other files of the same data set will not concatenate with it"
-        found.append(Finding("null-type", "warning", what, len(nulls), (str(path),), fix))
+        found.append(DataFinding("null-type", "warning", what, len(nulls), (str(path),), fix))
     return found + _offset_findings(path, schema)
 
 
-def _offset_findings(path: Path, schema: pa.Schema) -> list[Finding]:
+def _offset_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -75,7 +75,7 @@ def _offset_findings(path: Path, schema: pa.Schema) -> list[Finding]:
         return []
     what = f"over 2 GiB of text with 32-bit offsets: {', '.join(large)}"
     fix = "write it as large_string, or in several files: readers that load it in one piece fail"
-    return [Finding("small-offsets", "warning", what, len(large), (str(path),), fix)]
+    return [DataFinding("small-offsets", "warning", what, len(large), (str(path),), fix)]
 
 
 def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:

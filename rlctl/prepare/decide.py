@@ -12,7 +12,7 @@ import numpy as np
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.duplicates import nearly_repeated, repeated
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Finding
+from rlctl.prepare.findings import EXAMPLES_SHOWN, DataFinding
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
@@ -54,7 +54,7 @@ class Decision:
     status: NDArray[np.uint8]
     is_test: NDArray[np.bool_]
     report: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DataFinding] = field(default_factory=list)
 
     @property
     def is_kept(self) -> NDArray[np.bool_]:

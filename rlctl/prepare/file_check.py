@@ -14,12 +14,19 @@ from rlctl.data.schema import Row
 from rlctl.data.sources import Source, read_blocks
 from rlctl.prepare import findings
 from rlctl.prepare.columns import column_findings, is_verl, read_schema
-from rlctl.prepare.findings import Finding, Places
+from rlctl.prepare.findings import DataFinding, Places
 from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.leakage import KINDS, Comparison, Kind, Reference
+from rlctl.prepare.leakage import KINDS, Kind, LeakageComparison, Reference
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.request import Progress
-from rlctl.prepare.row_checks import AnswerDoubts, BadRows, Questions, SplitChecks, TextChecks, answer_doubts
+from rlctl.prepare.row_checks import (
+    AnswerDoubts,
+    BadRowGroups,
+    QuestionHashes,
+    SplitChecks,
+    TextChecks,
+    answer_doubts,
+)
 from rlctl.reward.graders import knows_source
 from rlctl.reward.round_trip import check_ground_truths
 
@@ -73,14 +80,14 @@ class FileCheck:
 
     def __init__(self, source: Source, probes: Probes) -> None:
         self.path = source.path
-        self.questions, self.splits = Questions(), SplitChecks(source.path)
+        self.questions, self.splits = QuestionHashes(), SplitChecks(source.path)
         self._source, self._probes = source, probes
         self._schema = read_schema(source.path)
         self._columns = {field.name: str(field.type) for field in self._schema or ()}
         self._recipe: Recipe | None = None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
-        self._bad, self._text, self._answers = BadRows(), TextChecks(), AnswerDoubts()
+        self._bad, self._text, self._answers = BadRowGroups(), TextChecks(), AnswerDoubts()
         self._ungradable, self._overlong, self._beyond = Places(), Places(), Places()
         self._structured = Places()
         self._leaks: dict[tuple[Kind, str], Places] = defaultdict(Places)
@@ -101,11 +108,11 @@ class FileCheck:
         name = self._recipe.name if self._recipe else None
         return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
 
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[LeakageComparison]:
         """How many usable rows occur in each file they must not occur in."""
         num_rows = self._sources.total()
         return [
-            Comparison(
+            LeakageComparison(
                 str(self.path),
                 name,
                 num_rows,
@@ -114,7 +121,7 @@ class FileCheck:
             for name in self._probes.reference.names
         ]
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """What is wrong with it."""
         found = column_findings(self.path, self._schema) if self._schema else []
         if not any(finding.code == "missing-columns" for finding in found):
@@ -139,7 +146,7 @@ class FileCheck:
             found += findings.leaked(kind, file, places.count, places.first)
         return found + self._length_findings()
 
-    def _length_findings(self) -> list[Finding]:
+    def _length_findings(self) -> list[DataFinding]:
         unit, limit = self._probes.histogram.unit, self._probes.limit
         context = self._probes.lengths.context if self._probes.lengths else None
         found = []

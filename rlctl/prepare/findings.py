@@ -15,7 +15,7 @@ _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DataFinding:
     """One thing found in data.
 
     Attributes:
@@ -40,17 +40,17 @@ class Finding:
         return asdict(self) | {"examples": list(self.examples)}
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+def worst_first(findings: Iterable[DataFinding]) -> list[DataFinding]:
     """Errors, warnings, infos; the most frequent first in each."""
     return sorted(findings, key=lambda finding: (_RANKS[finding.severity], -finding.count, finding.code))
 
 
-def reaches(findings: Iterable[Finding], level: Severity) -> bool:
+def reaches(findings: Iterable[DataFinding], level: Severity) -> bool:
     """Whether one of them is at least that bad."""
     return any(_RANKS[finding.severity] <= _RANKS[level] for finding in findings)
 
 
-def lines(findings: Iterable[Finding]) -> list[str]:
+def lines(findings: Iterable[DataFinding]) -> list[str]:
     """The findings as plain text, worst first: a line each, examples and remedy indented below."""
     result = []
     for finding in worst_first(findings):
@@ -74,11 +74,11 @@ class Places:
         if len(self.first) < EXAMPLES_SHOWN:
             self.first.append(f"{where}: {detail}" if detail else where)
 
-    def finding(self, code: str, severity: Severity, what: str, fix: str = "") -> list[Finding]:
+    def finding(self, code: str, severity: Severity, what: str, fix: str = "") -> list[DataFinding]:
         """As a finding, if there was any; `what` begins with a verb in the plural, for the rows."""
         if not self.count:
             return []
-        return [Finding(code, severity, rows_that(self.count, what), self.count, tuple(self.first), fix)]
+        return [DataFinding(code, severity, rows_that(self.count, what), self.count, tuple(self.first), fix)]
 
 
 def rows(count: int) -> str:
@@ -109,13 +109,13 @@ def share(count: int, total: int, verb: str) -> str:
 
 def _counted(
     code: str, severity: Severity, what: str, count: int, examples: Sequence[str], fix: str = ""
-) -> list[Finding]:
+) -> list[DataFinding]:
     """The finding with its first examples; none where no row is concerned."""
     found = tuple(examples[:EXAMPLES_SHOWN])
-    return [Finding(code, severity, what, count, found, fix)] if count else []
+    return [DataFinding(code, severity, what, count, found, fix)] if count else []
 
 
-def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
+def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Rows that ask what an earlier row asks, of `total`."""
     return _counted(
         "duplicates",
@@ -127,7 +127,7 @@ def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Fin
     )
 
 
-def conflicts(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+def conflicts(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Rows that ask what an earlier row asks, and have another answer."""
     return _counted(
         "conflicting-answers",
@@ -139,7 +139,7 @@ def conflicts(count: int, examples: Sequence[str] = ()) -> list[Finding]:
     )
 
 
-def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[Finding]:
+def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Rows that ask almost what an earlier row asks."""
     return _counted(
         "near-duplicates",
@@ -160,7 +160,7 @@ _LEAKS: dict[str, tuple[Severity, str]] = {
 
 def leaked(
     kind: str, file: str, count: int, examples: Sequence[str] = (), split: str = "train"
-) -> list[Finding]:
+) -> list[DataFinding]:
     """Rows that occur in the test split or a benchmark.
 
     Args:
@@ -176,7 +176,7 @@ def leaked(
         fix = "the test split is then no measure apart from that file: remove them from the input"
         return _counted(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)
     return [
-        Finding(
+        DataFinding(
             f"leak-{kind}",
             severity,
             rows_that(count, f"{words} {file}"),
@@ -190,7 +190,7 @@ def leaked(
 
 def overlong(
     count: int, limit: int, done: str, examples: Sequence[str] = (), unit: str = "tokens"
-) -> list[Finding]:
+) -> list[DataFinding]:
     """Prompts over the limit.
 
     Args:
@@ -204,7 +204,7 @@ def overlong(
     have = "have" if kept else f"were {done} for"
     fix = "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right"
     return [
-        Finding(
+        DataFinding(
             "overlong",
             "warning" if kept else "info",
             rows_that(count, f"{have} prompts of more than {limit:,} {unit}"),
@@ -215,7 +215,7 @@ def overlong(
     ]
 
 
-def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> list[Finding]:
+def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Prompts that leave the model no room."""
     return _counted(
         "beyond-context",
@@ -227,7 +227,7 @@ def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> li
     )
 
 
-def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+def ungradable(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Ground truths their own grader does not accept."""
     return _counted(
         "ground-truth",
@@ -239,7 +239,7 @@ def ungradable(count: int, examples: Sequence[str] = ()) -> list[Finding]:
     )
 
 
-def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool = True) -> list[Finding]:
+def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool = True) -> list[DataFinding]:
     """Mathematics whose prompts ask for no form of the answer that the grader looks for.
 
     Args:
@@ -253,16 +253,16 @@ def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool =
     return _counted("no-answer-form", severity, rows_that(count, what), count, examples, fix)
 
 
-def contradicted(count: int, examples: Sequence[str] = ()) -> list[Finding]:
+def contradicted(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
     """Ground truths other than what the worked solution calculates last."""
     what = "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution"
     fix = "find out which is right, and correct or remove the row"
     return _counted("contradicted-answer", "warning", rows_that(count, what), count, examples, fix)
 
 
-def unknown_source(source: str, count: int) -> Finding:
+def unknown_source(source: str, count: int) -> DataFinding:
     """A data source no grader is registered for."""
-    return Finding(
+    return DataFinding(
         "no-grader",
         "warning",
         rows_that(count, f"have data_source {source!r}, for which no grader is registered"),

@@ -16,11 +16,11 @@ from rlctl.data.sources import Source, read_blocks
 from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.engines import run
-from rlctl.prepare.findings import Finding, Places
+from rlctl.prepare.findings import DataFinding, Places
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.row_checks import AnswerDoubts
 from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import BadRow, Plan, Transformed, transform
+from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transform
 
 QUARANTINE = "quarantine.jsonl"
 PROBLEMS_SHOWN = 5
@@ -40,7 +40,7 @@ class Intake:
 
     num_bad: int
     bad_places: list[int]
-    findings: list[Finding]
+    findings: list[DataFinding]
 
 
 class BadRows:
@@ -69,7 +69,7 @@ class BadRows:
 
 def take_in(
     request: PrepareRequest,
-    plan: Plan,
+    plan: TransformPlan,
     sources: Sequence[Source],
     staging: Staging,
     stage: Path,
@@ -167,12 +167,12 @@ class _GraderCheck:
             if record.number in wrong
         }
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """Of sources that have no grader."""
         return findings.ungradable(self._places.count, self._places.first)
 
 
-def _unknown(by_source: Counter[str]) -> list[Finding]:
+def _unknown(by_source: Counter[str]) -> list[DataFinding]:
     from rlctl.reward.graders import knows_source
 
     return [

@@ -34,7 +34,7 @@ _NAMES = "names.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LeakageComparison:
     """How many rows of one set occur in a file; also where none does.
 
     Attributes:

@@ -17,7 +17,7 @@ from rlctl.prepare import findings
 from rlctl.prepare.decide import Decision, RowStatus
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import EXAMPLES_SHOWN
-from rlctl.prepare.leakage import HASHED_AT_ONCE, KINDS, Comparison, Kind, Reference
+from rlctl.prepare.leakage import HASHED_AT_ONCE, KINDS, Kind, LeakageComparison, Reference
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
@@ -66,7 +66,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
     sides = (("train", is_train, found), ("test", is_test, found_in_test))
     decision.report["leakage_checks"] = [
-        Comparison(
+        LeakageComparison(
             name, file, int(is_in.sum()), {kind: len(side.get((file, kind), ())) for kind in KINDS}
         ).to_json()
         for name, is_in, side in sides
@@ -144,7 +144,7 @@ def _workers(request: PrepareRequest, is_train: NDArray[np.bool_]) -> int:
     return request.num_workers if request.workers or is_train.sum() > LOCAL_ROWS else 1
 
 
-def _findings(staging: Staging, found: Found, split: str = "train") -> list[findings.Finding]:
+def _findings(staging: Staging, found: Found, split: str = "train") -> list[findings.DataFinding]:
     return [
         finding
         for (file, kind), places in sorted(found.items(), key=lambda item: KINDS.index(item[0][1]))

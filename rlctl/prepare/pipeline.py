@@ -38,7 +38,7 @@ from rlctl.prepare.manifest import (
 from rlctl.prepare.output import write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import Plan
+from rlctl.prepare.transform import TransformPlan
 
 
 def prepare(request: PrepareRequest, progress: Progress | None = None) -> PrepareSummary:
@@ -63,7 +63,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     sources = find_sources(request.sources)
     _check_names(request, sources)
     recipe = _recipe(request, sources)
-    plan = Plan(recipe, request.seed, request.near_duplicates != "off", _lengths(request))
+    plan = TransformPlan(recipe, request.seed, request.near_duplicates != "off", _lengths(request))
     made_from = _made_from(request, plan, sources)
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
@@ -130,7 +130,7 @@ def _lengths(request: PrepareRequest) -> Any:
     )
 
 
-def _made_from(request: PrepareRequest, plan: Plan, sources: Sequence[Source]) -> dict[str, Any]:
+def _made_from(request: PrepareRequest, plan: TransformPlan, sources: Sequence[Source]) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
     policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
@@ -162,7 +162,9 @@ def _check_output(request: PrepareRequest) -> None:
     check_replaceable(out)
 
 
-def _template_findings(plan: Plan, staging: Staging, decision: Decision) -> list[findings.Finding]:
+def _template_findings(
+    plan: TransformPlan, staging: Staging, decision: Decision
+) -> list[findings.DataFinding]:
     if plan.lengths is None:
         return []
     from rlctl.prepare.tokenizer import template_findings

@@ -19,7 +19,7 @@ from rlctl.data.schema import Row
 from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
-    Finding,
+    DataFinding,
     Places,
     conflicts,
     contradicted,
@@ -49,7 +49,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
-class BadRows:
+class BadRowGroups:
     """Rows that cannot be used, by complaint."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class BadRows:
         self._first.setdefault(kind, reason)
         self._places[kind].add(where, reason)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """One per complaint."""
         fix = "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` set them aside"
         return [
@@ -93,7 +93,7 @@ class TextChecks:
         if row.style not in STYLES and len(self._styles) < REASONS_SHOWN:
             self._styles[row.style].add(where)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """What was found."""
         control = "have control characters in the prompt or the ground truth"
         replaced = "have U+FFFD, which stands where a character was lost"
@@ -120,7 +120,7 @@ class AnswerDoubts:
         for code, detail in doubts:
             self._places[code].add(where, detail)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """What was found."""
         known, unknown = (self._places[f"no-answer-form{end}"] for end in ("", ", unknown source"))
         wrong = self._places["contradicted-answer"]
@@ -206,7 +206,7 @@ class SplitChecks:
             self._index.append(row.index)
             self._index_source.append(self._sources.setdefault(row.data_source, len(self._sources)))
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DataFinding]:
         """What was found."""
         found = []
         where = (str(self._path),)
@@ -214,18 +214,18 @@ class SplitChecks:
             counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
             what = f"extra_info.split is not the same in all rows: {counts}"
             fix = "keep each split in a file of its own"
-            found.append(Finding("mixed-splits", "warning", what, len(self._splits), where, fix))
+            found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
         named = re.match(r"(train|test|val)", self._path.name)
         if named and self.split and not _agree(named[0], self.split):
             what = f"the file's name says {named[0]}, extra_info.split says {self.split}"
             found.append(
-                Finding("split-name", "warning", what, 1, where, "rename the file, or correct the split")
+                DataFinding("split-name", "warning", what, 1, where, "rename the file, or correct the split")
             )
         keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
         surplus = len(keys) - len(np.unique(keys))
         if surplus:
             what = rows_that(surplus, "have the extra_info.index of another row of the same source")
-            found.append(Finding("repeated-index", "info", what, surplus, where))
+            found.append(DataFinding("repeated-index", "info", what, surplus, where))
         return found
 
 
@@ -234,7 +234,7 @@ def _agree(named: str, split: str) -> bool:
     return is_train == (named == "train")
 
 
-class Questions:
+class QuestionHashes:
     """Hashes of what each row asks and answers: 20 bytes a row."""
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class Questions:
         self._parts = [(joined[0], joined[1], joined[2])]
         return self._parts[0]
 
-    def findings(self, path: Path) -> list[Finding]:
+    def findings(self, path: Path) -> list[DataFinding]:
         """Repeated questions, and those of them that are answered otherwise."""
         keys, truths, numbers = self.arrays()
         if not len(keys):

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.data.render import Renderer
 from rlctl.data.schema import Message, Row
 from rlctl.errors import RlctlError, UsageError
-from rlctl.prepare.findings import Finding
+from rlctl.prepare.findings import DataFinding
 
 _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
@@ -46,25 +46,25 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def template_findings(renderer: Renderer) -> list[Finding]:
+def template_findings(renderer: Renderer) -> list[DataFinding]:
     """What is unusual about a model's chat template, seen on one plain question."""
     tokenizer = renderer.tokenizer
     if not tokenizer.chat_template:
         what = "the tokenizer has no chat template: messages are joined by blank lines, roles are lost"
-        return [Finding("no-template", "warning", what, 1, fix="use the instruct model's tokenizer")]
+        return [DataFinding("no-template", "warning", what, 1, fix="use the instruct model's tokenizer")]
     try:
         text = renderer.text(_PROBE)
         renderer.check_start(_PROBE, renderer.encode([text])[0])
     except UsageError as error:
-        return [Finding("template", "error", f"a plain question: {error.what}", 1, fix=error.fix or "")]
+        return [DataFinding("template", "error", f"a plain question: {error.what}", 1, fix=error.fix or "")]
     found = []
     if text == renderer.text(_PROBE, generation_prompt=False):
         what = "the chat template adds no generation prompt: nothing tells the model that its turn begins"
         fix = "fine for a model trained so; else add `{% if add_generation_prompt %}…` to the template"
-        found.append(Finding("no-generation-prompt", "warning", what, 1, fix=fix))
+        found.append(DataFinding("no-generation-prompt", "warning", what, 1, fix=fix))
     start = tokenizer.bos_token
     if start and renderer.adds_start and text.startswith(start):
         what = f"both the tokenizer and its chat template put {start} first"
         fix = "rlctl adds none twice; elsewhere encode rendered prompts with add_special_tokens=False"
-        found.append(Finding("start-token", "info", what, 1, fix=fix))
+        found.append(DataFinding("start-token", "info", what, 1, fix=fix))
     return found

@@ -38,7 +38,7 @@ NEAR_KEYS: dict[str, Any] = BAND_KEYS | {SIGNATURE: np.dtype((np.uint8, NUM_VALU
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransformPlan:
     """What `transform` does; sent to every worker once.
 
     Attributes:
@@ -82,7 +82,7 @@ class Transformed:
         num_records: rows of the input.
         rows: the usable ones, as an Arrow IPC stream of one batch; an index below 0 is a place in the block,
             −1 being its first record.
-        keys: `Plan.keys`, an array each.
+        keys: `TransformPlan.keys`, an array each.
         bad: the others.
         truths: the distinct (data source, ground truth) of rows that are graded by rule.
         truth_of: (rows,) place in `truths`; −1 for a row that is graded otherwise.
@@ -114,7 +114,7 @@ def row_hash(question: str, seed: int) -> int:
     return int.from_bytes(blake2b(f"{seed}\n{question}".encode(), digest_size=8).digest(), "big")
 
 
-def transform(plan: Plan, block: Block) -> Transformed:
+def transform(plan: TransformPlan, block: Block) -> Transformed:
     """The rows of a block, checked, laid out, measured and hashed.
 
     Raises:
@@ -130,7 +130,7 @@ def transform(plan: Plan, block: Block) -> Transformed:
             gc.enable()
 
 
-def _transform(plan: Plan, block: Block) -> Transformed:
+def _transform(plan: TransformPlan, block: Block) -> Transformed:
     bad: list[BadRow] = []
     rows, records, num_records = _rows(plan.recipe, block, bad)
     tokens, is_cut = [-1] * len(rows), [False] * len(rows)

@@ -16,7 +16,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.prepare import engines
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
-from rlctl.prepare.transform import Plan, transform
+from rlctl.prepare.transform import TransformPlan, transform
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
 
@@ -125,7 +125,7 @@ def test_ray_reads_relative_paths_wherever_it_was_started(tmp_path, local_ray, m
 @pytest.mark.slow
 def test_a_mistake_found_on_ray_is_told_as_such(local_ray):
     gone = Block(Path("/no/such.jsonl"), "x", 1, FileRange(0, 5), 5)
-    plan = Plan(Recipe("gsm8k").resolve(), 1, False, None)
+    plan = TransformPlan(Recipe("gsm8k").resolve(), 1, False, None)
     with pytest.raises(UsageError, match="cannot be read any more") as caught:
         list(engines.run("ray", transform, plan, [gone], 1))
     assert caught.value.where == "/no/such.jsonl"

@@ -219,9 +219,6 @@ def test_light_commands_import_nothing_heavy(arguments, forbidden):
     assert not {"torch", "transformers", "deepspeed", "numpy", *forbidden}.intersection(modules)
 
 
-def test_the_docs_table_of_keys_is_current(capsys):
-    assert run(["schema", "--markdown"]) == 0
-    table = capsys.readouterr().out
-    assert (ROOT / "docs" / "reference" / "spec.md").read_text(encoding="utf-8").endswith(table)
+def test_the_table_of_keys_has_one_section_on_request(capsys):
     assert run(["schema", "--section", "actor", "--markdown"]) == 0
     assert "| `actor.lr` | number ≥ 0 | `1e-06` |" in capsys.readouterr().out

@@ -17,6 +17,18 @@ def test_every_marker_becomes_its_table(path: Path) -> None:
     assert "<!-- generated:" not in with_tables(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize(
+    ("page", "rows"),
+    [
+        ("spec", ["| `actor.lr` | number ≥ 0 | ", "| `trainer.seed` |"]),
+        ("metrics", ["| `actor/ppo_kl` | nats |"]),
+    ],
+)
+def test_the_reference_shows_what_the_code_has(page: str, rows: list[str]) -> None:
+    text = with_tables((DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8"))
+    assert [row for row in rows if f"\n{row}" not in text] == []
+
+
 def test_an_unknown_marker_stops_the_build() -> None:
     with pytest.raises(KeyError, match="no such table"):
         with_tables("<!-- generated: no such table -->")

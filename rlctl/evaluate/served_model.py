@@ -12,9 +12,12 @@ import json
 import os
 import random
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -33,6 +36,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: A server that asks for a longer pause than this is not waited for.
 LONGEST_RETRY_AFTER_S = 300.0
 _CONNECT_S = 10.0
+#: Seconds until an interruption is noticed.
+_STOP_S = 0.5
 _RETRIED = {408, 409, 425, 429}
 #: Answers that were not finished, whatever the text says.
 _UNFINISHED = {None, "abort", "error"}
@@ -106,30 +111,41 @@ class ServedModel:
         Raises:
             RunFailure: the server refuses a request, or fails again and again.
         """
-        with asyncio.Runner() as runner:
-            arriving = self._arriving(pairs)
+        arrived: SimpleQueue[dict[Pair, Response] | None] = SimpleQueue()
+        stopping = threading.Event()
+        with ThreadPoolExecutor(1) as thread:  # with a loop of its own: a notebook's is running already
+            work = thread.submit(lambda: asyncio.run(self._ask_all(pairs, arrived, stopping)))
+            work.add_done_callback(lambda _: arrived.put(None))
             try:
-                while (batch := runner.run(_next(arriving))) is not None:
+                while (batch := arrived.get()) is not None:
                     yield batch
+                work.result()
             finally:
-                runner.run(arriving.aclose())
+                stopping.set()
 
-    async def _arriving(self, pairs: Sequence[Pair]) -> AsyncGenerator[dict[Pair, Response], None]:
+    async def _ask_all(
+        self,
+        pairs: Sequence[Pair],
+        arrived: SimpleQueue[dict[Pair, Response] | None],
+        stopping: threading.Event,
+    ) -> None:
+        """Put every response into `arrived`, until the first failure or until it is to stop."""
         async with self._client() as client:
             open_requests: dict[asyncio.Task[Response | None], Pair] = {}
             waiting = iter(pairs)
             try:
-                while True:
+                while not stopping.is_set():
                     while len(open_requests) < self._request.concurrency and (pair := next(waiting, None)):
                         open_requests[asyncio.create_task(self._response(client, pair))] = pair
                     if not open_requests:
                         return
-                    done, _ = await asyncio.wait(open_requests, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(
+                        open_requests, timeout=_STOP_S, return_when=asyncio.FIRST_COMPLETED
+                    )
                     ended = [(open_requests.pop(task), task) for task in done]
-                    failure = next((error for _, task in ended if (error := task.exception())), None)
                     good = [(pair, task.result()) for pair, task in ended if task.exception() is None]
-                    yield {pair: response for pair, response in good if response is not None}
-                    if failure:
+                    arrived.put({pair: response for pair, response in good if response is not None})
+                    if failure := next((error for _, task in ended if (error := task.exception())), None):
                         raise failure
             finally:
                 for task in open_requests:
@@ -236,10 +252,6 @@ class ServedModel:
         key = os.environ.get(KEY_VARIABLE)
         text = text.replace(key, "***") if key else text
         return f"HTTP {answer.status_code}" + (f", {text}" if text else "")
-
-
-async def _next(arriving: AsyncGenerator[dict[Pair, Response], None]) -> dict[Pair, Response] | None:
-    return await anext(arriving, None)
 
 
 def _read(answer: Any) -> Response:

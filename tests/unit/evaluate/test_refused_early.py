@@ -1,7 +1,6 @@
 """Mistakes in a request are refused before torch is imported, and comparisons of stored figures need none."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -13,23 +12,24 @@ from rlctl.spec.reward import RewardSpec
 from tests.unit.evaluate.runs import make_run
 
 PROGRAM = """
-import json, sys
+import contextlib, io, json, sys
 from rlctl.cli.app import run
-code = run(json.loads(sys.argv[1]))
-print(json.dumps({"code": code} | {name: name in sys.modules for name in ("torch", "transformers")}))
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(["evaluate", *arguments])
+    loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+    print(json.dumps({"code": code, "loaded": loaded, "out": out.getvalue(), "err": err.getvalue()}))
 """
 
 
-def told(*arguments, **environment):
-    """Exit code and whether torch was imported, standard error, and standard output of one command line."""
+def told(*command_lines):
+    """Exit code, what was imported, and the output of each command line, one after another in one process."""
+    lines = [list(map(str, arguments)) for arguments in command_lines]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(["evaluate", *map(str, arguments)])],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=True,
+        [sys.executable, "-c", PROGRAM, json.dumps(lines)], capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1]), " ".join(done.stderr.split()), done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -48,40 +48,41 @@ def places(task, tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["nowhere"], 2, "does not exist here"),
-        ([], 2, "no model is named"),
-        (["RUN", "--k", "9"], 2, "pass@9 cannot be estimated"),
-        (["RUN", "--temperature", "0"], 2, "temperature 0"),
-        (["RUN", "--top-p", "0"], 2, "leaves no token"),
-        (["RUN", "--data", "nowhere.parquet"], 2, "no such file"),
-        (["RUN", "--data", "gsm9k"], 2, "gsm8k"),
-        (["RUN", "--data", "BROKEN"], 2, "cannot be read as Parquet"),
-        (["RUN", "--data", "BAD"], 2, "1 of 1 rows cannot be used"),
-        (["RUN", "--out", "RUN"], 2, "not empty"),
-        (["RUN", "--reward", "nonesuch"], 2, "no such reward"),
-        (["RUN", "--reward", "nowhere.py:f"], 2, "no such file"),
-        (["RUN", "--max-response-length", "100000"], 2, "no room for a prompt"),
-        (["MODEL", "--data", "VAL", "--max-response-length", "100000"], 2, "no room for a prompt"),
-        (["no/such/model", "--data", "VAL"], 2, "no such directory"),
-        (["MODEL", "--data", "gsm8k", "--benchmarks-dir", "EMPTY"], 4, "hf download openai/gsm8k"),
-        (["MODEL", "--data", "VAL", "--base-url", "http://x/v1"], 2, "add --engine openai"),
-        (["MODEL", "--data", "VAL", "--concurrency", "3"], 2, "--concurrency is for a server"),
-        (["--engine", "openai", "--data", "VAL"], 2, "no server is named"),
-        (["--engine", "openai", "--base-url", "http://127.0.0.1:9"], 2, "no data of its own"),
-        (["--engine", "openai", "--base-url", "ftp://x", "--data", "VAL"], 2, "not an HTTP address"),
-        (["--engine", "openai", "--base-url", "http://me:secret@x/v1", "--data", "VAL"], 2, "OPENAI_API_KEY"),
-        (["RUN", "--regrade"], 2, "not an evaluation"),
-        (["compare", "RUN", "RUN"], 2, "not an evaluation"),
-    ],
-)
-def test_a_mistake_is_refused_without_torch(places, arguments, code, words):
-    result, said, _ = told(*(places.get(argument, argument) for argument in arguments))
-    assert result == {"code": code, "torch": False, "transformers": False}
-    assert words in said
-    assert "secret" not in said
+MISTAKES = [
+    (["nowhere"], 2, "does not exist here"),
+    ([], 2, "no model is named"),
+    (["RUN", "--k", "9"], 2, "pass@9 cannot be estimated"),
+    (["RUN", "--temperature", "0"], 2, "temperature 0"),
+    (["RUN", "--top-p", "0"], 2, "leaves no token"),
+    (["RUN", "--data", "nowhere.parquet"], 2, "no such file"),
+    (["RUN", "--data", "gsm9k"], 2, "gsm8k"),
+    (["RUN", "--data", "BROKEN"], 2, "cannot be read as Parquet"),
+    (["RUN", "--data", "BAD"], 2, "1 of 1 rows cannot be used"),
+    (["RUN", "--out", "RUN"], 2, "not empty"),
+    (["RUN", "--reward", "nonesuch"], 2, "no such reward"),
+    (["RUN", "--reward", "nowhere.py:f"], 2, "no such file"),
+    (["RUN", "--max-response-length", "100000"], 2, "no room for a prompt"),
+    (["MODEL", "--data", "VAL", "--max-response-length", "100000"], 2, "no room for a prompt"),
+    (["no/such/model", "--data", "VAL"], 2, "no such directory"),
+    (["MODEL", "--data", "gsm8k", "--benchmarks-dir", "EMPTY"], 4, "hf download openai/gsm8k"),
+    (["MODEL", "--data", "VAL", "--base-url", "http://x/v1"], 2, "add --engine openai"),
+    (["MODEL", "--data", "VAL", "--concurrency", "3"], 2, "--concurrency is for a server"),
+    (["--engine", "openai", "--data", "VAL"], 2, "no server is named"),
+    (["--engine", "openai", "--base-url", "http://127.0.0.1:9"], 2, "no data of its own"),
+    (["--engine", "openai", "--base-url", "ftp://x", "--data", "VAL"], 2, "not an HTTP address"),
+    (["--engine", "openai", "--base-url", "http://me:secret@x/v1", "--data", "VAL"], 2, "OPENAI_API_KEY"),
+    (["RUN", "--regrade"], 2, "not an evaluation"),
+    (["compare", "RUN", "RUN"], 2, "not an evaluation"),
+]
+
+
+def test_mistakes_are_refused_without_torch(places):
+    lines = [[places.get(argument, argument) for argument in arguments] for arguments, _, _ in MISTAKES]
+    for (arguments, code, words), result in zip(MISTAKES, told(*lines), strict=True):
+        said = " ".join(result["err"].split())
+        assert (result["code"], result["loaded"]) == (code, []), (arguments, said)
+        assert words in said, arguments
+        assert "secret" not in said
     assert not (places["RUN"] / "evaluations").exists()
 
 
@@ -100,14 +101,15 @@ def test_stored_figures_are_compared_without_torch(make_samples, tmp_path):
             samples,
             page=False,
         )
-    result, _, printed = told("compare", tmp_path / "a", tmp_path / "b")
-    assert result == {"code": 0, "torch": False, "transformers": False}
-    assert "2 shared questions" in printed
+    [result] = told(["compare", tmp_path / "a", tmp_path / "b"])
+    assert (result["code"], result["loaded"]) == (0, [])
+    assert "2 shared questions" in result["out"]
 
 
 def test_benchmarks_are_listed_without_torch():
-    result, _, printed = told("list", "--json")
-    assert result == {"code": 0, "torch": False, "transformers": False}
-    assert {"gsm8k", "math500", "aime24", "aime25", "amc23", "mmlu"} <= {
-        entry["name"] for entry in json.loads(printed[: printed.rindex("]") + 1])
-    }
+    as_json, as_text = told(["list", "--json"], ["list"])
+    assert as_json["code"] == as_text["code"] == 0
+    assert as_json["loaded"] == as_text["loaded"] == []
+    names = {entry["name"] for entry in json.loads(as_json["out"])}
+    assert {"gsm8k", "math500", "aime24", "aime25", "amc23", "mmlu"} <= names
+    assert all(name in as_text["out"] for name in names)

@@ -1,5 +1,6 @@
 """A model behind an OpenAI-compatible server: a stub that fails, limits, hangs and talks nonsense."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.evaluate import served_model
 from rlctl.evaluate.evaluation import evaluate
+from rlctl.evaluate.questions import load_questions
 from rlctl.evaluate.request import EvaluateRequest
 
 KEY = "sk-do-not-store-me"
@@ -142,6 +144,15 @@ def quiet(doing, done, total):
     del doing, done, total
 
 
+def ask(request):
+    """The served model, and its responses to every question, ungraded and not stored."""
+    model = served_model.ServedModel(request, load_questions(request.data).rows)
+    found = {}
+    for batch in model.sample([(q, i) for q in range(len(model.rows)) for i in range(request.n)]):
+        found |= batch
+    return model, found
+
+
 def samples_of(out):
     return pq.read_table(out / "samples.parquet").to_pylist()
 
@@ -195,11 +206,14 @@ def test_an_answer_cut_off_at_the_limit_is_truncated(request_for, tmp_path):
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again(server, request_for, tmp_path, trouble):
+def test_what_passes_is_tried_again(server, request_for, trouble):
     server.trouble = [trouble, trouble]
-    _, found = evaluate(request_for(out=tmp_path / "out", timeout=1.0), quiet)
+    _, found = ask(request_for(timeout=1.0))
     assert len(server.asked) == 16 + 2
-    assert found.scores[0].num_samples == 16
+    assert {pair: response.text for pair, response in found.items()} == {
+        (q, i): response.text for (q, i), response in ask(request_for())[1].items()
+    }
+    assert len(found) == 16
 
 
 def test_tries_are_bounded_and_what_was_sampled_stays(server, request_for, tmp_path, monkeypatch):
@@ -228,7 +242,7 @@ def test_stored_responses_are_those_of_the_same_server_model_sampling_and_seed(s
     assert evaluate(replace(first, out=tmp_path / "other"), quiet)[1].num_stored == 0
 
 
-def test_a_pause_the_server_asks_for_is_kept(server, request_for, tmp_path, monkeypatch):
+def test_a_pause_the_server_asks_for_is_kept(server, request_for, monkeypatch):
     pauses = []
 
     async def sleep(seconds):
@@ -237,26 +251,27 @@ def test_a_pause_the_server_asks_for_is_kept(server, request_for, tmp_path, monk
     monkeypatch.setattr(served_model.asyncio, "sleep", sleep)
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
     server.trouble = [limited(Retry_After="7"), limited(Retry_After=soon)]
-    evaluate(request_for(concurrency=1, out=tmp_path / "out"), quiet)
+    ask(request_for(concurrency=1))
     assert pauses[0] == 7.0
     assert 60.0 < pauses[1] <= 100.0
     server.trouble = [limited(Retry_After="86400")]
     with pytest.raises(RunFailure, match="asks to wait 86400 seconds"):
-        evaluate(request_for(seed=3), quiet)
+        ask(request_for(seed=3))
 
 
 def test_a_refusal_ends_the_evaluation_at_once(server, request_for):
     server.trouble = [(400, {"error": "logit_bias is wrong"})]
     with pytest.raises(RunFailure, match=r"HTTP 400.*logit_bias is wrong"):
-        evaluate(request_for(concurrency=1), quiet)
+        ask(request_for(concurrency=1))
     assert len(server.asked) == 1
 
 
-def test_a_server_of_standard_parameters_is_asked_without_the_others(server, request_for, tmp_path):
+def test_a_server_of_standard_parameters_is_asked_without_the_others(server, request_for):
     server.trouble = [(400, {"error": "Unrecognized request argument supplied: top_k"})]
-    _, found = evaluate(request_for(concurrency=1, out=tmp_path / "out"), quiet)
+    model, found = ask(request_for(concurrency=1))
+    assert len(found) == 16
     assert all("top_k" not in body for body in server.asked[1:])
-    assert "its own defaults" in found.notes[0]
+    assert "its own defaults" in model.notes[0]
 
 
 def test_questions_beyond_the_context_are_left_out_and_counted(server, request_for, tmp_path):
@@ -286,9 +301,9 @@ def test_the_model_is_named_or_the_only_one(server, request_for, models, name, e
         evaluate(replace(request_for(), model_or_run=name), quiet)
 
 
-def test_a_server_that_lists_nothing_is_asked_by_name(server, request_for, tmp_path):
+def test_a_server_that_lists_nothing_is_asked_by_name(server, request_for):
     server.models = None
-    evaluate(replace(request_for(out=tmp_path / "out"), model_or_run="mine"), quiet)
+    ask(replace(request_for(), model_or_run="mine"))
     assert {body["model"] for body in server.asked} == {"mine"}
 
 
@@ -298,3 +313,21 @@ def test_a_server_that_is_not_there_is_an_environment_failure(server, request_fo
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(EnvironmentFailure, match="does not answer"):
         evaluate(request_for(base_url=url), quiet)
+
+
+def test_it_works_where_an_event_loop_is_running_as_in_a_notebook(request_for):
+    async def cell():
+        return ask(request_for())[1]
+
+    assert len(asyncio.run(cell())) == 16
+
+
+def test_an_interruption_keeps_what_was_sampled(request_for, tmp_path):
+    def interrupt(doing, done, total):
+        if done >= 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(request_for(out=tmp_path / "out", concurrency=1), interrupt)
+    assert not (tmp_path / "out").exists()
+    assert evaluate(request_for(out=tmp_path / "out"), quiet)[1].num_stored >= 5

@@ -18,7 +18,7 @@ from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
 from rlctl.spec.reward import RewardSpec
 
-#: A difference of 2 points is worth telling.
+#: Difference in shares for which the number of questions needed is reported.
 WORTH_SEEING = 0.02
 
 
@@ -51,7 +51,7 @@ class Comparison:
         data_source: its name, or `overall`.
         num_shared, num_only_a, num_only_b: questions of both, and those left out.
         figures: of those with a value on both sides.
-        verdict: what the mean rewards say, in one sentence.
+        verdict: the conclusion from the mean rewards, in one sentence.
     """
 
     data_source: str
@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """Everything `compare` found: one comparison per source (the last of all), and what to beware of."""
+    """Everything `compare` found: one comparison per source (the last of all), and warnings."""
 
     a: str
     b: str

@@ -35,7 +35,7 @@ class Target:
 
 
 def find_target(model_or_run: str, data_files: list[str]) -> Target:
-    """Tell a run directory from a model, and find what belongs to it.
+    """Decide whether a name is a run directory or a model, and find what belongs to it.
 
     Args:
         model_or_run: run directory, model directory or hub id.

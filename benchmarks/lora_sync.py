@@ -63,7 +63,7 @@ def policy_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlctl.spec.published import Shape
+    from rlctl.spec.model_size import Shape
     from tests.models import config_of
 
     shape = Shape(layers=18, hidden=512, inner=1536, heads=8, kv_heads=2, head_dim=64, vocab=8192)

@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.step import memory
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
-from rlctl.spec.model_size import ModelSize
-from rlctl.spec.published import Shape
+from rlctl.spec.model_size import ModelSize, Shape
 
 
 @dataclass(frozen=True)

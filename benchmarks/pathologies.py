@@ -29,7 +29,7 @@ from benchmarks.planted import FAULTS, HEALTHY, Planted, train_all
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import METRICS_READ, Diagnosis, examine
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from tests.simulated_logs.writers import Format, write_log
 
 FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl")

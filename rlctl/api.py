@@ -16,7 +16,7 @@ from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
     from rlctl.diagnose.rules import Diagnosis
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
 _log = logging.getLogger("rlctl")
 

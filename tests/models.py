@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from rlctl.batch import TrainBatch
-from rlctl.spec.published import Shape
+from rlctl.spec.model_size import Shape
 
 VOCABULARY = 23
 _SHAPE = {

@@ -15,7 +15,7 @@ from rlctl.spec.load import LoadedSpec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.paths import missing_paths
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 
 def print_dry_run(loaded: LoadedSpec) -> None:

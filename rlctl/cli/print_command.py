@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import typer
 
 from rlctl.errors import UsageError
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _MODULE = "rlctl.cli.app"
 _PORT = "${MASTER_PORT:-29500}"

@@ -13,7 +13,7 @@ from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.reward.trial import Trial
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
 app = typer.Typer(no_args_is_help=True, help="Try a reward before training on it.")
 

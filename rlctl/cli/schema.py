@@ -34,7 +34,7 @@ def schema(
     """
     from rlctl.spec.keys import known_sections, section_class
     from rlctl.spec.presets import DESCRIPTION
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
     model = section_class(section) if section else RunSpec
     if model is None:

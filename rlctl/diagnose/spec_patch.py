@@ -16,7 +16,7 @@ from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import dump_spec, load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_value
 
 

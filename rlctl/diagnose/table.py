@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
 #: Stands for standard input.
 STDIN = Path("-")

@@ -18,8 +18,8 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
 from rlctl.evaluate.target import Target, find_target
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.data import DataSpec
 from rlctl.spec.reward import OverlongSpec, RewardSpec
+from rlctl.spec.rollout import DataSpec
 
 EngineName = Literal["hf", "vllm", "openai"]
 

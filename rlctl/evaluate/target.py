@@ -9,7 +9,7 @@ from pathlib import Path
 from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 
 

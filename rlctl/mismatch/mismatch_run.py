@@ -25,7 +25,7 @@ from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.model import EMBEDDED, ModelSpec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 
 NUM_PROMPTS = 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlctl.spec.model import ALL_LINEAR, ModelSpec
-from rlctl.spec.published import Shape
+from rlctl.spec.model_size import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`actor`: how the policy is updated."""
+"""`actor`, `critic`, `ref`: the policy's update, the value model that `gae` needs, the KL reference."""
 
 from __future__ import annotations
 
@@ -65,3 +65,41 @@ class ActorSpec(Section):
     """AdamW's moment decay rates."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
+
+
+class CriticSpec(Section):
+    """Model, loss and optimizer of the critic, an engine of its own."""
+
+    enable: Annotated[bool | None, NullWord] = None
+    """null: trained exactly when `algorithm.adv_estimator` is `gae`."""
+    path: Annotated[str | None, NullWord] = None
+    """Causal language model whose body the critic starts from; null: the policy's own."""
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate; its course over the run is `actor.lr_scheduler_type`'s."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    ppo_epochs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Passes over each batch; null: `actor.ppo_epochs`."""
+    ppo_mini_batch_size: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Sequences per forward pass on one rank; null: the actor's."""
+    ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
+    """Tokens per forward pass on one rank, instead of a number of sequences; null: the actor's."""
+    cliprange_value: float = Field(default=0.5, gt=0)
+    """A new value may differ from the old one by this much before the loss stops rewarding it."""
+    loss_agg_mode: AggMode = "token-mean"
+    """How token losses become one number."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW's decoupled weight decay."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+
+
+class RefSpec(Section):
+    """The reference policy; built only if `use_kl_in_reward` or `use_kl_loss` asks for it."""
+
+    path: Annotated[str | None, NullWord] = None
+    """Directory or hub id; null: the policy as it starts (under LoRA its base, without a second copy)."""

@@ -26,7 +26,7 @@ def _null_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in {"null", "none", ""} else value
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
     """A single name stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -54,4 +54,4 @@ def json_file(value: Any) -> Any:
 
 #: A mapping whose keys the spec does not know: `key.anything=value` sets one of them.
 OpenMapping = dict[str, Any]
-StrList = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=list[str] | str)]
+StrList = Annotated[list[str], BeforeValidator(one_or_many, json_schema_input_type=list[str] | str)]

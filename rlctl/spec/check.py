@@ -19,7 +19,7 @@ from rlctl.spec.resolve import (
     correction_problems,
     correction_rules,
 )
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _CORRECTION = "algorithm.rollout_correction."
 #: Learning rates above this are unusual for a pretrained language model.

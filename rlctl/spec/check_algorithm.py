@@ -9,7 +9,7 @@ from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.parts import param_problems
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 Check = Callable[[RunSpec], list[Problem]]
 

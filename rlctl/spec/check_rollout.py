@@ -6,7 +6,7 @@ from rlctl.errors import Problem
 from rlctl.spec.check_algorithm import Check
 from rlctl.spec.passthrough import passthrough_is_free
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 #: vLLM raises temperatures below this one to it, with a warning in its log.
 VLLM_COLDEST = 0.01

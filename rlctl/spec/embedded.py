@@ -17,7 +17,7 @@ RESPONSE_LENGTH = 4  # tokens of "640" and the end of sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EmbeddedRecipe:
     """Everything that decides what is built, except the seed.
 
     The warm start teaches up to `taught_accuracy`, then makes the policy unsure until it answers
@@ -54,4 +54,4 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-RECIPE = Recipe()
+RECIPE = EmbeddedRecipe()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.spec.resolve import correction_rules, loss_rule
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 #: Losses that clip a ratio: what the clip is called, and what it bounds.
 _CLIPPED: dict[str, tuple[str, str]] = {

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rlctl.spec.base import Section
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` holds for every forward pass; leave it out"
 _ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` holds for every forward pass; leave it out"

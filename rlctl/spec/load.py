@@ -31,8 +31,8 @@ from rlctl.spec.keys import (
 )
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
-from rlctl.spec.run import RunSpec
-from rlctl.spec.yaml_source import Leaf, Source, parse_scalar, read_value, read_yaml_file
+from rlctl.spec.run_spec import RunSpec
+from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
 
 Layer = Literal["default", "embedded", "preset", "file", "command line"]
 
@@ -149,7 +149,7 @@ def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
 
 def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
     """Entries of one YAML file, each with its own line."""
-    source: Source = read_yaml_file(path, known_leaves().keys() - open_leaves())
+    source: SpecSource = read_yaml_file(path, known_leaves().keys() - open_leaves())
     for fault in source.faults:
         where = str(replace(origin, line=fault.line))
         problems.append(Problem("error", "", fault.what, fault.fix, where))

@@ -16,7 +16,7 @@ from rlctl.spec.activations import (
 )
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import ModelSize, model_size
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 #: Logits that the output head makes at once, in numbers (128 MiB in float32).
 MAX_LOGITS = 1 << 25

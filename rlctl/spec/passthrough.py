@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlctl.errors import Problem
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _LENGTH = "data.max_prompt_length + data.max_response_length"
 _LORA = "model.lora_rank and rollout.merge_lora"

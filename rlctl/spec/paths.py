@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlctl.errors import Problem
 from rlctl.spec.model import EMBEDDED
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 
 def missing_paths(spec: RunSpec) -> list[Problem]:

@@ -25,7 +25,7 @@ from rlctl.errors import Problem, SpecError
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.parts import params_of
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _PREFIX = "algorithm.rollout_correction."
 IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"

@@ -50,7 +50,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SpecSource:
     """What was read: dotted key → leaf, and everything wrong with it."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     return text
 
 
-def read_yaml_file(path: Path, known: Container[str]) -> Source:
+def read_yaml_file(path: Path, known: Container[str]) -> SpecSource:
     """Read a spec file; a key in `known` is a leaf even if a mapping is written there.
 
     A file that cannot be opened is one more fault, so that it is reported with all others.
@@ -81,24 +81,26 @@ def read_yaml_file(path: Path, known: Container[str]) -> Source:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        return Source(faults=[Fault(None, f"cannot be read: {error.strerror}")])
+        return SpecSource(faults=[Fault(None, f"cannot be read: {error.strerror}")])
     return read_yaml(raw, known)
 
 
-def read_yaml(raw: bytes, known: Container[str]) -> Source:
+def read_yaml(raw: bytes, known: Container[str]) -> SpecSource:
     """Read the bytes of one YAML document into leaves."""
     fault = _fault_of_bytes(raw)
     if fault is not None:
-        return Source(faults=[fault])
+        return SpecSource(faults=[fault])
     try:
         root = yaml.compose(raw.decode(), Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        return Source(faults=[_fault_of_yaml(error, raw)])
+        return SpecSource(faults=[_fault_of_yaml(error, raw)])
     if root is None:
-        return Source()
+        return SpecSource()
     if not isinstance(root, yaml.MappingNode):
-        return Source(faults=[Fault(_line(root), "the file must hold `key: value` pairs at its top level")])
-    source = Source()
+        return SpecSource(
+            faults=[Fault(_line(root), "the file must hold `key: value` pairs at its top level")]
+        )
+    source = SpecSource()
     _flatten(root, "", known, source, {})
     return source
 
@@ -145,7 +147,7 @@ def _refusal(what: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def _flatten(
-    mapping: yaml.MappingNode, prefix: str, known: Container[str], source: Source, lines: dict[str, int]
+    mapping: yaml.MappingNode, prefix: str, known: Container[str], source: SpecSource, lines: dict[str, int]
 ) -> None:
     """Collect the leaves under `mapping`; `lines` holds every key met so far and where."""
     for key_node, value_node in mapping.value:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.files import cache_root
-from rlctl.spec.embedded import RECIPE, Recipe
+from rlctl.spec.embedded import RECIPE, EmbeddedRecipe
 from rlctl.tiny.task import split, write_parquet
 
 #: Called with the fraction done in [0, 1] and a line saying what is going on.
@@ -45,7 +45,10 @@ class EmbeddedTask:
 
 
 def ensure_embedded(
-    seed: int, cache_dir: Path | None = None, progress: Progress | None = None, recipe: Recipe = RECIPE
+    seed: int,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    recipe: EmbeddedRecipe = RECIPE,
 ) -> EmbeddedTask:
     """Build the embedded model and task for `seed` unless the cache has them (about 10 s once).
 
@@ -81,7 +84,7 @@ def ensure_embedded(
     return _task(entry)
 
 
-def _build_entry(entry: Path, seed: int, progress: Progress, recipe: Recipe) -> None:
+def _build_entry(entry: Path, seed: int, progress: Progress, recipe: EmbeddedRecipe) -> None:
     """Build in a directory beside `entry`, then rename. The caller holds the lock."""
     for leftover in (entry, *entry.parent.glob(f"{entry.name}.building-*")):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -101,7 +104,7 @@ def _build_entry(entry: Path, seed: int, progress: Progress, recipe: Recipe) -> 
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Recipe) -> None:
+def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: EmbeddedRecipe) -> None:
     """Initialise, warm-start and save the model; torch's global random state is left as it was."""
     progress(0.0, "building the embedded model")
     import torch

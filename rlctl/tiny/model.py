@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlctl.spec.embedded import EOS, PAD, UNK, VOCABULARY, Recipe
+from rlctl.spec.embedded import EOS, PAD, UNK, VOCABULARY, EmbeddedRecipe
 
 #: The prompt as the model reads it is the user's words and nothing else.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def build_tokenizer(recipe: Recipe) -> Any:
+def build_tokenizer(recipe: EmbeddedRecipe) -> Any:
     """One token per character; other characters become `<unk>`; decoding puts nothing in between."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(ids, unk_token=UNK))
@@ -33,7 +33,7 @@ def build_tokenizer(recipe: Recipe) -> Any:
     )
 
 
-def build_model(recipe: Recipe) -> Any:
+def build_model(recipe: EmbeddedRecipe) -> Any:
     """A randomly initialised Llama, float32, from torch's global random state.
 
     Llama because every engine runs it and because transformers then loads the tokenizer as it was

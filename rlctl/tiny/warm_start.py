@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlctl.errors import RunFailure
-from rlctl.spec.embedded import EOS, RESPONSE_LENGTH, VOCABULARY, Recipe
+from rlctl.spec.embedded import EOS, RESPONSE_LENGTH, VOCABULARY, EmbeddedRecipe
 from rlctl.tiny.task import Problem
 
 #: Problems on which the stopping accuracy is measured: a standard error of about 0.01.
@@ -26,7 +26,9 @@ _NUM_MEASURED = 1024
 OnStep = Callable[[int, float], None]  # step, accuracy
 
 
-def warm_start(model: Any, problems: list[Problem], recipe: Recipe, seed: int, on_step: OnStep) -> float:
+def warm_start(
+    model: Any, problems: list[Problem], recipe: EmbeddedRecipe, seed: int, on_step: OnStep
+) -> float:
     """Train `model` in place on right answers up to `recipe.taught_accuracy`, then soften it.
 
     The accuracy of sampling at temperature 1 needs no sampling here: it is the mean probability of

@@ -15,7 +15,7 @@ from rlctl.track.run_dir import ENVIRONMENT_FILE, SPEC_FILE
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
 _CHECKPOINTS = "checkpoints"
 

@@ -11,7 +11,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.train.prepare import rank_positions
 from rlctl.train.timing import StepTimer
 

@@ -18,7 +18,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.protocol import RolloutEngine
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.train.rollout_engine import build_rollout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlctl.errors import Problem, SpecError
-from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.spec.rollout import ServerSpec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
+from rlctl.spec.trainer import GuardrailsSpec
 
 #: Keys that change how long a run goes on or where it reports to, not what it computes. Guardrails act on
 #: a run that is no longer well, and whoever resumes one that they stopped must be able to overrule them.

@@ -22,7 +22,7 @@ from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import ExpectedWeights
 from rlctl.spec.passthrough import as_arguments
 from rlctl.spec.rollout import VLLM_LORA_RANKS
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 ENGINE_LOGS = "engines"
 

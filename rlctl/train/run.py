@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Reward
     from rlctl.rollout.protocol import RolloutEngine
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
     from rlctl.train.saving import Saver

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 
 def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:

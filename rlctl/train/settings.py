@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rlctl.algos.aggregate import AggMode
 from rlctl.algos.rules import CorrectionRules, KLLossType, LossRule
 from rlctl.spec.resolve import correction_rules, loss_rule
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.train.tighten import tighter_criterion, tighter_weight
 
 

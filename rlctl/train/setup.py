@@ -18,7 +18,7 @@ from rlctl.engine.checkpoint import CHECKPOINTS, known_intact, latest
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.reward.build import build_reward
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.tracker import Tracker, build_tracker

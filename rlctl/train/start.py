@@ -14,7 +14,7 @@ from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.paths import with_absolute_paths
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir

@@ -31,7 +31,7 @@ from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
-from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.objective import Settled, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings

@@ -14,7 +14,7 @@ from rlctl.algos.correction_metrics import correction_metrics
 from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.tally import HostTally
 from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
-from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.spec.trainer import GuardrailsSpec
 
 #: |KL| in nats per token, and raw effective sample size, where diagnosis raises its gravest alarm.
 DRIFT_LIMIT = KL.tiers[-1][1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlctl.errors import SpecError
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import loss_rule
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
 from rlctl.what_if.dumps import Dump, find_dump
 from rlctl.what_if.settings import grid

@@ -17,7 +17,7 @@ from rlctl.algos.rules import KLLossType
 from rlctl.metric_names import describe
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.load import load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from tests import hooks, runs
 
 pytestmark = pytest.mark.usefixtures("embedded")

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from rlctl.spec.model import ModelSpec
-from rlctl.spec.model_size import model_size
+from rlctl.spec.model_size import PUBLISHED, model_size
 from rlctl.spec.presets import all_presets
-from rlctl.spec.published import PUBLISHED
 from rlctl.spec.yaml_source import read_yaml_file
 from rlctl.tiny.task import problem, write_parquet
 from tests import runs

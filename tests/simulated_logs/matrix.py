@@ -29,7 +29,7 @@ from tests.simulated_logs.writers import FORMATS, Format, write_log
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
 #: Called with the logs done and the logs in all.
 Progress = Callable[[int, int], None]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rlctl.diagnose.readers.choose import LOG_FILE
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 Format = Literal["rlctl", "verl", "trl", "nemo-rl"]
 FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl", "nemo-rl")

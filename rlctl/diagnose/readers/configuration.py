@@ -101,7 +101,7 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
     from pydantic import ValidationError
 
     from rlctl.diagnose.table import facts_of
-    from rlctl.spec.run import RunSpec
+    from rlctl.spec.run_spec import RunSpec
 
     sections = {key: value for key, value in content.items() if key in RunSpec.model_fields}
     try:

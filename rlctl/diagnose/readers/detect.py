@@ -20,7 +20,7 @@ from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog, facts_of
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "

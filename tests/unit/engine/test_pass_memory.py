@@ -12,9 +12,8 @@ from rlctl.engine.recompute import recompute_layers
 from rlctl.engine.values import ValueModule
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts, memory_total
-from rlctl.spec.model_size import ModelSize
-from rlctl.spec.published import PUBLISHED, Shape
-from rlctl.spec.run import RunSpec
+from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape
+from rlctl.spec.run_spec import RunSpec
 from tests.models import config_of
 from tests.peak_memory import PeakMemory
 

@@ -13,8 +13,7 @@ from rlctl.spec.explain import bands, batch_arithmetic, notes
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
 from rlctl.spec.model import ModelSpec
-from rlctl.spec.model_size import ModelSize, model_size
-from rlctl.spec.published import PUBLISHED, Shape
+from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape, model_size
 
 RC = "algorithm.rollout_correction."
 

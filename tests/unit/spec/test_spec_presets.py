@@ -11,7 +11,7 @@ from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.model_size import model_size
 from rlctl.spec.presets import DESCRIPTION, all_presets
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_yaml_file
 
 PROMPTS = ["data.train_files=prompts.parquet"]

@@ -18,9 +18,9 @@ from rlctl.diagnose.rules import RULES
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe
-from rlctl.spec.guardrails import GuardrailsSpec
 from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules
+from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train import guardrails as module
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import UpdateSettings

@@ -14,7 +14,7 @@ from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
-from rlctl.spec.run import RunSpec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.timing import StepTimer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.spec.guardrails import GuardrailsSpec
+from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.update import update
 from rlctl.train.update_guard import UpdateGuard
 from tests.models import naive_log_probs, replaced, tiny_model

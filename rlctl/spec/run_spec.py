@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from rlctl.spec.actor import ActorSpec
+from rlctl.spec.actor import ActorSpec, CriticSpec, RefSpec
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import Section
-from rlctl.spec.critic import CriticSpec
-from rlctl.spec.data import DataSpec
-from rlctl.spec.engine import EngineSpec
 from rlctl.spec.model import EMBEDDED, ModelSpec
-from rlctl.spec.ref import RefSpec
 from rlctl.spec.reward import RewardSpec
-from rlctl.spec.rollout import RolloutSpec
-from rlctl.spec.trainer import TrainerSpec
+from rlctl.spec.rollout import DataSpec, RolloutSpec
+from rlctl.spec.trainer import EngineSpec, TrainerSpec
 
 
 class RunSpec(Section):

@@ -18,7 +18,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["RlctlError", "diagnose", "evaluate", "grade", "load_spec", "open_run", "train"]
+__all__ = ["RlctlError", "correct", "diagnose", "evaluate", "grade", "load_spec", "open_run", "train"]
 
 _HOMES = dict.fromkeys(__all__, "rlctl.api") | {
     "RlctlError": "rlctl.errors",

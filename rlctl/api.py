@@ -15,6 +15,8 @@ from rlctl.errors import UsageError
 from rlctl.track.open_run import RunRecord, open_run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlctl.diagnose.rules import Diagnosis
     from rlctl.spec.run_spec import RunSpec
 
@@ -166,6 +168,73 @@ def grade(
     finally:
         pool.close()
     return [None if isinstance(score, Failure) else score for score in graded]
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedBatch:
+    """What rollout correction does to one mini-batch.
+
+    Attributes:
+        weights: (B, T) float32, detached: multiply the token losses by them. 0.0 where rejected; 1.0 where a
+            token is kept and no weight is configured; divided by their mean where that is configured.
+        keep_mask: (B, T) bool, False where rejected; meaningful under `response_mask`.
+        metrics: `rollout_corr/*` and `training/rollout_*` of the whole mini-batch, over all ranks.
+    """
+
+    weights: Tensor
+    keep_mask: Tensor
+    metrics: dict[str, float]
+
+
+def correct(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    advantages: Tensor | None = None,
+    **rollout_correction: Any,
+) -> CorrectedBatch:
+    """Importance weights and rejection between the sampling and the trained policy, for any trainer.
+
+    Call it once per optimizer step, with the whole mini-batch of this rank: normalisation and metrics are
+    those of the mini-batch. With torch.distributed initialised they are summed over all ranks, and every
+    rank must call it.
+
+        corrected = rlctl.correct(old_log_probs, rollout_log_probs, mask, rollout_is="sequence")
+        loss = (corrected.weights * token_loss * mask).sum() / mask.sum()
+
+    Args:
+        log_probs: (B, T) float32, log π_train of the sampled tokens: π_old, or π_θ detached.
+        rollout_log_probs: (B, T) float32, log π_rollout of the same tokens at the same temperature.
+        response_mask: (B, T) bool, tokens the policy sampled; what is False is never read.
+        advantages: (B, T), for criteria that depend on their sign (`off_policy`).
+        rollout_correction: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
+            rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
+
+    Raises:
+        UsageError: an unknown or impossible setting.
+        ValueError: shapes differ, the mask is not bool, or log-probs are in half precision.
+    """
+    from pydantic import ValidationError
+
+    from rlctl.algos import correction
+    from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+    from rlctl.engine.ranks import current_ranks
+    from rlctl.spec.algorithm import RolloutCorrectionSpec
+    from rlctl.spec.resolve import correction_rules
+
+    try:
+        rules = correction_rules(RolloutCorrectionSpec(**rollout_correction))
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UsageError(str(found["msg"]), where=".".join(map(str, found["loc"]))) from None
+    result = correction.correct(
+        log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages
+    )
+    sums = current_ranks(log_probs.device).to_host(result.tally)
+    weights = result.keep_mask.float() if result.weights is None else result.weights
+    metrics = correction_metrics(normalized(sums, rules), rules)
+    return CorrectedBatch(weights / batch_norm_factor(sums, rules), result.keep_mask, metrics)
 
 
 def _as_text(value: object) -> str:

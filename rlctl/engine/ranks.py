@@ -125,6 +125,13 @@ def join_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
+def current_ranks(device: torch.device) -> Ranks:
+    """The processes of torch's own process group, whoever initialised it; one rank without one."""
+    if not dist.is_initialized():
+        return Ranks(0, 1, device)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
 @contextmanager
 def missing_ranks() -> Iterator[None]:
     """Ranks that cannot reach one another say so: where one dies, all others fail in their next exchange.

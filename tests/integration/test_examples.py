@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,17 @@ def test_the_estimator_passes_the_tests_of_every_estimator() -> None:
     checks.test_padding_changes_nothing(ESTIMATOR)
     checks.test_numbers_of_groups_mean_nothing(ESTIMATOR)
     checks.test_responses_that_were_not_graded_count_nowhere(ESTIMATOR)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every code cell in order, in one namespace; the last expression of a cell is evaluated too."""
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert len(names["rewards"]) == 4  # type: ignore[arg-type]
+    assert names["rollouts"].num_rows == 16 * names["spec"].rollout.n  # type: ignore[attr-defined]
+    assert names["corrected"].weights.shape == (2, 3)  # type: ignore[attr-defined]
+    assert "actor.lr" in capsys.readouterr().out

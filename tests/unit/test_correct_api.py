@@ -1,0 +1,191 @@
+"""`rlctl.correct`: the correction as one call, on its own, on two ranks, and inside TRL's trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rlctl
+from rlctl.engine.ranks import Ranks
+from rlctl.tiny.embedded import ensure_embedded
+from tests.processes import on_ranks
+from tests.properties.batches import make_batch
+from tests.reference import verl_helper
+
+ROOT = Path(__file__).parents[2]
+HAS_TRL = (verl_helper.SIDE / "trl").is_dir()
+
+
+def by_hand(batch, low: float, high: float) -> list[float]:
+    """Sequence weights, one response at a time: clip(exp(Σ log-ratio)), divided by their mean."""
+    weights = []
+    for theirs, ours, mask in zip(
+        batch.rollout_log_probs.tolist(), batch.log_probs.tolist(), batch.mask.tolist(), strict=True
+    ):
+        total = sum(b - a for a, b, counts in zip(theirs, ours, mask, strict=True) if counts)
+        weights.append(min(max(math.exp(total), low), high))
+    mean = sum(weights) / len(weights)
+    return [weight / mean for weight in weights]
+
+
+def example():
+    return make_batch(rows=12, horizon=6, seed=5, empty=False)
+
+
+def test_weights_are_the_formula() -> None:
+    batch = example()
+    found = rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask, rollout_is_threshold="0.5_3")
+    for row, weight in enumerate(by_hand(batch, 0.5, 3.0)):
+        at = found.weights[row][batch.mask[row]]
+        torch.testing.assert_close(at, torch.full_like(at, weight), rtol=1e-5, atol=1e-6)
+    assert found.keep_mask[batch.mask].all()
+    assert not found.weights.requires_grad
+    assert 0 < found.metrics["rollout_corr/rollout_is_raw_eff_sample_size"] < 1
+
+
+def test_rejected_tokens_have_weight_zero() -> None:
+    batch = example()
+    found = rlctl.correct(
+        *(batch.log_probs, batch.rollout_log_probs, batch.mask),
+        rollout_is=None,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.8_1.25",
+    )
+    kept = found.keep_mask & batch.mask
+    assert (found.weights[batch.mask] == kept[batch.mask].float()).all()
+    fraction = 1 - kept.sum() / batch.mask.sum()
+    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float(fraction))
+    assert 0 < fraction < 1
+
+
+def test_mistakes_are_named() -> None:
+    batch = example()
+    given = (batch.log_probs, batch.rollout_log_probs, batch.mask)
+    with pytest.raises(rlctl.RlctlError, match="rollout_rs"):
+        rlctl.correct(*given, rollout_rs="token_k9", rollout_rs_threshold="2")
+    with pytest.raises(rlctl.RlctlError, match="rollout_iss"):
+        rlctl.correct(*given, rollout_iss="token")
+    with pytest.raises(ValueError, match="must be bool"):
+        rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask.long())
+
+
+def on_each_rank(ranks: Ranks) -> tuple[torch.Tensor, dict[str, float], int]:
+    assert dist.is_initialized()
+    batch = example()
+    mine = slice(0, 5) if ranks.rank == 0 else slice(5, 12)
+    given = (batch.log_probs[mine], batch.rollout_log_probs[mine], batch.mask[mine])
+    found = rlctl.correct(*given)
+    return found.weights.clone(), found.metrics, ranks.rank
+
+
+def test_two_ranks_share_their_mean(tmp_path: Path) -> None:
+    batch = example()
+    whole = rlctl.correct(batch.log_probs, batch.rollout_log_probs, batch.mask)
+    parts = sorted(on_ranks(2, on_each_rank, where=tmp_path), key=lambda part: part[2])
+    weights = torch.cat([part[0] for part in parts])
+    torch.testing.assert_close(weights[batch.mask], whole.weights[batch.mask])
+    for _, metrics, _ in parts:
+        assert metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+IN_TRL = """
+import json, math, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import torch
+from types import SimpleNamespace
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig
+from examples.trl_with_rlctl_correction import CorrectedGRPOTrainer
+
+model_dir, output = sys.argv[2:4]
+tokenizer = AutoTokenizer.from_pretrained(model_dir)
+sampler = AutoModelForCausalLM.from_pretrained(model_dir)
+with torch.no_grad():
+    for weight in sampler.parameters():
+        weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def sample(prompts, trainer):
+    # Another policy than the trainer's, as an engine with rounded weights is; and its own log-probs.
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    answers, log_probs = [], []
+    for prompt in ids:
+        out = sampler.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=True, top_k=0, max_new_tokens=4, min_new_tokens=2, return_dict_in_generate=True,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answer = out.sequences[0, len(prompt):].tolist()
+        with torch.no_grad():
+            whole = sampler(out.sequences).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        answers.append(answer)
+        log_probs.append([whole[t, token].item() for t, token in enumerate(answer)])
+    return {"prompt_ids": ids, "completion_ids": answers, "logprobs": log_probs}
+
+
+used = []
+
+
+class Watched(CorrectedGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        names = {"ours": "old_per_token_logps", "theirs": "sampling_per_token_logps"}
+        names |= {"mask": "completion_mask", "weights": "importance_sampling_ratio"}
+        used.append({short: inputs[name].tolist() for short, name in names.items()})
+        return super()._compute_loss(model, inputs)
+
+
+config = GRPOConfig(
+    output_dir=output, use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=8,
+    num_generations=4, max_completion_length=4, beta=0.0, learning_rate=1e-3, max_steps=2, save_strategy="no",
+    report_to="none", disable_tqdm=True, logging_steps=1,
+)
+trainer = Watched(
+    model=AutoModelForCausalLM.from_pretrained(model_dir), args=config, processing_class=tokenizer,
+    reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+    train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(10, 20) for b in range(20, 24)]),
+    rollout_func=sample,
+)
+trainer.use_vllm = True  # what the trainer does with an engine's log-probs; here a function samples
+trainer.vllm_importance_sampling_correction = True
+trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
+trainer.train()
+print("RESULT" + json.dumps({"used": used, "logs": trainer.state.log_history}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed beside the environment (`make verl`)")
+def test_in_trls_trainer_the_loss_reads_these_weights(embedded: Path, tmp_path: Path) -> None:
+    model = ensure_embedded(1, embedded).model_dir
+    paths = json.dumps([str(ROOT), str(verl_helper.SIDE)])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TRL, paths, str(model), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.rpartition("RESULT")[2])
+    assert len(found["used"]) == 2
+    for batch in found["used"]:
+        weights = []
+        for ours, theirs, mask in zip(batch["ours"], batch["theirs"], batch["mask"], strict=True):
+            total = sum(a - b for a, b, counts in zip(ours, theirs, mask, strict=True) if counts)
+            weights.append(min(max(math.exp(total), 0.5), 2.0))
+        mean = sum(weights) / len(weights)
+        assert max(weights) - min(weights) > 0.05  # the two policies differ
+        for weight, row, mask in zip(weights, batch["weights"], batch["mask"], strict=True):
+            used = [value for value, counts in zip(row, mask, strict=True) if counts]
+            assert used == pytest.approx([weight / mean] * len(used), rel=1e-4)
+    logged = [log for log in found["logs"] if "rollout_corr/rollout_is_raw_eff_sample_size" in log]
+    assert len(logged) == 2
+    assert all(0 < log["rollout_corr/rollout_is_raw_eff_sample_size"] < 1 for log in logged)

@@ -1,4 +1,4 @@
-"""`rlctl diagnose`: what a run's log says about its health."""
+"""`rlctl diagnose`: faults in a run's log, their causes and fixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FailOn(StrEnum):
 
 
 class DiagnoseCommand(TyperCommand):
-    """`diagnose PATH…`, with `diagnose compare A B` and `diagnose mismatch` beside it."""
+    """`diagnose PATH…`, with the commands `diagnose compare A B` and `diagnose mismatch`."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Hand over when the first word is a command's; a log of that name is `./compare`."""
@@ -90,7 +90,7 @@ def diagnose(
     what_if: Annotated[
         bool,
         typer.Option(
-            "--what-if", help="Replay the run's dumped rollouts under other corrections; say which is best."
+            "--what-if", help="Replay the run's dumped rollouts under other corrections; report the best."
         ),
     ] = False,
     selftest: Annotated[
@@ -101,7 +101,7 @@ def diagnose(
         ),
     ] = False,
 ) -> None:
-    """Say what is wrong with a run, why, and which change of its spec to try.
+    """Report what is wrong with a run, why, and which change of its spec to try.
 
       rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 
@@ -115,14 +115,14 @@ def diagnose(
 
       kubectl logs trainer | rlctl diagnose - --fail-on critical
 
-    Two runs side by side: rlctl diagnose compare A B
+    Compare two runs: rlctl diagnose compare A B
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
     if selftest:
         _selftest(output_format, out, paths=paths, what_if=what_if or None, fix=fix, fail_on=fail_on)
         return
     if not paths:
-        raise UsageError("no log is named", where="rlctl diagnose", fix="name a run directory, or a log")
+        raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
         _what_if(paths, output_format, out, fix=fix, fail_on=fail_on)
         return
@@ -140,7 +140,7 @@ def diagnose(
 
 
 def _selftest(output_format: DiagnosisFormat, out: Path | None, **others: object) -> None:
-    """The rules themselves are tried, on no run of anybody's.
+    """Test the rules on simulated logs.
 
     Raises:
         UsageError: something is given that is about a run.
@@ -148,7 +148,7 @@ def _selftest(output_format: DiagnosisFormat, out: Path | None, **others: object
     for name, value in others.items():
         if value:
             option = "PATH…" if name == "paths" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is about a run, and --selftest simulates its own", where=option)
+            raise UsageError(f"{option} applies to a run; --selftest uses simulated logs", where=option)
     from rlctl.cli.diagnose_selftest import selftest
 
     selftest(output_format, out)
@@ -165,7 +165,7 @@ def _what_if(
     for name, value in others.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is about findings, and --what-if replays rollouts", where=option)
+            raise UsageError(f"{option} is about findings; --what-if replays rollouts", where=option)
     from rlctl.cli.diagnose_what_if import what_if
 
     what_if(paths, output_format, out)
@@ -174,13 +174,13 @@ def _what_if(
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
     """Refuse what cannot work before anything is read."""
     if paths.count(Path("-")) > 1:
-        raise UsageError("standard input is named twice, and can be read once", where="-")
+        raise UsageError("standard input is given twice, and can be read once", where="-")
     check_out(paths, out, is_page=output_format is DiagnosisFormat.HTML)
     if fix is None:
         return
     if len(paths) > 1:
         raise UsageError(
-            f"--fix writes one run's spec, and {len(paths)} are named", where="--fix", fix="name one run"
+            f"--fix writes one run's spec, and {len(paths)} are given", where="--fix", fix="give one run"
         )
     from rlctl.diagnose.spec_patch import check_free
 
@@ -188,7 +188,7 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 
 def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None:
-    """Refuse an output that would destroy a log, has no place, or floods a terminal.
+    """Refuse an output that would overwrite a log, has no directory, or is a page on a terminal.
 
     Raises:
         UsageError: it is one of these.
@@ -197,7 +197,9 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
 
     if out is None:
         if is_page and sys.stdout.isatty():
-            raise UsageError("a page is no text for a terminal", where="--format html", fix="add --out FILE")
+            raise UsageError(
+                "a page cannot be shown on a terminal", where="--format html", fix="add --out FILE"
+            )
         return
     if any(path.exists() and out.exists() and out.samefile(path) for path in paths):
         raise UsageError("this is the log itself", where=f"--out {out}", fix="choose another name")
@@ -300,7 +302,7 @@ def write_out(text: str, out: Path | None) -> None:
 
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
-    """Write the new spec, and say on standard error what became of every finding."""
+    """Write the new spec, and report on standard error which findings it covers."""
     from rich.console import Console
 
     from rlctl.diagnose.output_text import print_patch

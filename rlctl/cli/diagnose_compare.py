@@ -29,7 +29,7 @@ def compare(
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
     ] = None,
 ) -> None:
-    """Say what differs between two runs' specs and metrics, and since which step.
+    """Report what differs between two runs' specs and metrics, and since which step.
 
     Metrics are compared step by step. They differ where medians of several steps
     are further apart than both runs' own noise, for longer than one such window.

@@ -12,7 +12,7 @@ import numpy as np
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Finding
 from rlctl.diagnose.rules import Diagnosis
-from rlctl.diagnose.signals import longest_true
+from rlctl.diagnose.signals import deviation, longest_true, smoothed
 from rlctl.diagnose.spec_patch import flat
 from rlctl.diagnose.table import RunLog, Table
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 #: Runs differ where window medians are further apart than this many of both runs' robust deviations. The
 #: medians' own noise is about 0.4 of one.
 APART_SIGMAS = 2.0
-#: A window median's noise, in a value's, as long as values are independent; windows that it takes to tell
-#: whether they are.
+#: Noise of a window's median relative to a value's, for independent values; windows needed to estimate it.
 _MEDIAN_SHARE, _MIN_WINDOWS = 0.4, 8
-#: Windows whose median stands for the level that a value's noise is measured from.
+#: Windows whose median is the level from which the noise is measured.
 _SMOOTHED = 5
 #: Standard deviations of a normal distribution in its median absolute deviation.
 _NORMAL = 1.4826
@@ -44,7 +43,7 @@ _MACHINE = ("perf/", "timing_s/", "timing/")
 
 @dataclass(frozen=True, slots=True)
 class SpecChange:
-    """A key whose value differs; None where the run's log does not tell."""
+    """A key whose value differs; None where it is unknown."""
 
     key: str
     a: Any
@@ -94,8 +93,8 @@ class RunComparison:
     Attributes:
         a, b: both diagnoses.
         shared: first and last step both have logged, and how many; None where there is none.
-        identical_until: the last step before which every figure of the training is the same to the last
-            digit; None where the first step already differs or no metric is shared.
+        identical_until: the last step up to which all training metrics are equal; None where the first step
+            differs or no metric is shared.
         spec: changed keys.
         metrics: what differs, the largest first.
         same: shared metrics without a lasting difference.
@@ -163,13 +162,11 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
         key: the metric.
         a, b: tables with the same steps.
     """
-    from scipy.ndimage import median_filter
-
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
         return None
     # Reflected at the ends, where repeating the last value would let it decide alone.
-    medians_a, medians_b = (median_filter(v, size=th.WINDOW, mode="reflect") for v in (values_a, values_b))
+    medians_a, medians_b = map(smoothed, (values_a, values_b))
     noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _drift(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
@@ -197,20 +194,13 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
 
 def _without_single_windows(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Single windows neither begin nor interrupt a stretch."""
-    from scipy.ndimage import median_filter
-
-    return np.asarray(median_filter(flags.astype(np.uint8), size=th.WINDOW, mode="reflect")).astype(bool)
+    return smoothed(flags.astype(np.uint8)).astype(bool)
 
 
 def _noise(values: Floats) -> float:
     """Robust standard deviation of the values around their running level."""
-    from scipy.ndimage import median_filter
-    from scipy.stats import median_abs_deviation
-
     size = min(_SMOOTHED * th.WINDOW, len(values) // 2 * 2 - 1)
-    return float(
-        median_abs_deviation(values - median_filter(values, size=size, mode="nearest"), scale="normal")
-    )
+    return float(deviation(values - smoothed(values, size, "nearest")))
 
 
 def _drift(difference: Floats) -> float:
@@ -256,7 +246,7 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
 
 
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
-    """Key by key; of runs without a spec, what their logs tell of them."""
+    """Key by key; of runs without a spec, their known facts."""
     if a.spec is not None and b.spec is not None:
         left, right = flat(a.spec.model_dump(mode="json")), flat(b.spec.model_dump(mode="json"))
         for key in left | right:

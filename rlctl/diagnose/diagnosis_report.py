@@ -20,7 +20,7 @@ from rlctl.spec.load import RUN_SPEC_FILE
 _INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
 )
-#: Where a framework's own log has what a `spec.yaml` would tell.
+#: Where a framework's own log has what a `spec.yaml` contains.
 _CONFIGURED = {
     "verl": "the configuration that verl prints first",
     "trl": "the training arguments, which are in TensorBoard's and W&B's logs",

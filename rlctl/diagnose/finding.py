@@ -36,7 +36,7 @@ class Fix:
 
     Attributes:
         spec: `key=value` arguments of `rlctl train` that belong together; empty where no setting helps and
-            `why` says what to do by hand.
+            `why` is what to do by hand.
         why: one clause; may be empty where there is a setting.
         others: framework → the same change in its own keys.
     """

@@ -80,7 +80,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
     cause="rollout engine and trainer differ, or the policy moves far while it trains on one batch",
     fixes=lambda run: (*fix.gentler(run), *fix.correct_tokens(run)),
-    sure=("medium", "the logged gap includes the policy's own progress, or the log does not tell"),
+    sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
 )  # fmt: skip
 def policy_gap(run: RunLog) -> Detection | Skipped | None:

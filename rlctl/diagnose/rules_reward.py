@@ -45,7 +45,7 @@ LENGTH_GROWTH = 1.5
 @Rule(
     "dead-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
     needs=(th.ZERO_SPREAD.key,), uses=(SCORE, BEST, WORST),
-    signal="`reward/zero_spread_groups`; tells whether all are right or all wrong",
+    signal="`reward/zero_spread_groups`; reports whether all are right or all wrong",
     thresholds="learned³ / > 0.5 / > 0.75, where the rewards show that it is not learned",
     sure=("high", "the mean reward of these steps shows which"),
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -103,15 +103,15 @@ class Trend:
 
 
 def start_of(series: Series) -> Start | None:
-    """The run's own start; None where too little was logged to tell it from the rest."""
-    from scipy.stats import kendalltau, median_abs_deviation
+    """The run's own start; None where too few steps were logged."""
+    from scipy.stats import kendalltau
 
     count = min(th.START_STEPS, len(series) // 2)
     if count < th.START_MIN_STEPS:
         return None
     first = series.values[:count]
     median = float(np.median(first))
-    sigma = float(median_abs_deviation(first, scale="normal"))
+    sigma = float(deviation(first))
     early, late = np.median(first[: count // 2]), np.median(first[count // 2 :])
     is_small = bool(abs(late - early) <= th.START_TREND_SIZE * abs(median))
     is_stable = is_small or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
@@ -120,12 +120,24 @@ def start_of(series: Series) -> Start | None:
 
 def rolling_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """(M,) → (M − W + 1,): the median of every `WINDOW` consecutive values, or of all if there are fewer."""
-    from scipy.ndimage import median_filter
-
     if len(values) < th.WINDOW:
         return np.array([np.median(values)])
     half = th.WINDOW // 2
-    return np.asarray(median_filter(values, size=th.WINDOW, mode="nearest")[half : len(values) - half])
+    return smoothed(values, mode="nearest")[half : len(values) - half]
+
+
+def smoothed(values: NDArray[Any], size: int = th.WINDOW, mode: str = "reflect") -> NDArray[Any]:
+    """(M,) → (M,): the median of the `size` values around each; `mode` is scipy's, for the ends."""
+    from scipy.ndimage import median_filter
+
+    return np.asarray(median_filter(values, size=size, mode=mode))
+
+
+def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Robust standard deviation along the last axis, from the median absolute deviation."""
+    from scipy.stats import median_abs_deviation
+
+    return np.asarray(median_abs_deviation(values, axis=-1, scale="normal"))
 
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
@@ -201,12 +213,10 @@ def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray
         the start; (M,) bool, per value whether the median around it has moved as described; (M,) those
         medians. None where there is no start to compare with, or it is not positive.
     """
-    from scipy.ndimage import median_filter
-
     start = start_of(series)
     if start is None or start.median <= 0.0:
         return None
-    medians = np.asarray(median_filter(series.values, size=th.WINDOW, mode="reflect"))
+    medians = smoothed(series.values)
     limit = move.factor * start.median
     if move.factor > 1.0:
         has_moved = medians >= (limit if move.beyond is None else max(limit, move.beyond))
@@ -223,10 +233,10 @@ def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None
     """
     steps, columns = table.aligned(*(move.key for move in moves))
     each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
-    told = [one for one in each if one is not None]
-    if len(told) < len(moves):
+    known = [one for one in each if one is not None]
+    if len(known) < len(moves):
         return None
-    start, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in told]))
+    start, length = longest_true(np.logical_and.reduce([flags for _, flags, _ in known]))
     if length < th.WINDOW:
         return None
     inside = slice(start, start + length)
@@ -237,7 +247,7 @@ def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None
             float(medians[inside].max() if move.factor > 1.0 else medians[inside].min()),
             steps[inside],
         )
-        for move, (begin, _, medians) in zip(moves, told, strict=True)
+        for move, (begin, _, medians) in zip(moves, known, strict=True)
     )
 
 
@@ -248,19 +258,16 @@ def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]
 
 def spikes(series: Series) -> Series:
     """The values far above the `SPIKE_HISTORY` values before them: a slow drift is no spike."""
-    from scipy.ndimage import median_filter
-    from scipy.stats import median_abs_deviation
-
     values = series.values
     width = min(th.SPIKE_HISTORY, max(th.SPIKE_MIN_HISTORY, len(values) // 2 | 1))
     if len(values) <= width:
         return Series(series.steps[:0], values[:0])
     half = width // 2
-    before = np.asarray(median_filter(values, size=width, mode="nearest"))[half : len(values) - half - 1]
+    before = smoothed(values, width, "nearest")[half : len(values) - half - 1]
     places = width + np.flatnonzero((before > 0.0) & (values[width:] > th.SPIKE_MEDIANS * before))
     history = sliding_window_view(values, width)
     parts = [places[at : at + _CHUNK] for at in range(0, len(places), _CHUNK)]
-    sigma = [median_abs_deviation(history[part - width], axis=1, scale="normal") for part in parts]
+    sigma = [deviation(history[part - width]) for part in parts]
     limit = before[places - width] + th.SPIKE_SIGMAS * np.concatenate([np.empty(0), *sigma])
     found = places[values[places] > limit]
     return Series(series.steps[found], values[found])

@@ -152,7 +152,7 @@ def check_free(path: Path) -> None:
 
 
 def write_patch(path: Path, patch: SpecPatch) -> None:
-    """Write the new spec; each changed key says which finding changed it, and what it was.
+    """Write the new spec; above each changed key stand its finding and the value before.
 
     Raises:
         UsageError: the file exists, or cannot be written.

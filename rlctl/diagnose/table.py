@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -39,13 +39,11 @@ class Table:
         steps: (N,) strictly ascending.
         columns: metric → (N,) values, NaN where the step did not log it or logged no finite number.
         nonfinite: metric → the steps at which NaN or an infinity was logged.
-        names: every key seen in the log, those not kept as columns included.
     """
 
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
     nonfinite: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
 
     def series(self, key: str) -> Series:
         """The metric's finite values; empty if it was never logged."""
@@ -76,16 +74,6 @@ class Table:
     def most_logged(self, keys: tuple[str, ...]) -> str:
         """The metric with the most finite values; of equals the first."""
         return max(keys, key=lambda key: len(self.series(key)))
-
-    def until(self, count: int) -> Table:
-        """The first rows, as the log was when it had no more."""
-        last = self.steps[count - 1]
-        columns = {key: values[:count] for key, values in self.columns.items()}
-        logged = {key: values for key, values in columns.items() if np.isfinite(values).any()}
-        nonfinite = {key: at[at <= last] for key, at in self.nonfinite.items()}
-        seen = {key: at for key, at in nonfinite.items() if len(at)}
-        empty = {key: columns[key] for key in seen if key not in logged and key in columns}
-        return Table(self.steps[:count], logged | empty, seen, self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +113,7 @@ class Facts:
         ess_after_truncation: the logged effective sample size is of bounded weights, which hide a tail.
         ess_length_weighted: it counts tokens where the weights are per sequence.
         weights_are: whether `rollout_corr/rollout_is_*` describes weights before or after their bound.
-        dialect: whose rejection criteria and bounds the names in `rollout_rs` mean.
+        dialect: the naming that `rollout_rs` and its bounds follow.
     """
 
     bypass_mode: bool | None = None
@@ -148,18 +136,13 @@ class Facts:
 
 
 def facts_of(spec: RunSpec) -> Facts:
-    """What a spec of rlctl says of its run."""
+    """The facts that a spec of rlctl states."""
     from rlctl.spec.resolve import correction_rules
 
     correction = spec.algorithm.rollout_correction
     in_verls_terms = correction.dialect == "verl"
-    penalties = (
-        (spec.actor.use_kl_loss, spec.actor.kl_loss_coef),
-        (
-            spec.algorithm.use_kl_in_reward,
-            spec.algorithm.kl_ctrl.kl_coef,
-        ),
-    )
+    in_loss = spec.actor.kl_loss_coef if spec.actor.use_kl_loss else 0.0
+    in_reward = spec.algorithm.kl_ctrl.kl_coef if spec.algorithm.use_kl_in_reward else 0.0
     return Facts(
         bypass_mode=correction.bypass_mode,
         updates_per_batch=spec.data.train_batch_size // spec.ppo_mini_batch_size * spec.actor.ppo_epochs,
@@ -171,7 +154,7 @@ def facts_of(spec: RunSpec) -> Facts:
         group_size=spec.rollout.n,
         has_critic=spec.trains_critic,
         max_response_length=spec.data.max_response_length,
-        kl_coef=max(coefficient if is_on else 0.0 for is_on, coefficient in penalties),
+        kl_coef=max(in_loss, in_reward),
         dtype=spec.engine.dtype,
         lr=spec.actor.lr,
         ess_after_truncation=True,
@@ -188,7 +171,7 @@ class RunLog:
     Attributes:
         path: the log file.
         table: its content, under canonical names.
-        spec: of the run, if its `spec.yaml` lies beside the log.
+        spec: of the run, if its `spec.yaml` is next to the log.
         notes: what had to be tolerated when reading.
         framework: what wrote the log.
         origins: canonical metric → what the log called it, for every column.
@@ -202,10 +185,6 @@ class RunLog:
     framework: Framework = "rlctl"
     origins: Mapping[str, MetricOrigin] = field(default_factory=dict)
     facts: Facts = Facts()
-
-    def until(self, count: int) -> RunLog:
-        """The run as it was after its first `count` logged steps."""
-        return replace(self, table=self.table.until(count))
 
     @property
     def gap_is_mismatch(self) -> bool:

@@ -39,7 +39,7 @@ class Levels:
         is_floor: the metric must stay above them, not below.
         absolute: the metric's absolute value is compared.
         relative: levels milder than `critical` also need the metric far from the run's own start.
-        min_steps: values it takes to judge.
+        min_steps: values needed to apply them.
     """
 
     key: str

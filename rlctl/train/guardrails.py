@@ -241,5 +241,4 @@ class _Log:
             np.array(self._steps, dtype=np.int64),
             {key: np.array(column) for key, column in self._columns.items()},
             {key: np.array(steps) for key, steps in self._nonfinite.items()},
-            frozenset(self._names),
         )

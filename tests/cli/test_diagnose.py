@@ -87,7 +87,7 @@ def test_mistakes_exit_2(tmp_path, healthy, capsys):
         assert words in capsys.readouterr().err
     assert run(["diagnose", str(healthy), "--fail-on", "info"]) == 2
     assert run(["diagnose", "-", "-"]) == 2
-    assert "named twice" in capsys.readouterr().err
+    assert "given twice" in capsys.readouterr().err
 
 
 def test_every_format_goes_to_a_file_or_to_standard_output(sick, tmp_path, capsys):

@@ -10,16 +10,18 @@ import tempfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlctl.diagnose.finding import SEVERITIES, Finding, Severity
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Rule
 from rlctl.diagnose.rules import METRICS_READ, RULES, Diagnosis, examine
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.load import load_spec
 from tests.simulated_logs.faults import FAULTS, STEPS, Fault
 from tests.simulated_logs.healthy import KINDS, Kind
@@ -203,6 +205,16 @@ def spec_of(overrides: tuple[str, ...]) -> RunSpec:
     return load_spec([], [], list(overrides)).spec
 
 
+def until(run: RunLog, count: int) -> RunLog:
+    """The run as it was after its first `count` logged steps."""
+    table, last = run.table, run.table.steps[count - 1]
+    columns = {key: values[:count] for key, values in table.columns.items()}
+    nonfinite = {key: at[at <= last] for key, at in table.nonfinite.items()}
+    seen = {key: at for key, at in nonfinite.items() if len(at)}
+    logged = {key: values for key, values in columns.items() if np.isfinite(values).any() or key in seen}
+    return replace(run, table=Table(table.steps[:count], logged, seen))
+
+
 def _reaches(found: Finding | object, severity: Severity) -> bool:
     return isinstance(found, Finding) and SEVERITIES.index(found.severity) <= SEVERITIES.index(severity)
 
@@ -213,7 +225,7 @@ def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
     Found by halving: what the rule says once it goes on saying.
     """
     places = range(int((run.table.steps < onset).sum()) + 1, len(run.table.steps) + 1)
-    first = bisect_left(places, True, key=lambda place: _reaches(rule.apply(run.until(place)), wanted))
+    first = bisect_left(places, True, key=lambda place: _reaches(rule.apply(until(run, place)), wanted))
     return int(run.table.steps[places[first] - 1]) - onset
 
 

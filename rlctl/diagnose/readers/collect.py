@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.diagnose.readers.source import Watch
-from rlctl.diagnose.readers.values import LARGEST_STEP, as_numbers, is_finite, whole
+from rlctl.diagnose.readers.values import LARGEST_STEP, LARGEST_VALUE, as_number, is_number, whole
 from rlctl.diagnose.table import Framework
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ MAIN, EVAL = "main", "eval"
 _OWN_CLOCKS = frozenset({"train/step", "rollout/step"})
 _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
-_CHUNK_ROWS = 4096  # converted to numbers at once
 
 
 #: Values, and whether each was logged as a number; (n,) both.
@@ -40,10 +39,11 @@ Logged = tuple["NDArray[np.float64]", "NDArray[np.bool_]"]
 
 @dataclass(slots=True)
 class _Column:
-    """Blocks of (rows, values) of one name on one clock; `bad`: rows that logged no finite number."""
+    """Finite values of one name on one clock with their rows; `bad`: rows that logged no finite number."""
 
-    blocks: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    bad: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(slots=True)
@@ -56,16 +56,14 @@ class _Clock:
     columns: dict[str, _Column] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Layout:
-    """What rows with the same keys have in common."""
+    """What rows with the same keys have in common; `columns`: the wanted names with their columns."""
 
     clock: _Clock
     number: int
     step_key: str
-    names: tuple[str, ...]
-    rows: list[int] = field(default_factory=list)
-    values: list[tuple[Any, ...]] = field(default_factory=list)
+    columns: tuple[tuple[str, _Column], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,6 @@ class Collector:
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._nested: set[tuple[str, ...]] = set()
         self._name_sets: dict[frozenset[str], int] = {}
-        self._order = 0
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Take one row; False if it has no step."""
@@ -121,53 +118,50 @@ class Collector:
             row = dict(_flat(row))
             keys = tuple(row)
         layout = self._layouts.get(keys)
-        if layout is None or not layout.names:
+        if layout is None or not layout.columns:
             if any(isinstance(value, dict) for value in row.values()):
                 self._nested.add(keys)
                 return self.add(row)
             layout = layout or self._layout(row)
-        if layout is None:
+        step = None if layout is None else whole(row[layout.step_key])
+        if layout is None or step is None:
             return False
-        step = whole(row[layout.step_key])
-        if step is None:
-            return False
-        self.num_rows += 1
-        self.last_step = step
-        clock = layout.clock
-        layout.rows.append(len(clock.steps))
-        clock.steps.append(step)
-        clock.order.append(self._order)
-        clock.layouts.append(layout.number)
-        self._order += 1
-        if layout.names:
-            layout.values.append(tuple(map(row.__getitem__, layout.names)))
-            if len(layout.values) >= _CHUNK_ROWS:
-                self._flush(layout)
-        else:
-            layout.rows.clear()
+        place = self._add_steps(layout.clock, layout.number, [step])
+        for name, column in layout.columns:
+            value = row[name]
+            number = value if type(value) is float else as_number(value)
+            if abs(number) <= LARGEST_VALUE:
+                column.rows.append(place)
+                column.values.append(number)
+            elif self.null_is_nan if value is None else is_number(value):
+                column.bad.append(place)
         return True
+
+    def _add_steps(self, clock: _Clock, number: int, steps: Sequence[int]) -> int:
+        """Count rows with the same set of names; returns the place of the first."""
+        first = len(clock.steps)
+        clock.steps.extend(steps)
+        clock.order.extend(range(self.num_rows, self.num_rows + len(steps)))
+        clock.layouts.extend([number] * len(steps))
+        self.num_rows += len(steps)
+        self.last_step = steps[-1] if steps else self.last_step
+        return first
 
     def add_columns(self, clock: str, steps: NDArray[np.int64], columns: Mapping[str, Logged]) -> None:
         """Take (n,) rows at once, on a clock of that name."""
         self.names.update(columns)
-        self.num_rows += len(steps)
-        self.last_step = int(steps[-1]) if len(steps) else self.last_step
         rows = self._clocks.setdefault(clock, _Clock())
-        first = len(rows.steps)
-        rows.steps.extend(steps.tolist())
-        rows.order.extend(range(self._order, self._order + len(steps)))
-        rows.layouts.extend([self._number_of(frozenset(columns))] * len(steps))
-        self._order += len(steps)
+        first = self._add_steps(rows, self._number_of(frozenset(columns)), steps.tolist())
         places = np.arange(first, first + len(steps))
         for name, (values, was_logged) in columns.items():
             column = rows.columns.setdefault(name, _Column())
-            column.blocks.append((places, values))
-            column.bad += places[was_logged & ~is_finite(values)].tolist()
+            is_finite = np.abs(values) <= LARGEST_VALUE
+            column.rows.extend(places[is_finite].tolist())
+            column.values.extend(values[is_finite].tolist())
+            column.bad.extend(places[was_logged & ~is_finite].tolist())
 
     def finish(self) -> Collected:
         """Bring all clocks to one axis of steps; the collector is empty afterwards."""
-        for layout in self._layouts.values():
-            self._flush(layout)
         kept, notes = {}, []
         for name, clock in self._clocks.items():
             in_order = _goes_back_by_restarts_only(clock, list(self._name_sets))
@@ -185,10 +179,12 @@ class Collector:
         nonfinite: dict[str, NDArray[np.int64]] = {}
         for name, clock in self._clocks.items():
             places = np.searchsorted(axis, steps[name])
-            while clock.columns:  # one after the other, so that blocks and columns are not there twice
+            while clock.columns:  # one after the other, so that the values are not in memory twice
                 key, column = clock.columns.popitem()
                 values = columns.setdefault(key, np.full(len(axis), np.nan))
-                _fill(values, column, places, kept[name])
+                rows = np.array(column.rows, dtype=np.int64)
+                use = kept[name][rows]
+                values[places[rows[use]]] = np.array(column.values)[use]  # of two for one step the later
                 if bad := [row for row in column.bad if kept[name][row]]:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         left_out = sum(int((~rows).sum()) for rows in kept.values())
@@ -206,23 +202,14 @@ class Collector:
         self.names.update(row)
         metrics = [key for key in row if key not in STEP_KEYS]
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
-        number = self._number_of(frozenset(metrics))
-        layout = _Layout(clock, number, step_key, tuple(filter(self.keeps, metrics)))
+        kept = tuple(
+            (name, clock.columns.setdefault(name, _Column())) for name in metrics if self.keeps(name)
+        )
+        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept)
         return self._layouts.setdefault(tuple(row), layout)
 
     def _number_of(self, names: frozenset[str]) -> int:
         return self._name_sets.setdefault(names, len(self._name_sets))
-
-    def _flush(self, layout: _Layout) -> None:
-        if layout.values:
-            rows = np.array(layout.rows)
-            numbers, was_logged = as_numbers(layout.values, self.null_is_nan)
-            for place, name in enumerate(layout.names):
-                column = layout.clock.columns.setdefault(name, _Column())
-                column.blocks.append((rows, numbers[:, place].copy()))
-                column.bad += rows[was_logged[:, place] & ~is_finite(numbers[:, place])].tolist()
-        layout.rows.clear()
-        layout.values.clear()
 
     def _drop_stale_evaluations(self, kept: dict[str, NDArray[np.bool_]]) -> None:
         """A restart also repeats evaluations: those of steps that the main rows log again later."""
@@ -239,8 +226,8 @@ class Collector:
 def _clock_of(step_key: str, metrics: Sequence[str]) -> str:
     if step_key in _OWN_CLOCKS:
         return step_key
-    told = [name for name in metrics if not _IS_META.fullmatch(name)]
-    return EVAL if told and all(_IS_EVAL.match(name) for name in told) else MAIN
+    own = [name for name in metrics if not _IS_META.fullmatch(name)]
+    return EVAL if own and all(_IS_EVAL.match(name) for name in own) else MAIN
 
 
 def _family(clock: str) -> str:
@@ -290,15 +277,6 @@ def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.repeat(runs < lowest_later, np.diff(np.append(starts, len(steps))))
 
 
-def _fill(
-    values: NDArray[np.float64], column: _Column, places: NDArray[np.int64], kept: NDArray[np.bool_]
-) -> None:
-    """Put a column's finite numbers at their rows' places; of two for one place the later counts."""
-    for rows, numbers in column.blocks:
-        use = kept[rows] & is_finite(numbers)
-        values[places[rows[use]]] = numbers[use]
-
-
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested objects by their path; wrappers such as verl's `data` are left out of it."""
     for key, value in row.items():
@@ -316,7 +294,7 @@ class LogReading:
     Attributes:
         collector: takes the rows.
         limit: rows after which a reader may stop, for a first look; None reads everything.
-        hint: the framework, where the format tells it.
+        hint: the framework, where the format shows it.
         config: the run's configuration, where the log has one.
         notes: what had to be tolerated.
         watch: called with how far a file was read, where that is known.

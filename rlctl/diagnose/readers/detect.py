@@ -105,7 +105,7 @@ def _content(candidate: Candidate) -> LogContent:
 
 
 def _spec_next_to(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """The run's spec, if it lies where `rlctl train` puts it; an invalid one gives a note."""
+    """The run's spec, if it is where `rlctl train` puts it; an invalid one gives a note."""
     path = log.parent / RUN_SPEC_FILE
     if log == STDIN or not path.is_file():
         return None, ()

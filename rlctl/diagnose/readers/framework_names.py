@@ -149,7 +149,7 @@ def _literal(key: str) -> list[str]:
 
 
 def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
-    """The framework that explains most of the names, `hint` (told by the format) among equals.
+    """The framework that explains most of the names, among equals the `hint` that the format gives.
 
     The one for unknown frameworks if only generic names are known; None if none is.
     """
@@ -194,9 +194,7 @@ def canonical_table(
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}
     origins: dict[str, MetricOrigin] = {}
-    names = set(collected.names)
     for name, named in _in_order(collected.names, framework):
-        names.add(named.key)
         if named.key not in wanted or (named.key in columns and named.aggregate != "sum"):
             continue
         column = collected.columns.pop(name, None)
@@ -209,7 +207,7 @@ def canonical_table(
         if len(bad):
             nonfinite[named.key] = bad
         origins.setdefault(named.key, MetricOrigin(name, named.meaning))
-    return Table(collected.steps, columns, nonfinite, frozenset(names)), origins, facts
+    return Table(collected.steps, columns, nonfinite), origins, facts
 
 
 def _first_known(*sources: Facts) -> Facts:

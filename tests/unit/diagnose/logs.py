@@ -40,9 +40,7 @@ def run_log(rows, *overrides, facts=None):
         for key in columns
     }
     finite = {key: np.where(np.isfinite(values), values, np.nan) for key, values in columns.items()}
-    table = Table(
-        steps, finite, {k: at for k, at in nonfinite.items() if len(at)}, frozenset(columns) | {"step"}
-    )
+    table = Table(steps, finite, {k: at for k, at in nonfinite.items() if len(at)})
     if facts is not None:
         return RunLog(Path("log"), table, facts=facts)
     spec = spec_of(*overrides)

@@ -50,7 +50,6 @@ def test_gaps_names_for_nan_and_metrics_that_come_later(tmp_path):
     assert series.values.tolist() == [0.5, 3.0]
     assert table.nonfinite["actor/grad_norm"].tolist() == [5, 6]
     assert table.series("actor/entropy").steps.tolist() == [5, 7]
-    assert "actor/lr" in table.names
     assert "actor/lr" not in table.columns
     assert len(table.series("never")) == 0
 

@@ -171,5 +171,5 @@ def test_memory_grows_with_what_is_wanted_only(tmp_path):
 
     read_run_once = peak(0)  # imports and caches
     assert peak(60) < peak(0) * 1.5 + (1 << 19)
-    assert peak(0) <= read_run_once
+    assert peak(0) <= read_run_once * 1.1
     assert peak(0) < 1 << 20

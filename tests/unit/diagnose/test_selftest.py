@@ -130,7 +130,7 @@ def test_what_is_about_a_run_is_refused(arguments, capsys):
 
 def test_without_a_log_it_says_so(capsys):
     assert rlctl(["diagnose"]) == 2
-    assert "no log is named" in capsys.readouterr().err
+    assert "no log is given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -164,8 +164,10 @@ def test_a_run_as_it_was_knows_nothing_of_later(tmp_path):
     log = write_log("rlctl", rows, matrix.spec_of(()), tmp_path)
     run = read_run(log, METRICS_READ)
     assert run.table.nonfinite["actor/grad_norm"].tolist() == [13]
-    before, after = run.until(12).table, run.until(13).table
+    before, after = matrix.until(run, 12).table, matrix.until(run, 13).table
     assert before.steps.tolist() == list(range(1, 13))
     assert "actor/grad_norm" not in before.nonfinite
     assert after.nonfinite["actor/grad_norm"].tolist() == [13]
-    assert run.until(3).table.columns.keys() == run.table.columns.keys() - {"val/addition/reward_mean"}
+    assert matrix.until(run, 3).table.columns.keys() == run.table.columns.keys() - {
+        "val/addition/reward_mean"
+    }

@@ -83,7 +83,7 @@ def slower(run: RunLog) -> Fix:
     """Half the peak learning rate, as configured or else as logged."""
     logged = run.table.series("actor/lr").values
     peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
-    return change(f"actor.lr={peak / 2:g}") if peak else by_hand("halve the learning rate")
+    return change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate")
 
 
 def calmer(run: RunLog) -> tuple[Fix, ...]:

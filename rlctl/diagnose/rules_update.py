@@ -144,7 +144,7 @@ def _penalty_coefficient(run: RunLog) -> float | None:
 def _stronger_penalty(run: RunLog, metric: str) -> tuple[Fix, ...]:
     coefficient = _penalty_coefficient(run)
     key = "actor.kl_loss_coef" if metric == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
-    return (fix.change(f"{key}={2 * coefficient:g}"),) if coefficient else ()
+    return (fix.change(f"{key}={2 * coefficient:.2g}"),) if coefficient else ()
 
 
 @Rule(
@@ -175,7 +175,7 @@ def _better_critic(run: RunLog) -> tuple[Fix, ...]:
     return (
         fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch"),
         fix.change("trainer.critic_warmup=20", why="train the critic alone at the start"),
-        *((fix.change(f"critic.lr={2 * run.spec.critic.lr:g}"),) if run.spec else ()),
+        *((fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}"),) if run.spec else ()),
     )
 
 

@@ -105,7 +105,8 @@ class Matrix:
         counts, failed = (Counter(map(_sort, trials)) for trials in (self.trials, self.failures))
         return (
             f"{counts['fault'] - failed['fault']} of {counts['fault']} faults detected, "
-            f"{counts['blind'] - failed['blind']} of {counts['blind']} logs that cannot show one say so, "
+            f"{counts['blind'] - failed['blind']} of {counts['blind']} skipped where the log lacks "
+            "the metric, "
             f"{failed['healthy']} alarms in {counts['healthy']} healthy logs"
         )
 

@@ -157,6 +157,12 @@ def test_what_the_log_does_not_tell_still_has_a_fix(spoil, rule, words):
     assert words in [fix.others.get("trl") for fix in finding.fixes]
 
 
+def test_proposed_numbers_have_two_digits():
+    spoil = always(actor__grad_norm=later(0.8, 20.0), actor__lr=4.9986e-06)
+    [finding] = [one for one in diagnose(spoil, facts=Facts()).findings if one.rule == "gradient-norm"]
+    assert [fix.spec for fix in finding.fixes] == [("actor.lr=2.5e-06",)]
+
+
 def test_a_tail_behind_truncation_is_seen_through_chi2():
     """verl logs the effective sample size of truncated weights only: at a bound of 2 it stays above 0.5."""
     rows = healthy_rows()

@@ -56,6 +56,14 @@ def test_too_few_steps_cross_nothing(count):
     assert crossing(series([9.0] * count), LEVELS) is None
 
 
+def test_levels_may_count_from_one_step():
+    sure = Levels("some/key", (("critical", 2.0),), min_steps=1)
+    found = crossing(series([3.0]), sure)
+    assert (found.severity, found.where) == ("critical", "in step 1")
+    assert found.evidence.figure == "3, over 2"
+    assert crossing(series([3.0] * 7), LEVELS).evidence.figure == "3 (median of 7 steps), over 2"
+
+
 def test_a_start_is_a_robust_one():
     values = noisy(2.0, 60)
     values[3] = 1e6

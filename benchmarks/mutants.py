@@ -70,7 +70,7 @@ MODULES = {
     "rlctl.algos.estimators": [*ESTIMATORS, "tests/unit/test_registry.py"],
     "rlctl.algos.kl": [f"{ALGOS}/test_kl.py", "tests/unit/train/test_kl_reward.py"],
     "rlctl.algos.losses": [f"{ALGOS}/test_losses.py", VERL],
-    "rlctl.algos.rules": [*CORRECTION[:2], f"{ALGOS}/test_losses.py"],
+    "rlctl.algos.rules": ["tests/unit/spec/test_spec_resolve.py", *CORRECTION[:2], f"{ALGOS}/test_losses.py"],
     "rlctl.algos.tally": [f"{ALGOS}/test_tally.py", *CORRECTION],
     "rlctl.algos.token_advantages": [f"{ALGOS}/test_token_advantages.py", VERL, *ESTIMATORS],
     "rlctl.algos.value_loss": [f"{ALGOS}/test_value_loss.py", "tests/unit/train/test_update_critic.py"],

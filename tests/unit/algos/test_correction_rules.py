@@ -129,6 +129,7 @@ def test_known_bands() -> None:
     assert RejectRule("guide", "ratio", "max", None, 2.5, "sequence").band() == (0.0, 2.5)
     verl = RejectRule("verl", "k2", "max", None, 2.5, "sequence").band()
     assert verl == pytest.approx((1 / 9.36, 9.36), rel=1e-3)
+    assert RejectRule("none", "k3", "max", None, None, "sequence").band() == (0.0, math.inf)
     k1 = RejectRule("verl", "k1", "none", math.log(0.6), math.log(1.6), "token").band()
     assert k1 == pytest.approx((1 / 1.6, 1 / 0.6))
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from rlctl.algos.correction import correct
-from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.errors import SpecError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.spec.load import load_spec
+from rlctl.spec.resolve import correction_rules, loss_rule
 
 
 def rules(**fields):
@@ -157,3 +158,12 @@ def test_all_bad_thresholds_at_once():
             rollout_rs_threshold="y,1,1_2",
         )
     assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "gspo", "cispo", "sapo", "dppo"])
+def test_the_numbers_of_a_loss_are_the_specs_defaults(loss):
+    """Whoever builds a rule by hand gets what a spec without numbers gives; SAPO's are its paper's."""
+    spec = load_spec([], [], [f"algorithm.rollout_correction.loss_type={loss}"]).spec
+    assert loss_rule(spec) == LossRule(loss)
+    assert (LossRule(loss).tau_pos, LossRule(loss).tau_neg) == (1.0, 1.05)
+    assert (LossRule(loss).clip_low, LossRule(loss).clip_high, LossRule(loss).clip_c) == (0.2, 0.2, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from functools import cache
+from functools import cache, reduce
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -90,6 +90,11 @@ def section_class(name: str) -> type[Section] | None:
             return None
         section = annotation
     return section
+
+
+def value_of(spec: RunSpec, key: str) -> Any:
+    """The value at a dotted key."""
+    return reduce(getattr, key.split("."), spec)
 
 
 def accepts(key: str, kind: type) -> bool:

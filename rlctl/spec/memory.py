@@ -1,27 +1,24 @@
-"""A memory estimate per GPU: each part with the formula it comes from, so that it can be argued with."""
+"""A memory estimate per GPU: each part with its formula.
+
+Activations are the sum of what PyTorch keeps of a Llama-like layer as Transformers writes it, tensor by
+tensor; `benchmarks/memory.py` compares it with measurements. GPU and CPU keep the same tensors: autocast is
+not used, and the fused attention kernels save the same for the backward pass.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
-from rlctl.spec.activations import (
-    Term,
-    adapted,
-    after_layers,
-    kept_by_checkpoint,
-    kept_by_layer,
-    total,
-    way_back,
-)
-from rlctl.spec.model import ModelSpec
-from rlctl.spec.model_size import ModelSize, model_size
+from rlctl.spec.model import ALL_LINEAR, ModelSpec
+from rlctl.spec.model_size import ModelSize, Shape, model_size
 from rlctl.spec.run_spec import RunSpec
 
 #: Logits that the output head makes at once, in numbers (128 MiB in float32).
 MAX_LOGITS = 1 << 25
 
-#: Per logit: itself, its softmax and its gradient, float32, and what comes and goes between them; measured.
+#: Bytes per logit, measured: itself, its softmax and its gradient in float32, and temporaries.
 LOGIT_BYTES = 20
 
 #: Gradients that ranks add up at once under ZeRO, in numbers. DeepSpeed allocates its buffers whole.
@@ -33,11 +30,14 @@ PLAIN_BUCKET = 500_000_000
 #: Weights that ZeRO-3 holds in full at once, in numbers (DeepSpeed's `stage3_max_live_parameters`).
 LIVE_PARAMETERS = 1_000_000_000
 
-#: Moments of a step that do not meet: sampling; the policy's pass with its output head, and the way back
-#: through its layers; the critic's pass and way back; the optimizers' steps.
+#: Phases of a step that never overlap: sampling; the policy's pass with its output head; the backward pass
+#: through its layers; the critic's pass; the optimizers' steps.
 Phase = Literal["generation", "head", "layers", "critic", "step", "critic's step"]
 
-_NEVER = 4  # a ZeRO stage there is not
+#: Bytes per token: dimension of the model or the batch → bytes for each unit of it.
+Terms = dict[str, int]
+
+_NEVER = 4  # above every ZeRO stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class MemoryPart:
     """One line of the estimate.
 
     Attributes:
-        name: what takes the memory.
+        name: what needs the memory.
         num_bytes: per GPU; None where the model's dimensions are unknown.
         formula: in words.
-        phases: when it is held; none named: throughout. Only the largest phase counts.
+        phases: when it is held; empty: always. Only the largest phase counts.
     """
 
     name: str
@@ -59,18 +59,7 @@ class MemoryPart:
 
 def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
     """What a rank holds, part by part."""
-    adapters = _adapter_parameters(spec, size)
-    parts = [*_trained(spec, size.num_parameters, adapters), *_sampling_copy(spec, size)]
-    if spec.trains_critic:
-        critic = _size_of(spec, spec.critic.path, size)
-        parts += _trained(spec, critic.num_parameters, None, "critic's ")
-        parts += _critic_pass(spec, critic)
-    if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        reference = _size_of(spec, spec.ref.path, size)
-        parts.append(
-            _part(spec, "reference's weights", reference.num_parameters, _width(spec), sharded_from=3)
-        )
-    return [*parts, *_cache(spec, size), *_policy_pass(spec, size)]
+    return _Estimate(spec, size).parts()
 
 
 def memory_total(parts: list[MemoryPart]) -> float:
@@ -82,209 +71,279 @@ def memory_total(parts: list[MemoryPart]) -> float:
     return sum(part.num_bytes or 0.0 for part in parts if not part.phases) + max(sums.values(), default=0.0)
 
 
-def _trained(
-    spec: RunSpec, parameters: int | None, adapters: int | None, whose: str = ""
-) -> list[MemoryPart]:
-    """What an engine holds; `adapters` are its trained parameters, None: all of them are."""
-    width, stage, offload = _width(spec), _stage(spec), spec.engine.offload
-    trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
-    on_host = offload != "none"
-    moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
-    flat, kinds = (width + 4, f"flat {width}, in fp32 4") if width == 2 and stage < 3 else (4, "flat")
-    optimizer = _part(
-        spec, f"{whose}optimizer (AdamW)", trained, moments, sharded_from=1, of=of, detail=words
-    )
-    at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
-    step = _part(spec, f"{whose}gradients of the step", at_once, flat, sharded_from=1, of=of, detail=kinds)
-    parts = [
-        _on_host(_part(spec, f"{whose}weights", parameters, width, sharded_from=3), offload == "all"),
-        _on_host(
-            _part(spec, f"{whose}gradients", trained, width, sharded_from=2, of=of), on_host and stage > 1
-        ),
-        _on_host(optimizer, on_host),
-        _on_host(replace(step, phases=("critic's step" if whose else "step",)), on_host),
-    ]
-    return parts + (_gathered(parameters, width, whose) if stage == 3 else [])
+@dataclass(frozen=True)
+class _Layer:
+    """Activations of one decoder layer, in bytes per token.
+
+    Attributes:
+        model: attention kernel and adapters.
+        shape: its dimensions.
+        length: tokens of a row, prompt and response.
+        width: bytes per number in the engine's arithmetic.
+    """
+
+    model: ModelSpec
+    shape: Shape
+    length: int
+    width: int
+
+    def total(self, terms: Terms) -> int:
+        """Bytes per token."""
+        shape = self.shape
+        sizes = {
+            "hidden": shape.hidden,
+            "intermediate": shape.inner,
+            "heads": shape.heads,
+            "length": self.length,
+            "heads × length": shape.heads * self.length,
+            "heads × head size": shape.queries,
+            "kv heads × head size": shape.keys,
+            "(heads + kv heads) × head size": shape.queries + shape.keys,
+            "rank": self.model.lora_rank,
+        }
+        return sum(factor * sizes[dimension] for dimension, factor in terms.items())
+
+    @cached_property
+    def adapted(self) -> list[str]:
+        """The layer's matrices that have adapters; none where all weights are trained."""
+        model = self.model
+        names = self.shape.matrices() if model.lora_rank else {}
+        return [name for name in names if ALL_LINEAR in model.target_modules or name in model.target_modules]
+
+    def adapter_parameters(self) -> int:
+        """Rank × (inputs + outputs) of each adapted matrix."""
+        matrices = self.shape.matrices()
+        return self.model.lora_rank * sum(sum(matrices[name]) for name in self.adapted)
+
+    def kept(self) -> Terms:
+        """What the forward pass keeps for the backward pass."""
+        return _added(self._norms(), self._attention(), self._feed_forward())
+
+    def backward(self) -> Terms:
+        """Gradients at the widest place of the layer: of the residual stream and the norm before it, of the
+        gate's activation and of up. With eager attention it may be the softmax, whose gradient is float32;
+        what the feed-forward layer kept, and the cast scores, are freed by then."""
+        widest = {"intermediate": 2 * self.width}
+        if self.model.attn_implementation == "eager":
+            scores = {"heads × length": 8 if self.width == 4 else 8 - self.width}
+            freed = {name: -factor for name, factor in self._feed_forward().items()}
+            widest = max(widest, scores | freed, key=self.total)
+        return {"hidden": 2 * self.width} | widest
+
+    def _norms(self) -> Terms:
+        """Two norms. Each keeps its input in float32, the scaled input for the gradient of its own weight,
+        and its output if a trained matrix reads it. Liger's keep the input in the engine's arithmetic."""
+        lora, width, adapted = self.model.lora_rank, self.width, self.adapted
+        readers = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+        outputs = sum(bool(read.intersection(adapted)) for read in readers) if lora else 2
+        each = width if self.model.use_liger else 4 + (0 if lora else width)
+        terms = {"hidden": 2 * each + outputs * width}
+        if self.shape.norms_heads:  # the rotary embedding of their outputs keeps nothing
+            terms["(heads + kv heads) × head size"] = each
+        return terms | ({"rank": len(adapted) * width} if adapted else {})
+
+    def _attention(self) -> Terms:
+        """Queries, keys, values and the output, and of the softmax what the kernel keeps."""
+        width, kernel = self.width, self.model.attn_implementation
+        if kernel == "flash_attention_2":  # shares keys and values, takes no mask
+            return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
+        # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
+        terms = {"heads × head size": 4 * width}
+        if kernel == "eager":  # the softmax's result in float32, and cast for the values
+            return terms | {"heads × length": 4 if width == 4 else 4 + width}
+        # The log-sum-exp per head and token, and the mask, which every layer casts from bool to `width`.
+        return terms | {"heads": 4, "length": width}
+
+    def _feed_forward(self) -> Terms:
+        """Gate, its activation (Liger computes it again) and up, and the product that a trained last matrix
+        reads."""
+        reads = not self.model.lora_rank or "down_proj" in self.adapted
+        return {"intermediate": (3 - self.model.use_liger + reads) * self.width}
 
 
-def _gathered(parameters: int | None, width: int, whose: str) -> list[MemoryPart]:
-    """ZeRO-3 collects the weights that it needs at once, and the gradients that it sends off at once."""
-    return [
-        MemoryPart(
-            f"{whose}{name}",
-            None if parameters is None else min(parameters, most) * width,
-            f"at most {most:,} numbers × {width} bytes",
-        )
-        for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET))
-    ]
+class _Estimate:
+    """The parts of one spec's estimate."""
+
+    def __init__(self, spec: RunSpec, size: ModelSize) -> None:
+        self.spec, self.policy = spec, size
+        #: Bytes per number in the engine's arithmetic.
+        self.width = 4 if spec.engine.dtype == "fp32" else 2
+        #: The ZeRO stage in effect: in bf16 the engine keeps float32 copies as stage 1 does.
+        self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
+        self.length = spec.data.max_prompt_length + spec.data.max_response_length
+
+    def parts(self) -> list[MemoryPart]:
+        spec, policy = self.spec, self.policy
+        adapters = None
+        if spec.model.lora_rank and policy.shape:
+            adapters = policy.shape.layers * self._layer(spec.model, policy.shape).adapter_parameters()
+        parts = self._trained(policy.num_parameters, adapters)
+        has_servers = spec.rollout.name == "vllm" and spec.rollout.mode == "server"
+        if not has_servers:  # servers have GPUs of their own
+            parts.append(self._sampling_copy())
+        if spec.trains_critic:
+            critic = self._size_of(spec.critic.path)
+            parts += [*self._trained(critic.num_parameters, None, "critic's "), *self._critic_pass(critic)]
+        if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
+            reference = self._size_of(spec.ref.path)
+            parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
+        if not has_servers:
+            parts.append(self._cache())
+        return [*parts, *self._policy_pass()]
+
+    def _trained(self, parameters: int | None, adapters: int | None, whose: str = "") -> list[MemoryPart]:
+        """What an engine holds; `adapters` are its trained parameters, None: all of them are."""
+        width, stage, offload = self.width, self.stage, self.spec.engine.offload
+        trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
+        at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
+        moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
+        flat, kinds = (width + 4, f"flat {width}, in fp32 4") if width == 2 and stage < 3 else (4, "flat")
+        weights = self._part(f"{whose}weights", parameters, width, 3)
+        gradients = self._part(f"{whose}gradients", trained, width, 2, of)
+        optimizer = self._part(f"{whose}optimizer (AdamW)", trained, moments, 1, of, words)
+        step = self._part(f"{whose}gradients of the step", at_once, flat, 1, of, kinds)
+        step = replace(step, phases=("critic's step" if whose else "step",))
+        on_host = offload != "none"
+        parts = [
+            replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
+            for part, moved in (
+                (weights, offload == "all"),
+                (gradients, on_host and stage > 1),
+                (optimizer, on_host),
+                (step, on_host),
+            )
+        ]
+        if stage < 3:
+            return parts
+        # ZeRO-3 gathers the weights that it needs at once, and buffers the gradients that it sends at once.
+        for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET)):
+            num_bytes = None if parameters is None else min(parameters, most) * width
+            words = f"at most {most:,} numbers × {width} bytes"
+            parts.append(MemoryPart(f"{whose}{name}", num_bytes, words))
+        return parts
+
+    def _part(
+        self,
+        name: str,
+        parameters: int | None,
+        width: int,
+        sharded_from: int,
+        of: str = "parameters",
+        detail: str = "",
+    ) -> MemoryPart:
+        """`width` bytes per parameter, sharded over the ranks from a ZeRO stage on."""
+        shards = self.spec.world_size if self.stage >= sharded_from else 1
+        words = f"{of} × {width} bytes" + (f" ({detail})" if detail else "")
+        words += ", whole on every rank" if sharded_from == _NEVER else ""
+        words += f" ÷ {shards} ranks (ZeRO {self.stage})" if shards > 1 else ""
+        return MemoryPart(name, None if parameters is None else parameters * width / shards, words)
+
+    def _size_of(self, path: str | None) -> ModelSize:
+        """Size of a model of its own path, or of the policy's."""
+        if path is None:
+            return self.policy
+        return model_size(self.spec.model.model_copy(update={"path": path, "revision": None}))
+
+    def _layer(self, model: ModelSpec, shape: Shape) -> _Layer:
+        return _Layer(model, shape, self.length, self.width)
+
+    def _sampling_copy(self) -> MemoryPart:
+        """The rollout engine's weights. vLLM frees them while the trainer trains; int8 is held in the
+        engine's precision."""
+        rollout = self.spec.rollout
+        width = {"fp32": 4, "bf16": 2}.get(rollout.dtype or "", self.width)
+        part = self._part("rollout's weights", self.policy.num_parameters, width, _NEVER)
+        sleeps = rollout.name == "vllm" and rollout.free_cache_engine
+        return replace(part, phases=("generation",)) if sleeps else part
+
+    def _cache(self) -> MemoryPart:
+        """Keys and values of all sequences that are sampled at once."""
+        spec, shape = self.spec, self.policy.shape
+        if shape is None:
+            return _unknown("key-value cache", ("generation",))
+        share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
+        at_once = min(spec.rollout.max_num_seqs or share, share)
+        num_bytes = 2 * shape.layers * shape.keys * self.length * at_once * self.width
+        words = f"2 × layers × kv heads × head size × {self.length} tokens × {at_once} sequences"
+        return MemoryPart("key-value cache", num_bytes, f"{words} × {self.width} bytes", ("generation",))
+
+    def _policy_pass(self) -> list[MemoryPart]:
+        """The policy's largest pass with gradient: its layers, and its output head over the responses."""
+        spec, shape, width = self.spec, self.policy.shape, self.width
+        micro, budget = spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu
+        parts = self._layers_pass(spec.model, shape, (micro, budget), ("head", "layers"))
+        if shape is None:
+            return [*parts, _unknown("logits and their gradient", ("head",))]
+        tokens = budget or micro * self.length
+        responses = budget or micro * spec.data.max_response_length  # of a budget at worst all
+        # The last norm keeps its input, scaled input and output (see `_norms`); the head reads the states.
+        after = {"hidden": 4 + 4 * width}
+        num_bytes = tokens * self._layer(spec.model, shape).total(after)
+        words = f"{tokens} tokens × {_listed(after)} bytes"
+        parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
+        logits = min(responses * shape.vocab, MAX_LOGITS) * LOGIT_BYTES
+        words = f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes"
+        parts.append(MemoryPart("logits and their gradient", logits, words, ("head",)))
+        if spec.model.lora_rank:
+            return parts  # the head's weights are frozen
+        words = f"vocabulary × hidden × {width} bytes, before it is added up"
+        gradient = shape.vocab * shape.hidden * width
+        return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
+
+    def _critic_pass(self, size: ModelSize) -> list[MemoryPart]:
+        """The critic's largest pass with gradient; it has no adapters and a head with one output."""
+        spec = self.spec
+        model = spec.model.model_copy(update={"lora_rank": 0})
+        sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
+        return self._layers_pass(model, size.shape, sizes, ("critic",), "critic's ")
+
+    def _layers_pass(
+        self,
+        model: ModelSpec,
+        shape: Shape | None,
+        sizes: tuple[int, int | None],
+        phases: tuple[Phase, ...],
+        whose: str = "",
+    ) -> list[MemoryPart]:
+        """Activations, held in all `phases`, and in the last of them the backward pass through a layer.
+
+        Args:
+            model: attention kernel and adapters.
+            shape: dimensions of the model; None: unknown.
+            sizes: sequences per micro-batch, and its token budget if it has one.
+            phases: when the pass happens.
+            whose: prefix of the parts' names.
+        """
+        name = f"{whose}activations"
+        if shape is None:
+            return [_unknown(name, phases)]
+        micro, budget = sizes
+        tokens = budget or micro * self.length
+        words = f"{budget} tokens" if budget else f"{micro} sequences × {self.length} tokens"
+        layer = self._layer(model, shape)
+        kept, back = layer.kept(), layer.backward()
+        if model.enable_gradient_checkpointing:  # only the layer's input is kept; the rest is computed again
+            kept, back = {"hidden": self.width}, _added(kept, back)
+        words = f"{words} × layers × ({_listed(kept)}) bytes"
+        one_layer = f"{tokens} tokens × ({_listed(back)}) bytes"
+        return [
+            MemoryPart(name, tokens * shape.layers * layer.total(kept), words, phases),
+            MemoryPart(f"{whose}one layer backward", tokens * layer.total(back), one_layer, phases[-1:]),
+        ]
 
 
-def _on_host(part: MemoryPart, moved: bool) -> MemoryPart:
-    """The part as it is, or as nothing that a GPU holds."""
-    return replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
+def _added(*many: Terms) -> Terms:
+    """Terms with the factors of one dimension added up."""
+    result: Terms = {}
+    for terms in many:
+        for dimension, factor in terms.items():
+            result[dimension] = result.get(dimension, 0) + factor
+    return result
 
 
-def _stage(spec: RunSpec) -> int:
-    """The ZeRO stage in effect: in bf16 the engine keeps float32 copies as stage 1 does."""
-    return max(spec.engine.zero_stage, 1) if spec.engine.dtype == "bf16" else spec.engine.zero_stage
-
-
-def _samples_elsewhere(spec: RunSpec) -> bool:
-    """Servers have GPUs of their own."""
-    return spec.rollout.name == "vllm" and spec.rollout.mode == "server"
-
-
-def _sampling_copy(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """The rollout engine's weights; vLLM's sleep while the trainer trains."""
-    if _samples_elsewhere(spec):
-        return []
-    width = _rollout_width(spec)
-    part = _part(spec, "rollout's weights", size.num_parameters, width, sharded_from=_NEVER)
-    sleeps = spec.rollout.name == "vllm" and spec.rollout.free_cache_engine
-    return [replace(part, phases=("generation",)) if sleeps else part]
-
-
-def _part(
-    spec: RunSpec,
-    name: str,
-    parameters: int | None,
-    width: int,
-    *,
-    sharded_from: int,
-    of: str = "parameters",
-    detail: str = "",
-) -> MemoryPart:
-    """`width` bytes per parameter, cut up among the ranks from a ZeRO stage on."""
-    stage, world = _stage(spec), spec.world_size
-    shards = world if stage >= sharded_from else 1
-    sharding = f" ÷ {world} ranks (ZeRO {stage})" if shards > 1 else ""
-    whole = ", whole on every rank" if sharded_from == _NEVER else ""
-    words = f"{width} bytes" + (f" ({detail})" if detail else "") + whole
-    num_bytes = None if parameters is None else parameters * width / shards
-    return MemoryPart(name, num_bytes, f"{of} × {words}{sharding}")
-
-
-def _size_of(spec: RunSpec, path: str | None, policy: ModelSize) -> ModelSize:
-    """Size of a model of its own path, or of the policy's."""
-    return (
-        policy if path is None else model_size(spec.model.model_copy(update={"path": path, "revision": None}))
-    )
-
-
-def _adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
-    """Of the matrices with usual names: rank × (inputs + outputs) each."""
-    if not spec.model.lora_rank or size.shape is None:
-        return None
-    shapes = size.shape.matrices()
-    each = sum(sum(shapes[name]) for name in adapted(spec.model, size.shape))
-    return size.shape.layers * spec.model.lora_rank * each
-
-
-def _cache(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """Keys and values of all that is sampled at once, where this process samples."""
-    if _samples_elsewhere(spec):
-        return []
-    if size.shape is None:
-        return [_unknown("key-value cache", ("generation",))]
-    width, length = _width(spec), _row_length(spec)
-    share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
-    at_once = min(spec.rollout.max_num_seqs or share, share)
-    num_bytes = 2 * size.shape.layers * size.shape.keys * length * at_once * width
-    words = f"2 × layers × kv heads × head size × {length} tokens × {at_once} sequences × {width} bytes"
-    return [MemoryPart("key-value cache", num_bytes, words, ("generation",))]
-
-
-def _policy_pass(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """The policy's largest pass with gradient: its layers, and its output head over the responses."""
-    micro, budget = spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu
-    parts = _layers_pass(spec, spec.model, size, (micro, budget), ("head", "layers"))
-    if size.shape is None:
-        return [*parts, _unknown("logits and their gradient", ("head",))]
-    tokens, _ = _largest(spec, micro, budget)
-    responses = budget or micro * spec.data.max_response_length  # of a budget at worst all
-    logits = min(responses * size.shape.vocab, MAX_LOGITS) * LOGIT_BYTES
-    words = f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes"
-    after = after_layers(size.shape, _width(spec))
-    parts += [
-        MemoryPart(
-            "last norm and states",
-            tokens * total(after),
-            f"{tokens} tokens × {_listed(after)} bytes",
-            ("head",),
-        ),
-        MemoryPart("logits and their gradient", logits, words, ("head",)),
-    ]
-    if spec.model.lora_rank:
-        return parts  # the head's weights are frozen
-    words = f"vocabulary × hidden × {_width(spec)} bytes, before it is added up"
-    gradient = size.shape.vocab * size.shape.hidden * _width(spec)
-    return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
-
-
-def _critic_pass(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """The critic's largest pass with gradient; it has no adapters and next to no output head."""
-    whole = spec.model.model_copy(update={"lora_rank": 0})
-    sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
-    return _layers_pass(spec, whole, size, sizes, ("critic",), "critic's ")
-
-
-def _layers_pass(
-    spec: RunSpec,
-    model: ModelSpec,
-    size: ModelSize,
-    sizes: tuple[int, int | None],
-    phases: tuple[Phase, ...],
-    whose: str = "",
-) -> list[MemoryPart]:
-    """Activations, held in all `phases`, and in the last of them the way back through a layer."""
-    names = f"{whose}activations", f"{whose}one layer backward"
-    if size.shape is None:
-        return [_unknown(names[0], phases)]
-    tokens, words = _largest(spec, *sizes)
-    width, length = _width(spec), _row_length(spec)
-    kept = kept_by_layer(model, size.shape, length, width)
-    back = way_back(model, size.shape, length, width)
-    if model.enable_gradient_checkpointing:
-        kept, back = kept_by_checkpoint(size.shape, width), kept + back
-    return [
-        MemoryPart(
-            names[0],
-            tokens * size.shape.layers * total(kept),
-            f"{words} × layers × ({_listed(kept)}) bytes",
-            phases,
-        ),
-        MemoryPart(names[1], tokens * total(back), f"{tokens} tokens × ({_listed(back)}) bytes", phases[-1:]),
-    ]
-
-
-def _largest(spec: RunSpec, micro: int, budget: int | None) -> tuple[int, str]:
-    """Tokens of the largest micro-batch, also in words."""
-    if budget:
-        return budget, f"{budget} tokens"
-    return micro * _row_length(spec), f"{micro} sequences × {_row_length(spec)} tokens"
-
-
-def _row_length(spec: RunSpec) -> int:
-    return spec.data.max_prompt_length + spec.data.max_response_length
-
-
-def _listed(terms: list[Term]) -> str:
-    """The terms in words, those of one dimension together."""
-    factors: dict[str, int] = {}
-    for term in terms:
-        factors[term.dimension] = factors.get(term.dimension, 0) + term.factor
-    return " + ".join(f"{factor} × {dimension}" for dimension, factor in factors.items() if factor)
+def _listed(terms: Terms) -> str:
+    return " + ".join(f"{factor} × {dimension}" for dimension, factor in terms.items() if factor)
 
 
 def _unknown(name: str, phases: tuple[Phase, ...]) -> MemoryPart:
     return MemoryPart(name, None, "the model's dimensions are not known here", phases)
-
-
-def _width(spec: RunSpec) -> int:
-    """Bytes per number in the engine's arithmetic."""
-    return 4 if spec.engine.dtype == "fp32" else 2
-
-
-def _rollout_width(spec: RunSpec) -> int:
-    """Bytes per weight of the sampling copy; int8 is computed, and held, in the engine's precision."""
-    return {"fp32": 4, "bf16": 2}.get(spec.rollout.dtype or "", _width(spec))

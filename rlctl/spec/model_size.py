@@ -1,4 +1,7 @@
-"""How big a model is, from what lies on this machine, without loading or downloading it."""
+"""The size of a model, without loading or downloading it: from local files, or as published.
+
+Published dimensions are those of each model's `config.json` on the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Shape:
 
     Attributes:
         layers: decoder layers.
-        hidden: width of the stream between them.
+        hidden: width of the residual stream.
         inner: width of the feed-forward layers (`intermediate_size`).
         heads: of queries.
         kv_heads: of keys and values.
@@ -81,10 +84,13 @@ class ModelSize:
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
-    """The size of `spec.path`: built in, a local directory, the hub's cache, as published, or its name's
-    word for it."""
+    """The size of the model at `spec.path`.
+
+    Sources, in this order: the built-in model, a local directory or the hub's cache, the published
+    dimensions, the number in the model's name.
+    """
     if spec.path == EMBEDDED:
-        return _embedded_size()
+        return ModelSize("the built-in model", RECIPE.num_parameters, _EMBEDDED_SHAPE)
     directory = _local_directory(spec)
     if directory is not None:
         config = _read_json(directory / "config.json")
@@ -101,21 +107,8 @@ def model_size(spec: ModelSpec) -> ModelSize:
     return ModelSize("unknown: the model is not on this machine")
 
 
-def _embedded_size() -> ModelSize:
-    shape = Shape(
-        layers=RECIPE.num_layers,
-        hidden=RECIPE.hidden_size,
-        inner=RECIPE.intermediate_size,
-        heads=RECIPE.num_heads,
-        kv_heads=RECIPE.num_heads,
-        head_dim=RECIPE.hidden_size // RECIPE.num_heads,
-        vocab=len(VOCABULARY),
-    )
-    return ModelSize("the built-in model", RECIPE.num_parameters, shape)
-
-
 def _local_directory(spec: ModelSpec) -> Path | None:
-    """Where the model lies, as a directory of its own or as a snapshot in the hub's cache."""
+    """The model's own directory, or its snapshot in the hub's cache."""
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return path
@@ -128,7 +121,7 @@ def _local_directory(spec: ModelSpec) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """Where the Hugging Face hub keeps what it has downloaded."""
+    """The directory of downloads from the Hugging Face hub."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
@@ -143,7 +136,7 @@ def _count_safetensors(directory: Path) -> int | None:
                 header = json.loads(stream.read(min(length, _MAX_HEADER)))
             shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # a broken file is the loader's to complain about, not the estimate's
+            return None  # the loader reports a broken file, the estimate does not
         total += sum(math.prod(shape) for shape in shapes)
     return total or None
 
@@ -152,14 +145,14 @@ def _from_config(config: dict[str, Any], source: str) -> ModelSize:
     """Dimensions by the names nearly all causal language models use."""
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
-    layers, hidden, heads = (_count(config, key) for key in _DIMENSIONS)
-    vocab, inner = _count(config, "vocab_size"), _count(config, "intermediate_size")
+    layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
+    heads, vocab = _count(config, "num_attention_heads"), _count(config, "vocab_size")
     if not (layers and hidden and heads and vocab):
         return ModelSize("unknown: config.json names no dimensions")
     shape = Shape(
         layers,
         hidden,
-        inner or 4 * hidden,
+        _count(config, "intermediate_size") or 4 * hidden,
         heads,
         kv_heads=_count(config, "num_key_value_heads") or heads,
         head_dim=_count(config, "head_dim") or hidden // heads,
@@ -169,9 +162,6 @@ def _from_config(config: dict[str, Any], source: str) -> ModelSize:
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
     return ModelSize(source, embeddings + layers * layer, shape)
-
-
-_DIMENSIONS = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
 def _count(config: dict[str, Any], key: str) -> int | None:
@@ -187,24 +177,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+_EMBEDDED_SHAPE = Shape(
+    RECIPE.num_layers,
+    RECIPE.hidden_size,
+    RECIPE.intermediate_size,
+    heads=RECIPE.num_heads,
+    kv_heads=RECIPE.num_heads,
+    head_dim=RECIPE.hidden_size // RECIPE.num_heads,
+    vocab=len(VOCABULARY),
+)
 _QWEN2_7B = 7_615_616_512, Shape(28, 3584, 18_944, heads=28, kv_heads=4, head_dim=128, vocab=152_064)
 _LLAMA3_8B = 8_030_261_248, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
 _MISTRAL_7B = 7_248_023_552, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=32_768)
 _GEMMA_7B = 8_537_680_896, Shape(28, 3072, 24_576, heads=16, kv_heads=16, head_dim=256, vocab=256_000)
 _DEEPSEEK_7B = 6_910_365_696, Shape(30, 4096, 11_008, heads=32, kv_heads=32, head_dim=128, vocab=102_400)
 
-#: Number of parameters, and dimensions, by hub id.
+#: Number of parameters, and dimensions, by hub id: the models that presets name.
 PUBLISHED: dict[str, tuple[int, Shape]] = {
-    "Qwen/Qwen2.5-7B": _QWEN2_7B,
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
-    "Qwen/Qwen2-7B": _QWEN2_7B,
-    "Qwen/Qwen2-7B-Instruct": _QWEN2_7B,
-    "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
-    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3_8B,
-    "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
-    "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
-    "google/gemma-7b": _GEMMA_7B,
-    "google/gemma-7b-it": _GEMMA_7B,
-    "deepseek-ai/deepseek-llm-7b-base": _DEEPSEEK_7B,
-    "deepseek-ai/deepseek-llm-7b-chat": _DEEPSEEK_7B,
+    **dict.fromkeys(("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"), _QWEN2_7B),
+    **dict.fromkeys(("Qwen/Qwen2-7B", "Qwen/Qwen2-7B-Instruct"), _QWEN2_7B),
+    **dict.fromkeys(("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"), _LLAMA3_8B),
+    **dict.fromkeys(("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), _MISTRAL_7B),
+    **dict.fromkeys(("google/gemma-7b", "google/gemma-7b-it"), _GEMMA_7B),
+    **dict.fromkeys(("deepseek-ai/deepseek-llm-7b-base", "deepseek-ai/deepseek-llm-7b-chat"), _DEEPSEEK_7B),
 }

@@ -1,18 +1,14 @@
-"""Options that go to vLLM and DeepSpeed as they are, and which of them the spec sets itself.
+"""Options passed to vLLM and DeepSpeed unchanged, and which of them the spec sets itself.
 
 `rollout.engine_kwargs` is merged into the arguments of vLLM's `LLM`, or of `vllm serve`; `engine.deepspeed`
-into DeepSpeed's configuration. An option that rlctl owns would silently contradict the spec: it is refused,
-and both sides are named.
+into DeepSpeed's configuration. `check_rollout` refuses an option that rlctl sets.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from rlctl.errors import Problem
-from rlctl.spec.run_spec import RunSpec
 
 _LENGTH = "data.max_prompt_length + data.max_response_length"
 _LORA = "model.lora_rank and rollout.merge_lora"
@@ -59,22 +55,6 @@ DEEPSPEED_OWNERS = {
 }
 
 
-def passthrough_is_free(spec: RunSpec) -> list[Problem]:
-    """What goes to an engine as it is must not be what the spec says already."""
-    problems = []
-    if spec.rollout.engine_kwargs and spec.rollout.name != "vllm":
-        what = f"has no effect: rollout.name is {spec.rollout.name}"
-        problems.append(
-            Problem("error", "rollout.engine_kwargs", what, "set rollout.name: vllm, or leave it out")
-        )
-    elif spec.rollout.engine_kwargs and spec.rollout.server.urls:
-        what = "has no effect on servers that run already"
-        fix = "start them with these options, and leave it out"
-        problems.append(Problem("error", "rollout.engine_kwargs", what, fix))
-    problems += _owned("rollout.engine_kwargs", spec.rollout.engine_kwargs, VLLM_OWNERS, "vLLM's")
-    return problems + _owned("engine.deepspeed", spec.engine.deepspeed, DEEPSPEED_OWNERS, "DeepSpeed's")
-
-
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `more` on top, mapping by mapping."""
     result = dict(base)
@@ -96,21 +76,3 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
             arguments += [f"--{flag}", text]
     return arguments
-
-
-def _owned(key: str, given: Mapping[str, Any], owners: Mapping[str, str], whose: str) -> list[Problem]:
-    problems = []
-    for option, value in _flat(given, ""):
-        for owner, ours in owners.items():
-            if option == owner or (owner.endswith(".") and f"{option}.".startswith(owner)):
-                what = f"{whose} {option} ({value}) contradicts what sets it here: {ours}"
-                problems.append(Problem("error", f"{key}.{option}", what, "leave it out"))
-    return problems
-
-
-def _flat(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

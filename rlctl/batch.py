@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     Rows = slice | Tensor
 
 
+#: Why a sampler ends a response: an end-of-sequence token, the length limit, or a fault of the engine.
+FINISH_REASONS = ("stop", "length", "abort")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """What is asked, before anything is sampled.
@@ -46,7 +50,7 @@ class Rollouts:
     responses: Tensor  # (B, T) int64
     response_mask: Tensor  # (B, T) bool: tokens the policy sampled, end-of-sequence included
     rollout_log_probs: Tensor  # (B, T) float32, of the distribution actually sampled from
-    truncated: Tensor  # (B,) bool: hit the length limit before ending
+    finish_reason: Tensor  # (B,) int8, why the sampler ended the response: a place in `FINISH_REASONS`
     group_ids: Tensor  # (B,) int64
     policy_version: Tensor  # (B,) int64, optimizer updates behind the sampling weights
     data_sources: tuple[str, ...]
@@ -55,6 +59,16 @@ class Rollouts:
     response_texts: tuple[str, ...]
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
+
+    @property
+    def truncated(self) -> Tensor:
+        """(B,) bool: ended by the length limit."""
+        return self.finish_reason == FINISH_REASONS.index("length")
+
+    @property
+    def aborted(self) -> Tensor:
+        """(B,) bool: ended by the engine, neither by the policy nor by the length limit; not trained on."""
+        return self.finish_reason == FINISH_REASONS.index("abort")
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,8 @@ def _rewards() -> Iterator[Metric]:
         shaped = f"{word} over validly graded samples of the reward after KL penalty and shaping"
         yield Metric(reward, "reward", shaped, {"verl": reward})
         yield Metric(advantage, "1", f"{word} over response tokens of the advantage", {"verl": advantage})
+    aborted = "responses that the rollout engine ended by itself; they are left out, not scored 0"
+    yield Metric("response/num_aborted", "samples", aborted)
     yield Metric(
         "reward/num_errors", "samples", "samples the grader failed on; they are left out, not scored 0"
     )

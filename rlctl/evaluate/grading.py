@@ -93,7 +93,7 @@ def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:
         responses=ids,
         response_mask=mask,
         rollout_log_probs=ids.float(),
-        truncated=torch.tensor([sample.truncated for sample in samples]),
+        finish_reason=torch.tensor([int(sample.truncated) for sample in samples], dtype=torch.int8),
         group_ids=torch.tensor([sample.question_index for sample in samples]),
         policy_version=torch.zeros(len(samples), dtype=torch.int64),
         data_sources=tuple(sample.data_source for sample in samples),

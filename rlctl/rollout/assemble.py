@@ -2,61 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
 from rlctl.errors import RunFailure, UsageError
+from rlctl.rollout.protocol import Sampled
 
 _Item = TypeVar("_Item")
 
 
-def assemble(
-    prompts: Prompts,
-    responses: Tensor,
-    log_probs: Tensor,
-    *,
-    n: int,
-    eos_ids: Sequence[int],
-    tokenizer: Any,
-    policy_version: int,
-) -> Rollouts:
+def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, policy_version: int) -> Rollouts:
     """Prompts and what was sampled from them as one batch.
 
     Args:
         prompts: N prompts.
-        responses: (B, T) int64, B = N·n, siblings adjacent; after its end a row may hold anything.
-        log_probs: (B, T) float32 of these tokens under the distribution sampled from.
+        sampled: B = N·n responses, siblings adjacent.
         n: responses per prompt.
-        eos_ids: tokens that end a response.
         tokenizer: decodes responses.
         policy_version: optimizer updates behind the sampling weights.
     """
+    responses, lengths = sampled.tokens, sampled.lengths
     device = responses.device
     prompt_ids = prompts.prompt_ids.to(device).repeat_interleave(n, dim=0)
     prompt_mask = prompts.prompt_mask.to(device).repeat_interleave(n, dim=0)
     group_ids = prompts.group_ids.to(device).repeat_interleave(n)
-    is_eos = torch.isin(responses, torch.tensor(list(eos_ids), device=device))
-    response_mask = is_eos.cumsum(dim=1) - is_eos.long() == 0  # up to and including the first end
-    ended = (is_eos & response_mask).any(dim=1)
+    response_mask = torch.arange(responses.shape[1], device=device) < lengths[:, None]
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    ended = sampled.finish_reason == FINISH_REASONS.index("stop")
     return Rollouts(
         input_ids=torch.cat([prompt_ids, responses], dim=1),
         attention_mask=attention_mask,
         position_ids=positions(attention_mask),
         responses=responses,
         response_mask=response_mask,
-        rollout_log_probs=log_probs.masked_fill(~response_mask, 0.0),
-        truncated=~ended,
+        rollout_log_probs=sampled.log_probs.masked_fill(~response_mask, 0.0),
+        finish_reason=sampled.finish_reason,
         group_ids=group_ids,
         policy_version=torch.full_like(group_ids, policy_version),
         data_sources=_repeat(prompts.data_sources, n),
         ground_truths=_repeat(prompts.ground_truths, n),
         prompt_texts=_repeat(prompts.texts, n),
-        response_texts=_decode(tokenizer, responses, response_mask.sum(dim=1) - ended.long()),
+        response_texts=_decode(tokenizer, responses, lengths - ended.long()),
         extra_infos=_repeat(prompts.extra_infos, n),
         messages=_repeat(prompts.messages, n),
     )

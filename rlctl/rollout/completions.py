@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
 from rlctl.errors import EnvironmentFailure
 from rlctl.rollout.assemble import assemble, end_ids, synced
-from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.protocol import Sampled, Sampling
 
 #: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
@@ -39,10 +38,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response: its tokens, and the log-prob of each under the distribution it was drawn from."""
+    """One response.
+
+    Attributes:
+        token_ids: what the policy sampled, end of sequence included.
+        log_probs: of each token under the distribution it was drawn from.
+        finish_reason: vLLM's; what is not in `FINISH_REASONS` counts as `abort`.
+    """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
+    finish_reason: str | None
 
 
 class CompletionRollout(ABC):
@@ -88,16 +94,8 @@ class CompletionRollout(ABC):
             for row, group in zip(rows, prompts.group_ids.tolist(), strict=True)
             for _ in range(n // each)
         ]
-        responses, log_probs = self._tensors(self._complete(requests, sampling))
-        return assemble(
-            prompts,
-            responses,
-            log_probs,
-            n=n,
-            eos_ids=self._eos_ids,
-            tokenizer=self._tokenizer,
-            policy_version=policy_version,
-        )
+        sampled = self._tensors(self._complete(requests, sampling))
+        return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @abstractmethod
     def close(self) -> None:
@@ -122,8 +120,8 @@ class CompletionRollout(ABC):
             "logprobs": 0,  # of the sampled token alone
         }
 
-    def _tensors(self, completions: list[Completion]) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T) int64, padded on the right, and their log-probs (B, T) float32."""
+    def _tensors(self, completions: list[Completion]) -> Sampled:
+        """Completions padded on the right."""
         width = max(len(completion.token_ids) for completion in completions)
         responses = torch.full((len(completions), width), self._pad_id, dtype=torch.int64)
         log_probs = torch.zeros(len(completions), width)
@@ -131,7 +129,11 @@ class CompletionRollout(ABC):
             length = len(completion.token_ids)
             responses[row, :length] = torch.tensor(completion.token_ids)
             log_probs[row, :length] = torch.tensor(completion.log_probs)
-        return responses.to(self._device), log_probs.to(self._device)
+        lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+        known = {reason: place for place, reason in enumerate(FINISH_REASONS)}
+        reasons = [known.get(completion.finish_reason or "", known["abort"]) for completion in completions]
+        tensors = (responses, log_probs, lengths, torch.tensor(reasons, dtype=torch.int8))
+        return Sampled(*(tensor.to(self._device) for tensor in tensors))
 
 
 def vllm_missing(error: Exception) -> EnvironmentFailure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
-from rlctl.rollout.protocol import Policy, Sampling
+from rlctl.rollout.protocol import Policy, Sampled, Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
 from rlctl.rollout.weights import ExpectedWeights
 
@@ -83,15 +83,9 @@ class HFRollout:
         responses = torch.cat([_widen(tokens, width, self._pad_id) for tokens, _ in chunks])
         log_probs = torch.cat([_widen(values, width, 0.0) for _, values in chunks])
 
-        return assemble(
-            prompts,
-            responses,
-            log_probs,
-            n=n,
-            eos_ids=self._eos_ids,
-            tokenizer=self._tokenizer,
-            policy_version=policy_version,
-        )
+        lengths, finish_reason = ends(responses, self._eos_ids)
+        sampled = Sampled(responses, log_probs, lengths, finish_reason)
+        return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @torch.no_grad()
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
@@ -163,6 +157,18 @@ def _round_to_int8(model: nn.Module) -> None:
             weight = module.weight.float()
             step = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
             module.weight.copy_((weight / step).round() * step)
+
+
+def ends(tokens: Tensor, eos_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Lengths (B,) int64 and finish reasons (B,) int8 of what `generate` returns.
+
+    It ends a row at its first end-of-sequence token, or at the length limit, and says neither.
+    """
+    is_end = torch.isin(tokens, torch.tensor(list(eos_ids), device=tokens.device))
+    until = is_end.cumsum(dim=1) - is_end.long() == 0  # up to and including the first end
+    stopped = (is_end & until).any(dim=1)
+    reason = torch.full_like(stopped, FINISH_REASONS.index("length"), dtype=torch.int8)
+    return until.sum(dim=1), reason.masked_fill(stopped, FINISH_REASONS.index("stop"))
 
 
 def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:

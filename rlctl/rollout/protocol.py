@@ -36,6 +36,24 @@ class Sampling:
     greedy: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an engine sampled, before it becomes `Rollouts`: B responses of up to T tokens.
+
+    Attributes:
+        tokens: (B, T) int64; after its length a row may hold anything.
+        log_probs: (B, T) float32 of these tokens under the distribution sampled from.
+        lengths: (B,) int64 tokens the policy sampled, end of sequence included; the engine knows, nobody
+            searches the tokens for an end.
+        finish_reason: (B,) int8, places in `rlctl.batch.FINISH_REASONS`.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    finish_reason: Tensor
+
+
 class ResponseSampler(Protocol):
     """Samples responses from a model."""
 

@@ -239,7 +239,7 @@ def _settle_environment() -> None:
 def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     entries = zip(tokens, output.logprobs, strict=True)
-    return Completion(tokens, [entry[token].logprob for token, entry in entries])
+    return Completion(tokens, [entry[token].logprob for token, entry in entries], output.finish_reason)
 
 
 def _generation_config(model_path: str, trust_remote_code: bool) -> Any:

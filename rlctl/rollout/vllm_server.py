@@ -269,4 +269,4 @@ class VLLMServerRollout(CompletionRollout):
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice.get("finish_reason"))

@@ -45,8 +45,10 @@ def batch_tally(scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, po
         _per_token(builder, "return", batch.returns, batch.counted)
     builder.sums["timeouts"] = torch.full_like(rewards.sum(), sum(graded.timeouts.values()))
     builder.sums["truncated"] = rollouts.truncated.double().sum()
+    builder.sums["aborted"] = rollouts.aborted.double().sum()
+    failed = ~scored.score_valid & ~rollouts.aborted
     flat, groups = zero_spread_fraction(scored.scores, rollouts.group_ids, scored.score_valid)
-    builder.sums |= {"flat_groups": flat, "groups": groups, "invalid": (~scored.score_valid).double().sum()}
+    builder.sums |= {"flat_groups": flat, "groups": groups, "invalid": failed.double().sum()}
     return Tally(builder.sums, builder.maxima)
 
 
@@ -79,6 +81,7 @@ def batch_metrics(tally: HostTally, *, compares_siblings: bool) -> dict[str, flo
     count = tally.sums["response_length.n"]
     return metrics | {
         "response_length/clip_ratio": tally.per("truncated", "response_length.n"),
+        "response/num_aborted": tally.sums["aborted"],
         "reward/num_errors": tally.sums["invalid"],
         "reward/num_timeouts": tally.sums["timeouts"],
         "reward/error_fraction": tally.sums["invalid"] / count if count else 0.0,

@@ -63,7 +63,7 @@ def score_batch(
     parts = micro_batches(
         unscored, spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu, run.ranks
     )
-    scores, valid = rewards.scores.to(device), rewards.valid.to(device)
+    scores, valid = rewards.scores.to(device), rewards.valid.to(device) & ~rollouts.aborted
     baseline_scores = None
     if baseline is not None:
         baseline_scores = baseline.scores.to(device)

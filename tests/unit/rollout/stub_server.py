@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
+        self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
         self.adapters: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -76,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
             token = body["prompt"][-1]
             choices = [
                 {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
-                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)}}
+                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)},
+                 "finish_reason": self.server.finish_reason}
                 for index in reversed(range(body["n"]))
             ]  # fmt: skip
             self.answer(200, {"choices": choices})

@@ -63,6 +63,24 @@ def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server],
     assert list((tmp_path / "weights").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("reason", "truncated", "aborted"),
+    [("stop", False, False), ("length", True, False), ("abort", False, True), (None, False, True)],
+)
+def test_why_a_response_ended_is_what_the_engine_says(
+    servers: list[Server], tmp_path: Path, reason: str | None, truncated: bool, aborted: bool
+) -> None:
+    """Whatever token stands last."""
+    servers[0].finish_reason = servers[1].finish_reason = reason
+    engine, model = engine_on(servers, tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    rollouts = generate(engine)
+    engine.close()
+    assert set(rollouts.truncated.tolist()) == {truncated}
+    assert set(rollouts.aborted.tolist()) == {aborted}
+    assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
+
+
 @pytest.mark.parametrize("code", [0, 500])
 def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again(
     servers: list[Server], tmp_path: Path, code: int

@@ -27,7 +27,7 @@ def batch(group_ids: list[int], length: int = 4) -> Rollouts:
         responses=responses,
         response_mask=mask,
         rollout_log_probs=torch.where(mask, -0.5 - responses / 100, 0.0),
-        truncated=torch.arange(rows) % 2 == 0,
+        finish_reason=(torch.arange(rows) % 2 == 0).to(torch.int8),
         group_ids=torch.tensor(group_ids),
         policy_version=torch.full((rows,), 7),
         data_sources=("openai/gsm8k",) * rows,

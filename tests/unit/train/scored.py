@@ -34,7 +34,7 @@ def rollouts_of(seed: int = 0, policy_version: int = 0) -> Rollouts:
         responses=ids[:, PROMPT:],
         response_mask=response_mask,
         rollout_log_probs=-torch.rand(ROWS, HORIZON, generator=draw) * response_mask,
-        truncated=torch.tensor(LENGTHS) == HORIZON,
+        finish_reason=(torch.tensor(LENGTHS) == HORIZON).to(torch.int8),
         group_ids=torch.tensor(GROUPS),
         policy_version=torch.full((ROWS,), policy_version),
         data_sources=words,

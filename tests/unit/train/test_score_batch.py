@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
+from rlctl.batch import FINISH_REASONS, Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
+from rlctl.train.batch_metrics import batch_metrics, batch_tally
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.timing import StepTimer
@@ -91,6 +92,21 @@ def test_the_score_is_the_reward_of_the_last_token_sampled() -> None:
         if place is not None:
             expected[row, place] = SCORES[row]
     assert torch.equal(rewards, expected)
+
+
+def test_a_response_that_the_engine_ended_is_excluded() -> None:
+    """It is neither the policy's whole answer nor cut at the limit: its score says nothing, not even 0."""
+    spec = spec_of("rloo")
+    reason = torch.zeros(ROWS, dtype=torch.int8)
+    reason[2] = FINISH_REASONS.index("abort")
+    ended = replace(rollouts(), finish_reason=reason)
+    graded = RewardResult(SCORES, EVERYONE)
+    scored = score_batch(run_of(spec), ended, graded, None, timer())
+    assert scored.score_valid.tolist() == [row != 2 for row in range(ROWS)]
+    batch = with_advantages(scored, spec.algorithm, alone())
+    metrics = batch_metrics(batch_tally(scored, batch, graded, 0).to_host(), compares_siblings=True)
+    assert metrics["response/num_aborted"] == 1
+    assert metrics["reward/num_errors"] == 0  # the grader did not fail
 
 
 def test_whole_responses_are_compared_by_their_scores() -> None:

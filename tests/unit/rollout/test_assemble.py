@@ -1,0 +1,35 @@
+"""What the engine says of lengths and ends is taken as it is; no token is searched for."""
+
+from __future__ import annotations
+
+import torch
+
+from rlctl.batch import FINISH_REASONS
+from rlctl.rollout.assemble import assemble
+from rlctl.rollout.hf import ends
+from rlctl.rollout.protocol import Sampled
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, take
+
+EOS = TOKENIZER.eos_token_id
+
+
+def test_an_end_token_inside_a_response_ends_nothing() -> None:
+    """As where a tool's output follows it and the policy goes on."""
+    tokens = torch.tensor([[5, EOS, 6, 7], [5, 6, EOS, 0]])
+    reasons = torch.tensor([FINISH_REASONS.index("length"), FINISH_REASONS.index("stop")], dtype=torch.int8)
+    sampled = Sampled(tokens, torch.full((2, 4), -1.0), torch.tensor([4, 3]), reasons)
+    prompts = take(make_prompts(), [0])
+    rollouts = assemble(prompts, sampled, n=2, tokenizer=TOKENIZER, policy_version=3)
+    assert rollouts.response_mask.tolist() == [[True] * 4, [True, True, True, False]]
+    assert rollouts.truncated.tolist() == [True, False]
+    assert rollouts.aborted.tolist() == [False, False]
+    assert rollouts.rollout_log_probs.tolist() == [[-1.0] * 4, [-1.0, -1.0, -1.0, 0.0]]
+    width = prompts.prompt_ids.shape[1]
+    assert rollouts.attention_mask[:, width:].tolist() == rollouts.response_mask.tolist()
+    assert rollouts.response_texts[1] == TOKENIZER.decode([5, 6])
+
+
+def test_generate_ends_a_row_at_its_first_end_token() -> None:
+    lengths, reasons = ends(torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9]]), [9, 8])
+    assert lengths.tolist() == [2, 3, 1]
+    assert [FINISH_REASONS[reason] for reason in reasons.tolist()] == ["stop", "length", "stop"]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +117,40 @@ def _documented(name: str, thing: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _diagnosis_rules() -> str:
+    from rlctl.diagnose.rules import GROUPS
+
+    parts = []
+    for heading, rules in GROUPS.items():
+        parts += [f"## {heading}\n", "| rule | metrics | info / warning / critical | source of the levels |"]
+        parts += ["|---|---|---|---|"]
+        parts += [f"| `{r.name}` | {r.signal} | {r.thresholds} | {r.source} |" for r in rules]
+        parts += [""]
+    return "\n".join(parts)
+
+
+def _log_names(framework: str) -> str:
+    """The names that one framework gives to metrics."""
+    path = ROOT / "rlctl" / "diagnose" / "readers" / "frameworks" / f"{framework}.toml"
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    rows = [(f"`{name}`", one) for name, one in content["names"].items()]
+    rows += [(f"matching `{pattern}`", one) for pattern, one in content.get("patterns", {}).items()]
+    lines = ["| in the log | canonical | difference |", "|---|---|---|"]
+    for name, one in rows:
+        key, meaning = (one, "") if isinstance(one, str) else (one["key"], one.get("meaning", ""))
+        cells = (name, f"`{key.replace(chr(92) + '1', '…')}`", meaning or "—")
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "spec keys": _spec_keys,
     "metrics": _metrics,
     "commands": _commands,
     "api": _api,
+    "diagnosis rules": _diagnosis_rules,
+    **{
+        f"names in logs of {framework}": partial(_log_names, framework)
+        for framework in ("verl", "trl", "trl_async", "openrlhf", "slime", "prime_rl", "nemo_rl")
+    },
 }

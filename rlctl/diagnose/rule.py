@@ -1,7 +1,7 @@
 """The form of a rule: what it reads, what it detects, and what every finding of it says.
 
 A rule is `@Rule(...)` above one function, listed in its file's `RULES`. The function's docstring begins with
-the healthy state. The tables of docs/reference/diagnose-rules.md are generated from the rules.
+the healthy state. The tables of docs/reference/diagnose-rules.md are made from the rules.
 """
 
 from __future__ import annotations

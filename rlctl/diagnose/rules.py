@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlctl.diagnose import (
@@ -56,14 +56,3 @@ def examine(run: RunLog) -> Diagnosis:
         tuple(rule for rule, one in results if not isinstance(one, Skipped)),
         tuple(one for _, one in results if isinstance(one, Skipped)),
     )
-
-
-def rule_tables() -> Iterator[str]:
-    """The tables of docs/diagnose-rules.md, line by line."""
-    for heading, rules in GROUPS.items():
-        yield f"## {heading}\n"
-        yield "| rule | looks at | info / warning / critical | source of the levels |"
-        yield "|---|---|---|---|"
-        for rule in rules:
-            yield f"| `{rule.name}` | {rule.signal} | {rule.thresholds} | {rule.source} |"
-        yield ""

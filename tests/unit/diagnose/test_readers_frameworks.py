@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkdocs_hooks import with_tables
 from rlctl.diagnose.readers.collect import Collector, LogReading
 from rlctl.diagnose.readers.configuration import configured_facts
 from rlctl.diagnose.readers.detect import read_run
@@ -356,9 +357,8 @@ def test_every_name_leads_to_a_described_metric():
 
 
 def test_the_page_lists_every_name_with_its_meaning():
-    page = (Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md").read_text(
-        encoding="utf-8"
-    )
+    path = Path(__file__).parents[3] / "docs" / "reference" / "diagnose-inputs.md"
+    page = with_tables(path.read_text(encoding="utf-8"))
     for framework in FRAMEWORKS:
         for name, named in framework.names.items():
             row = f"| `{name}` | `{named.key}` | {named.meaning or '—'} |\n"

@@ -211,7 +211,10 @@ def places_of(module: str) -> list[Place]:
 
 
 def _meaning(source: str) -> str:
-    """The syntax tree without what changes no result: types; that records are frozen or have slots."""
+    """The syntax tree without what changes no result.
+
+    That is: types; that records are frozen or have slots; `x.sum(1)` for `x.sum(-1)`, x being (B, T).
+    """
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -222,6 +225,8 @@ def _meaning(source: str) -> str:
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dataclass":
             node.keywords = []
+        elif isinstance(node, ast.Call) and [ast.unparse(a) for a in node.args] == ["-1"]:
+            node.args = [ast.Constant(1)]
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.test = ast.Constant(None)
     return ast.dump(tree)

@@ -165,3 +165,15 @@ def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
     tally = explained_variance_tally(returns, torch.randn(2, 3), mask)
     assert explained_variance(tally.to_host()) == 0.0
     assert explained_variance(explained_variance_tally(returns, returns, ~mask).to_host()) == 0.0
+
+
+@pytest.mark.parametrize("unit", [1e-14, 1e-6, 1.0, 1e12])
+def test_explained_variance_does_not_depend_on_the_unit_of_reward(unit: float) -> None:
+    returns, noise, mask = make_inputs(0)
+    values = returns + 0.5 * noise
+    known, scaled = (
+        explained_variance(explained_variance_tally(c * returns, c * values, mask).to_host())
+        for c in (1.0, unit)
+    )
+    assert 0.1 < known < 0.99
+    assert scaled == pytest.approx(known, rel=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Skipped
+from rlctl.diagnose.finding import Evidence, Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
 from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
 from rlctl.diagnose.table import RunLog, Series
@@ -46,10 +46,6 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
     if run.facts.bypass_mode is None and run.facts.updates_per_batch is None:
         return Skipped(f"whether {key} is mismatch or progress depends on the spec", ("spec.yaml",))
     return Skipped("the logged gap includes the policy's own progress (bypass mode or stale samples)")
-
-
-def _compared(run: RunLog) -> tuple[Fix, ...]:
-    return (fix.find_the_cause(),)
 
 
 @Rule(
@@ -251,10 +247,11 @@ def template(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "frozen-gap", thresholds=f"— / — / × {FROZEN_GROWTH:g}", source=th.LOGIC, fixes=_compared,
+    "frozen-gap", thresholds=f"— / — / × {FROZEN_GROWTH:g}", source=th.LOGIC,
     one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
     signal="trend of the gap while the learning rate is 0",
     cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
+    fixes=lambda run: (fix.find_the_cause(),),
     sure=("high", "a policy that does not learn cannot move away from its sampler"),
 )  # fmt: skip
 def frozen_gap(run: RunLog) -> Detection | Skipped | None:

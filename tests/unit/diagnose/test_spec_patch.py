@@ -18,7 +18,7 @@ RC = "algorithm.rollout_correction."
 
 
 def finding(rule, *fixes, severity="critical", what="something is wrong"):
-    made = tuple(fix_ if isinstance(fix_, Fix) else Fix(fix_) for fix_ in fixes)
+    made = tuple(one if isinstance(one, Fix) else Fix(one) for one in fixes)
     return Finding(severity, what, (Evidence("actor/lr", "1"),), "cause", "source", made, rule=rule)
 
 
@@ -49,7 +49,7 @@ def test_the_fixed_spec_loads_and_differs_in_the_changed_keys_only(tmp_path):
     assert lines[place - 1] == "  # gap: something is wrong (was 0.001)"
 
 
-def test_the_worst_finding_wins_a_conflict_and_the_next_fix__is_taken():
+def test_the_worst_finding_wins_a_conflict_and_the_next_fix_is_taken():
     found = propose_patch(
         diagnosis(
             finding("first", ("actor.lr=0.0005",)),
@@ -65,7 +65,7 @@ def test_the_worst_finding_wins_a_conflict_and_the_next_fix__is_taken():
     assert "# Not applied: third (critical): actor.lr=0.0002: first sets 0.0005" in as_yaml(found)
 
 
-def test_a_fix__that_the_checks_refuse_gives_way_to_the_next():
+def test_a_fix_that_the_checks_refuse_gives_way_to_the_next():
     refused = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=nonsense")
     found = propose_patch(diagnosis(finding("one", refused, ("actor.lr=0.0005",)), finding("two", refused)))
     assert found.changes == {"actor.lr": "0.0005"}
@@ -89,9 +89,9 @@ def test_remarks_and_things_to_do_by_hand_change_nothing():
 
 
 def test_a_log_without_a_spec_gives_an_overlay_that_layers(tmp_path):
-    fix_ = Fix(("actor.lr=5e-07", f"{RC}rollout_is=token"), others={"trl": "learning_rate=5e-07"})
+    one = Fix(("actor.lr=5e-07", f"{RC}rollout_is=token"), others={"trl": "learning_rate=5e-07"})
     path = tmp_path / "out.yaml"
-    write_patch(path, propose_patch(diagnosis(finding("gap", fix_), spec=False, framework="trl")))
+    write_patch(path, propose_patch(diagnosis(finding("gap", one), spec=False, framework="trl")))
     text = path.read_text()
     assert yaml.safe_load(text) == {
         "actor": {"lr": 5e-07},

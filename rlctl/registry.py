@@ -248,6 +248,7 @@ def _first_line(function: Callable[..., Any]) -> str:
 POLICY_LOSSES = Registry(
     "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"
 )
+KL_ESTIMATORS = Registry("kl estimator", key="actor.kl_loss_type", module="rlctl.algos.kl")
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator", key="algorithm.adv_estimator", module="rlctl.algos.estimators"
 )

@@ -1,72 +1,101 @@
 """The KL divergence to the reference policy: in the reward, in the loss, and its coefficient.
 
 Every figure is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the tokens before it, in nats;
-shapes are (B, T). Sources: Schulman 2020, "Approximating KL Divergence" (k1, k2, k3);
-DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (`unbiased`); Precup, Sutton and Singh 2000, "Eligibility
-Traces for Off-Policy Policy Evaluation" (per-decision importance sampling, `sequence`).
+shapes are (B, T). Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs) -> Tensor`,
+registered by its name (`rlctl.registry`); one that reads π_rollout serves as a loss only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from rlctl.algos.rules import LOG_RATIO_CLAMP
+from rlctl.lazy import torch
+from rlctl.registry import KL_ESTIMATORS
 
-from rlctl.algos.rules import LOG_RATIO_CLAMP, KLLossType
+if TYPE_CHECKING:
+    from torch import Tensor
 
-KLEstimate = Literal["k1", "k2", "k3"]
+
+_SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 
-def kl_estimate(kind: KLEstimate, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Per-token estimate of the KL of tokens sampled from π, for rewards and metrics.
+@KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
+def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+    """Unbiased as a value, of either sign. As a loss its expected gradient is zero: it penalises nothing."""
+    return log_probs - ref_log_probs
 
-    `k1` log π − log π_ref: unbiased, of either sign. `k2` ½ k1²: biased, but of low variance while the
-    policies are close. `k3` π_ref/π − 1 − log(π_ref/π): unbiased and never negative; its log-ratio is
-    clamped to ±20.
 
-    Knows no mask: padding is the caller's.
-    """
-    gap = log_probs - ref_log_probs
-    if kind == "k1":
-        return gap
-    if kind == "k2":
-        return 0.5 * gap.square()
-    gap = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+@KL_ESTIMATORS.register(label="squared log-ratio", formula="½ (log π − log π_ref)²", source=_SCHULMAN)
+def k2(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+    """Biased as a value, of low variance while the policies are close. As a loss, for tokens sampled from
+    π_θ, its expected gradient is ∇ KL(π_θ ‖ π_ref), the reverse KL."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+@KL_ESTIMATORS.register(label="never negative", formula="π_ref/π − 1 − log(π_ref/π)", source=_SCHULMAN)
+def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
+    """Unbiased as a value and never negative; its log-ratio is clamped to ±20. As a loss, for tokens sampled
+    from π_θ, its expected gradient is ∇ KL(π_ref ‖ π_θ), the forward KL."""
+    gap = (log_probs - ref_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return (-gap).exp() - 1.0 + gap
 
 
+@KL_ESTIMATORS.register(
+    label="k3 weighted per token",
+    formula="(π_θ/π_rollout) · k3",
+    source='DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1',
+    needs={"rollout_log_probs"},
+)
+def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """With gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref) of each token's distribution, whichever
+    policy π_rollout the token was sampled from. The tokens before it stay π_rollout's and carry no
+    gradient: of whole sequences it is not the KL's gradient. The log-ratio is clamped to ±20."""
+    return _exp(log_probs - rollout_log_probs) * k3(log_probs, ref_log_probs)
+
+
+@KL_ESTIMATORS.register(
+    label="k3 weighted per sequence",
+    formula="(Π_{s≤t} π_θ(s)/π_rollout(s)) · k3_t",
+    source='Precup, Sutton and Singh 2000, "Eligibility Traces for Off-Policy Policy Evaluation"',
+    needs={"rollout_log_probs"},
+)
+def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """With gradient through the product: summed over a sequence, ∇ KL(π_θ ‖ π_ref) of whole sequences,
+    whichever policy π_rollout they were sampled from, if none is rejected. Its variance grows with the
+    length, as that of sequence weights. Needs whole rows. The log of the product is clamped to ±20."""
+    return _exp((log_probs - rollout_log_probs).cumsum(-1)) * k3(log_probs, ref_log_probs)
+
+
+def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Per-token estimate (B, T) of the KL of tokens sampled from π, for rewards and metrics.
+
+    Knows no mask: padding is the caller's.
+
+    Args:
+        kind: an estimator that needs no `rollout_log_probs`.
+    """
+    found: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None)
+    return found
+
+
 def kl_loss(
-    kind: KLLossType, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
+    kind: str, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
 ) -> Tensor:
     """Per-token penalty (B, T) with gradient through π_θ; 0.0 outside the mask, whatever is there.
 
-    That a value estimates the KL does not make its gradient estimate the KL's gradient. For tokens
-    sampled from π_θ itself, the gradients' expectations are:
-
-    - `k1`: zero. It penalises nothing.
-    - `k2`: ∇ KL(π_θ ‖ π_ref), the reverse KL.
-    - `k3`: ∇ KL(π_ref ‖ π_θ), the forward KL.
-    - `unbiased`, (π_θ/π_rollout) · k3 with gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref) of each
-      token's distribution, whichever policy π_rollout the token was sampled from. The tokens before it stay
-      π_rollout's and carry no gradient: of whole sequences it is not the KL's gradient.
-    - `sequence`, (Π_{s≤t} π_θ(s)/π_rollout(s)) · k3_t with gradient through the product: summed over a
-      sequence, ∇ KL(π_θ ‖ π_ref) of whole sequences, whichever policy π_rollout they were sampled from, if
-      none is rejected. Its variance grows with the length, as that of sequence weights. Needs whole rows.
-
-    The log of a ratio or product is clamped to ±20.
+    That a value estimates the KL does not make its gradient estimate the KL's gradient: what each expects is
+    in its docstring.
     """
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
-    theta, ref, rollout = (torch.where(loss_mask, x, 0.0) for x in given)
-    if kind == "unbiased":
-        log_ratio = theta - rollout
-    elif kind == "sequence":
-        log_ratio = (theta - rollout).cumsum(-1)
-    else:
-        return kl_estimate(kind, theta, ref)
-    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp() * kl_estimate("k3", theta, ref)
+    found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, x, 0.0) for x in given))
+    return torch.where(loss_mask, found, 0.0)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ Statistic = Literal["ratio", "k1", "k2", "k3"]
 Reduction = Literal["none", "sum", "mean", "max"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
-KLLossType = Literal["k1", "k2", "k3", "unbiased", "sequence"]
 MetricConvention = Literal["applied", "verl"]
 
 

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlctl.algos.rules import KLLossType
+from rlctl.registry import KL_ESTIMATORS
 from rlctl.spec.algorithm import KLNames
 from rlctl.spec.base import NullWord, Section
+from rlctl.spec.parts import Registered
 
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -48,7 +49,7 @@ class ActorSpec(Section):
     """Add kl_loss_coef × KL to the reference policy to the loss."""
     kl_loss_coef: float = Field(default=0.001, ge=0)
     """Its coefficient."""
-    kl_loss_type: Annotated[KLLossType, KLNames] = "k3"
+    kl_loss_type: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k3"
     """Estimator of that KL; `unbiased` is k3 weighted by π_θ/π_rollout of the token (DeepSeek-V3.2),
     `sequence` by the product up to the token."""
     loss_agg_mode: AggMode = "token-mean"

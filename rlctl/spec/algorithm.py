@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.base import NullWord, OpenMapping, Section
 from rlctl.spec.parts import Registered
 
@@ -85,7 +85,7 @@ class AlgorithmSpec(Section):
     """Divide GRPO's advantages by the group's standard deviation."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef × KL to the reference policy from every token's reward."""
-    kl_penalty: Annotated[Literal["k1", "k2", "k3"], KLNames] = "k1"
+    kl_penalty: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k1"
     """Estimator of that KL: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()

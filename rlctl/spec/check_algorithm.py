@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Part
+from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Part
 from rlctl.spec.check_base import (
     BATCH_KEYS,
     CORRECTION,
@@ -177,6 +177,11 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
             if not is_on and is_changed(spec, key):
                 fix = f"set {switch}: true, or leave it out"
                 yield warning(key, f"has no effect: {switch} is false", fix)
+    if "rollout_log_probs" in KL_ESTIMATORS.part(spec.algorithm.kl_penalty).needs:
+        what = (
+            f"{spec.algorithm.kl_penalty} is a loss: its gradient passes through the ratio, a reward has none"
+        )
+        yield error("algorithm.kl_penalty", what, "use k1, k2 or k3")
     if in_loss and spec.actor.kl_loss_type == "k1":
         what = "as a loss, k1 has a gradient of zero on average: it adds noise and does not bound the KL"
         yield warning("actor.kl_loss_type", what, "use k2, k3, unbiased or sequence")

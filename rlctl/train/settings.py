@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlctl.algos.aggregate import AggMode
-from rlctl.algos.rules import CorrectionRules, KLLossType, LossRule
+from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.tighten import tighter_criterion, tighter_weight
@@ -32,7 +32,7 @@ class UpdateSettings:
     micro_rows: int
     max_nonfinite_fraction: float
     entropy_coeff: float = 0.0
-    kl_loss_type: KLLossType | None = None
+    kl_loss_type: str | None = None
     kl_loss_coef: float = 0.0
     micro_tokens: int | None = None
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from rlctl.algos.rules import KLLossType
 from rlctl.metric_names import describe
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from tests import hooks, runs
@@ -120,7 +118,7 @@ def test_the_plans_leave_nothing_out() -> None:
     modes = {(plan.loss, plan.bypass) for plan in plans}
     assert modes == {(loss, bypass) for loss in POLICY_LOSSES for bypass in (True, False)}
     specs = [spec_of(plan) for plan in plans]
-    assert {spec.actor.kl_loss_type for spec in specs if spec.actor.use_kl_loss} == set(get_args(KLLossType))
+    assert {spec.actor.kl_loss_type for spec in specs if spec.actor.use_kl_loss} == set(KL_ESTIMATORS)
     in_reward = [spec.algorithm for spec in specs if spec.algorithm.use_kl_in_reward]
     assert {algorithm.kl_penalty for algorithm in in_reward} == {"k1", "k2", "k3"}
 

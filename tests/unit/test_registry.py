@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import SpecError, UsageError
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
+from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Registry
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
 
 LOSS = "algorithm.rollout_correction.loss_type"
@@ -61,9 +61,9 @@ def problem(*overrides: str) -> tuple[str, str, str]:
     return found.key, found.what, found.fix or ""
 
 
-@pytest.mark.parametrize("registry", [POLICY_LOSSES, ADVANTAGE_ESTIMATORS])
+@pytest.mark.parametrize("registry", [POLICY_LOSSES, ADVANTAGE_ESTIMATORS, KL_ESTIMATORS])
 def test_every_part_says_what_it_is(registry: Registry) -> None:
-    assert len(registry) >= 6
+    assert len(registry) >= 5
     for part in registry.parts():
         assert all([part.label, part.formula, part.source]), part.name
         assert (part.function.__doc__ or "").strip(), part.name
@@ -120,6 +120,8 @@ def test_the_spec_with_parameters_is_written_and_read_back(mine: str, tmp_path: 
         ([f"{LOSS}=mine.py:plain", f"{PARAMS}.beta=1"], f"{PARAMS}.beta", "has no parameters of its own"),
         ([f"{PARAMS}.beta=1"], f"{PARAMS}.beta", "has no parameters of its own"),
         (["algorithm.adv_estimator=rlo"], "algorithm.adv_estimator", "did you mean `rloo`"),
+        (["algorithm.kl_penalty=unbiased"], "algorithm.kl_penalty", "use k1, k2 or k3"),
+        (["actor.kl_loss_type=k9"], "actor.kl_loss_type", "`k"),
     ],
 )
 def test_what_does_not_fit_is_refused(mine: str, overrides: list[str], key: str, words: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import typing
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlctl.algos.kl import KLController, KLEstimate, kl_estimate, kl_loss
-from rlctl.algos.rules import KLLossType
+from rlctl.algos.kl import KLController, kl_estimate, kl_loss
+from rlctl.registry import KL_ESTIMATORS
 from tests.properties.batches import make_batch
 from tests.properties.test_correction_exactness import (
     HORIZON,
@@ -22,8 +21,8 @@ from tests.properties.test_correction_exactness import (
 )
 from tests.reference import kl as reference
 
-ESTIMATES = typing.get_args(KLEstimate)
-LOSSES = typing.get_args(KLLossType)
+ESTIMATES = [part.name for part in KL_ESTIMATORS.parts() if not part.needs]
+LOSSES = list(KL_ESTIMATORS)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -80,7 +79,7 @@ def test_what_the_values_and_the_gradients_estimate() -> None:
     logits.requires_grad_()
     everything = torch.ones(1, 5, dtype=torch.bool)
 
-    def expected_gradient(kind: KLLossType, sampler: Tensor) -> Tensor:
+    def expected_gradient(kind: str, sampler: Tensor) -> Tensor:
         log_probs = logits.log_softmax(-1)
         loss = kl_loss(kind, log_probs[None], ref[None], sampler.detach()[None], everything)
         return torch.autograd.grad((sampler.detach().exp() * loss[0]).sum(), logits)[0]
@@ -122,7 +121,7 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
     per_state = (tables[0].exp() * (tables[0] - tables[1])).sum(-1)
     conditional = (sampler[:, None] * MASK * per_state).sum()  # prefixes are the sampler's, and constants
 
-    def expected(kind: KLLossType) -> Tensor:
+    def expected(kind: str) -> Tensor:
         """∇ of E_rollout[Σ_t penalty_t], through the code that trains."""
         loss = kl_loss(kind, log_probs_of(train), log_probs_of(ref), log_probs_of(rollout), MASK)
         return torch.autograd.grad((sampler[:, None] * loss).sum(), train)[0]

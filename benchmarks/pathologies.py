@@ -79,7 +79,7 @@ def in_formats(run_dir: Path) -> Iterator[tuple[Format, Path]]:
 def can_log(form: Format, spec: RunSpec) -> bool:
     """Whether the framework runs this, and would compute the same figures."""
     correction = spec.algorithm.rollout_correction
-    ours = correction.dialect == "guide" and (
+    ours = correction.dialect == "rlctl" and (
         bool(correction.rollout_rs) or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
     )
     return not ours and (form == "verl" or not (correction.bypass_mode or correction.rollout_rs))

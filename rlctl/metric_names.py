@@ -122,7 +122,7 @@ _VERL_DIALECT = "verl (under `dialect: verl`)"
 def _criteria() -> Iterator[Metric]:
     """One rejection criterion's statistics; the longer endings first, they are matched in this order.
 
-    verl logs equal names. Its statistics are k1, k2 and k3; the guide's are ρ itself.
+    verl logs equal names. Its statistics are k1, k2 and k3; rlctl's are ρ itself.
     """
 
     def metric(ending: str, unit: str, definition: str) -> Metric:
@@ -130,7 +130,7 @@ def _criteria() -> Iterator[Metric]:
         return Metric(name, unit, definition, {_VERL_DIALECT: name})
 
     judged = (
-        "of the criterion's statistic (ρ_t, max ρ_t, Π ρ or its mean under dialect guide; verl's k1, k2 or "
+        "of the criterion's statistic (ρ_t, max ρ_t, Π ρ or its mean under dialect rlctl; verl's k1, k2 or "
         "k3 under dialect verl), over the tokens or sequences it is compared for"
     )
     one = "this criterion alone rejects"

@@ -1,6 +1,6 @@
 """`rlctl`: the commands, and the only place that prints errors and exits.
 
-Command modules keep heavy imports inside their bodies, so that `--help` is there at once.
+Command modules import heavy packages inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError
 
-#: What a full or read-only disk answers: nothing wrong with the request, nor with the program.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+#: A full or read-only disk: neither the request nor the program is wrong.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 app = typer.Typer(
     name="rlctl",
     help=(
-        "Train language models with reinforcement learning, and see, correct and explain the gap between "
-        "the policy that sampled and the policy in training.\n\n"
+        "Train language models with reinforcement learning. Measure, correct and explain the mismatch "
+        "between the rollout policy and the training policy.\n\n"
         "Start here: [bold]rlctl train --preset rloo-seq-is[/bold] trains the built-in tiny model; with "
         "[bold]--dry-run[/bold] it only shows what would run. [bold]rlctl COMMAND --help[/bold] has examples."
     ),
@@ -81,24 +81,24 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Closed standard streams become /dev/null, before a file of the run gets their number."""
+    """Open closed standard streams as /dev/null, before a file of the run gets their descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open to the end
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII gets an escape, not an error
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal gets escapes, not an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
-    """SIGTERM unwinds like Ctrl-C, so that what was begun is cleared away."""
+    """SIGTERM raises like Ctrl-C, so that temporary files and processes are cleaned up."""
     raise SystemExit(128 + number)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; every error is printed here, and becomes an exit code.
+    """Run one command line. Every error is printed here and becomes an exit code.
 
     Returns:
         0 ok, 1 failed at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 or 143 interrupted.
@@ -115,7 +115,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""
             typer.echo(f"error: {error.strerror}{where}", err=True)
             return 4
@@ -125,7 +125,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _report_bug(error: Exception) -> None:
-    """Two lines for the user, the traceback into a file for whoever mends it."""
+    """Two lines for the user; the traceback goes into a file for a bug report."""
     import tempfile
     import traceback
 

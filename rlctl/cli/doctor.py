@@ -1,4 +1,4 @@
-"""`rlctl doctor`: what works on this machine, and what to do about the rest."""
+"""`rlctl doctor`: check what works on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rlctl.doctor.report import Check, Report
+    from rlctl.doctor.doctor_report import Check, DoctorReport
 
 _MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bold red")}
 
@@ -19,9 +19,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Read versions only; try no engine.")] = False,
 ) -> None:
-    """Look at this machine: packages, GPU, disks, network; and try every engine on a tiny model.
+    """Check packages, GPU, disks and network of this machine, and try every engine on a tiny model.
 
-    Each trial runs in a process of its own, so that one that crashes or hangs is a line of the report.
+    Each trial runs in a process of its own, so that a crash or a hang is a line of the report.
     Exit code 4 if something that training needs does not work.
 
       rlctl doctor
@@ -41,8 +41,8 @@ def doctor(
     raise typer.Exit(4 if report.broken else 0)
 
 
-def _print(report: Report, *, quick: bool) -> None:
-    """A table per group, and how many things are broken."""
+def _print(report: DoctorReport, *, quick: bool) -> None:
+    """A table per group, and the number of broken checks."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -61,15 +61,15 @@ def _print(report: Report, *, quick: bool) -> None:
                 table.add_row(Text(mark, style=style), Text(check.name), _words(check))
         console.print(table)
     if count := len(report.broken):
-        console.print(Text(f"\n{count} of these keep a run from working", style="bold red"))
+        console.print(Text(f"\n{count} of these checks failed: training does not work", style="bold red"))
     elif quick:
-        console.print(Text("\nNothing of this stops a run; no engine was tried", style="bold green"))
+        console.print(Text("\nNo problem found; no engine was tried", style="bold green"))
     else:
-        console.print(Text("\nAll that training needs works", style="bold green"))
+        console.print(Text("\nEverything that training needs works", style="bold green"))
 
 
 def _words(check: Check) -> Text:
-    """What was found, and below it what to do."""
+    """The finding, and the fix below it."""
     from rich.text import Text
 
     advice = (f"\nfix  {check.fix}", "cyan") if check.fix else ""

@@ -1,8 +1,6 @@
-"""`rlctl train --dry-run`: what would run, laid out for reading."""
+"""`rlctl train --dry-run`: print what would run."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -10,7 +8,7 @@ from rich.text import Text
 
 from rlctl.cli.messages import print_problems
 from rlctl.spec.explain import bands, batch_arithmetic, notes
-from rlctl.spec.keys import known_leaves
+from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import model_size
@@ -31,24 +29,15 @@ def print_dry_run(loaded: LoadedSpec) -> None:
     console.print("\nDry run. Nothing was started.")
 
 
-def value_of(spec: RunSpec, key: str) -> Any:
-    """The value at a dotted key."""
-    value: Any = spec
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def show(value: object) -> str:
     """A value as it would be written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, BaseModel):
-        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value)}}}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in value.items())}}}"
+    if isinstance(value, BaseModel | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in items)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(item) for item in value)}]"
     return str(value)
@@ -63,7 +52,7 @@ def show_bytes(num_bytes: float | None) -> str:
 
 
 def _print_values(loaded: LoadedSpec, console: Console) -> None:
-    """Every value and its origin, by section; what somebody chose stands out from the defaults."""
+    """Every value and its origin, by section; defaults are dimmed."""
     _print_title("Spec: every value, and where it comes from", console)
     section = ""
     for key in known_leaves():
@@ -109,10 +98,9 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
     elif not spec.is_embedded:
         lines.append("training rows: counted at the start (the files cannot be read here)")
     if batch.num_batches is None:
-        lines.append("batches in the run: known once the rows are counted")
+        lines.append("batches in the run: known after the rows are counted")
     else:
-        total = f"{batch.total_steps:,} optimizer steps"
-        lines.append(f"batches in the run: {batch.num_batches:,}, that is {total}")
+        lines.append(f"batches in the run: {batch.num_batches:,} ({batch.total_steps:,} optimizer steps)")
     for line in lines:
         console.print(Text(f"  {line}"))
 
@@ -132,7 +120,7 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
     peak = f"  {'peak':<31}{total:>12}   "
-    words = "all that stays, and of what is held at one time [in brackets] the largest"
+    words = "parts held always, and the largest phase [in brackets]"
     console.print(Text.assemble((peak, "bold"), (words, "dim")))
 
 

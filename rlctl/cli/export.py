@@ -1,4 +1,4 @@
-"""`rlctl export`: the model of a checkpoint as a directory of its own."""
+"""`rlctl export`: write the model of a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(StrEnum):
-    """Of the exported weights."""
+    """Precision of the exported weights."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -41,7 +41,7 @@ def export(
     The checkpoint's checksums are verified first.
 
     `AutoModelForCausalLM.from_pretrained(OUT)` loads the result, as does vLLM. Of a LoRA run that is the
-    model with the adapter merged in; what `--adapter` writes, `PeftModel.from_pretrained(BASE, OUT)` loads.
+    model with the adapter merged in; `PeftModel.from_pretrained(BASE, OUT)` loads what `--adapter` writes.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
     """
@@ -59,17 +59,15 @@ def export(
 
 
 def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """A checkpoint whose every byte is as it was written.
+    """A checkpoint with verified checksums.
 
     Raises:
         UsageError: not a run, no such step, or damaged.
     """
     from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
-    from rlctl.spec.load import RUN_SPEC_FILE
+    from rlctl.spec.load import spec_file_of
 
-    if not (run / RUN_SPEC_FILE).is_file():
-        fix = "name a directory such as runs/rlctl/run-…"
-        raise UsageError(f"not a run directory: it holds no {RUN_SPEC_FILE}", where=str(run), fix=fix)
+    spec_file_of(run)
     root = run / CHECKPOINTS
     checkpoint, notes = newest_intact(root, step)
     if checkpoint is None:
@@ -83,7 +81,7 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
 
 
 def _adapter(checkpoint: Checkpoint) -> Path:
-    """Where the adapter of a LoRA run lies.
+    """The directory of a LoRA run's adapter.
 
     Raises:
         UsageError: there is none.
@@ -98,9 +96,9 @@ def _adapter(checkpoint: Checkpoint) -> Path:
 
 
 def _convert(model_dir: Path, dtype: Dtype) -> None:
-    """Cast the weights in place, one file in memory at a time; the config names the new dtype.
+    """Cast the weights in place, one file in memory at a time, and the dtype in the config.
 
-    Not through `from_pretrained`, so that models with code of their own need not run it here.
+    `from_pretrained` is not used: it would run code that comes with the model.
     """
     import torch
     from safetensors.torch import load_file, save_file

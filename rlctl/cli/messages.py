@@ -1,4 +1,4 @@
-"""How errors and warnings look on the terminal (stderr)."""
+"""Errors and warnings on the terminal (stderr)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 def print_error(error: RlctlError) -> None:
     """What is wrong, where, and what to write instead."""
     console = Console(stderr=True)
-    headline = Text.assemble(("error: ", "bold red"), error.what)
-    console.print(headline, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
     if isinstance(error, SpecError):
         print_problems(error.problems, console)
-        return
-    _print_details(console, error.where, error.fix)
+    else:
+        _print_details(console, error.where, error.fix)
 
 
 def print_problems(problems: Iterable[Problem], console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`rlctl presets`: the shipped recipes."""
+"""`rlctl presets`: list, read, compare and copy the shipped presets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rlctl.spec.presets import Preset
 
-app = typer.Typer(help="The shipped recipes: list, read, compare and copy them.", no_args_is_help=True)
+app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
 
-#: A preset of a model has no prompts of its own.
+#: Presets of models name no prompts.
 _LEFT_TO_THE_USER = frozenset({"data.train_files"})
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.")]
@@ -44,7 +44,7 @@ def list_presets() -> None:
 
 @app.command()
 def show(name: Name) -> None:
-    """Print a preset's file, comments and all.
+    """Print a preset's file with its comments.
 
     rlctl presets show rloo-seq-is
     """
@@ -56,7 +56,7 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
-    """Show the keys in which two presets differ, once resolved.
+    """Show the keys in which two resolved presets differ.
 
     rlctl presets diff rloo-seq-is rloo-uncorrected
     """
@@ -65,8 +65,7 @@ def diff(
     from rich.text import Text
 
     from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.dry_run import value_of
-    from rlctl.spec.keys import known_leaves
+    from rlctl.spec.keys import known_leaves, value_of
     from rlctl.spec.load import load_spec
 
     specs = [load_spec([name], [], [], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]

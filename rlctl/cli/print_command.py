@@ -1,7 +1,7 @@
-"""`rlctl train --print-command`: how to start the ranks of a spec, for three launchers.
+"""`rlctl train --print-command`: shell commands that start the ranks of a spec, for three launchers.
 
-Every process that a launcher starts is `rlctl train` with the same arguments; it reads from the
-environment which rank it is. What is printed is shell: comments, and commands to copy.
+Every process that a launcher starts is `rlctl train` with the same arguments; it reads its rank from the
+environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Launch:
 
     Attributes:
         launcher: `torchrun`, `deepspeed` or `srun`.
-        where: in words, where the commands belong.
+        where: in words, where to run the commands.
         commands: shell, one per line and in order; torchrun's: one per node.
     """
 
@@ -39,7 +39,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     """The commands that start `spec.trainer.nnodes` × `n_gpus_per_node` ranks.
 
     Args:
-        spec: says how many, and where the run goes.
+        spec: number of ranks, and the run directory.
         arguments: of `rlctl train`, as the user gave them.
 
     Raises:
@@ -79,7 +79,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
 
 
 def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:
-    """Several nodes by pdsh, even where the hostfile has one only: the arguments are quoted for it."""
+    """pdsh starts several nodes, even if the hostfile has one only: the arguments are quoted for it."""
     options = f"--hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} --no_local_rank"
     options += f' --master_addr "${{MASTER_ADDR:-}}" --master_port "{_PORT}"'
     if nodes > 1:
@@ -89,10 +89,10 @@ def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:
 
 
 def _for_pdsh(argument: str) -> str:
-    """What DeepSpeed's launcher must be given for `argument` to reach the ranks of another node.
+    """`argument` quoted so that DeepSpeed's launcher passes it unchanged to the ranks of another node.
 
-    pdsh replaces %h, %n and %u, and %% by %. Then the node's shell reads the line, in which DeepSpeed has
-    put arguments with a space between double quotes, their own escaped, and has left the others bare.
+    pdsh replaces %h, %n and %u, and %% by %. Then the node's shell reads the line. In it DeepSpeed has put
+    arguments with a space between double quotes, with escapes, and has not quoted the others.
     """
     argument = argument.replace("%", "%%")
     return re.sub(r"[\\$`]", r"\\\g<0>", argument) if " " in argument else shlex.quote(argument)

@@ -70,7 +70,7 @@ def train(
 
       rlctl train --resume runs/rlctl/rloo-seq-is-20260101-120000
 
-    Every key: `rlctl schema`. Recipes: `rlctl presets list`.
+    Every key: `rlctl schema`. Presets: `rlctl presets list`.
     """
     from rlctl.spec.load import load_spec
 
@@ -95,7 +95,7 @@ def train(
 
 
 def _start(loaded: LoadedSpec, resume: Path | None) -> int:
-    """The real thing; everything heavy is imported here."""
+    """Train; heavy packages are imported here."""
     from rlctl.cli.messages import print_problems
 
     print_problems(loaded.warnings)
@@ -118,14 +118,11 @@ def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
     """The resolved spec of a run to resume.
 
     Raises:
-        UsageError: no such run, or presets given, which the run's own spec would silently outvote.
+        UsageError: no such run, or presets are given: the run's own spec would override them silently.
     """
-    from rlctl.spec.load import RUN_SPEC_FILE
+    from rlctl.spec.load import spec_file_of
 
-    path = run_dir / RUN_SPEC_FILE
-    if not path.is_file():
-        what = f"not a run directory: it holds no {RUN_SPEC_FILE}"
-        raise UsageError(what, where=str(run_dir), fix="name a directory such as runs/rlctl/run-…")
+    path = spec_file_of(run_dir)
     if presets:
         fix = "leave --preset out; change single values with key=value"
         raise UsageError("a resumed run continues with its own spec", where=str(path), fix=fix)

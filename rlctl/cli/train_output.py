@@ -1,4 +1,4 @@
-"""What `rlctl train` says before its live display and after it."""
+"""Messages of `rlctl train` before and after its live display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlctl.train.summary import SUMMARY_FILE
 
 @contextmanager
 def announcing() -> Iterator[Announce]:
-    """Notes on the terminal, and a bar while the embedded model is built (which happens once)."""
+    """Notes on the terminal, and a progress bar while the embedded model is built (once)."""
     console = Console(stderr=True, highlight=False)
     bar = Progress(
         SpinnerColumn(),
@@ -48,7 +48,7 @@ def announcing() -> Iterator[Announce]:
 
 
 def print_summary(run_dir: Path) -> None:
-    """What was learned, where it lies, what to run next."""
+    """Results, files, and what to run next."""
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return
@@ -62,14 +62,14 @@ def print_summary(run_dir: Path) -> None:
     if summary["first"]:
         console.print(_learned(summary))
     else:
-        console.print("No step was left to do; for more: trainer.total_training_steps=N")
+        console.print("The run was already complete; for more steps: trainer.total_training_steps=N")
     if guarded := _guarded(summary):
         console.print(guarded, markup=False)
     _print_places(console, run_dir, summary)
 
 
 def _guarded(summary: dict[str, Any]) -> str:
-    """What the guardrails had to say; empty where they were off or silent."""
+    """Alarms and actions of the guardrails; empty if there were none."""
     counts = summary.get("guardrails", {})
     if reason := counts.get("stopped_because"):
         return f"\nGuardrails stopped the run: {reason}"

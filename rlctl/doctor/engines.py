@@ -1,8 +1,7 @@
-"""What is tried, each in a process of its own (`attempt`): torch's device, both rollout engines, a step,
-and Liger's kernels.
+"""The trials, each in a process of its own (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
 
-Every trial uses the code a run uses, on the embedded model's shape with random weights, in seconds.
-Imports are inside, so that a trial fails for its own reasons only.
+Every trial runs the code of a training run on a random model of the embedded one's shape, in seconds.
+Imports are inside the functions, so that one trial does not fail because of another's package.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def torch_computes() -> str:
     """A product of matrices on every device.
 
     Raises:
-        EnvironmentFailure: a GPU gives other numbers than the CPU, or torch cannot use the one there is.
+        EnvironmentFailure: a GPU computes other numbers than the CPU, or torch cannot use the GPU.
     """
     import torch
 
@@ -42,14 +41,16 @@ def torch_computes() -> str:
     for index in range(torch.cuda.device_count()):
         there = here.to(torch.device("cuda", index))
         if not torch.allclose((there @ there).cpu(), here @ here, rtol=1e-2, atol=1e-1):
-            raise EnvironmentFailure(f"GPU {index} computes wrong products", fix="look at its errors: dmesg")
+            raise EnvironmentFailure(
+                f"GPU {index} computes wrong products", fix="see the driver's errors: dmesg"
+            )
         properties = torch.cuda.get_device_properties(index)
         names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     return f"torch {torch.__version__} on {'; '.join(names)}"
 
 
 def _refuse_idle_gpu(cuda: str | None) -> None:
-    """A run would go to the CPU without a word; `CUDA_VISIBLE_DEVICES=` says that it should."""
+    """Without this a run would silently use the CPU; with `CUDA_VISIBLE_DEVICES=` it is meant to."""
     found = gpus()
     if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
         return
@@ -67,7 +68,7 @@ def hf_samples() -> str:
     """A few tokens by Hugging Face generation.
 
     Raises:
-        RunFailure: its log-probs are none.
+        RunFailure: its log-probs are not finite or not negative.
     """
     import torch
 
@@ -78,10 +79,10 @@ def hf_samples() -> str:
 
 
 def vllm_samples() -> str:
-    """vLLM starts, takes weights over as it does in training, samples a few tokens and ends.
+    """vLLM starts, loads weights as it does in training, samples a few tokens and stops.
 
     Raises:
-        RlctlError: what vLLM's engine says of itself.
+        RlctlError: as vLLM's engine raises it.
     """
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
@@ -107,10 +108,10 @@ def vllm_samples() -> str:
 
 
 def deepspeed_steps() -> str:
-    """One optimizer step in bf16, after which the weights are others.
+    """One optimizer step in bf16, which must change the weights.
 
     Raises:
-        RunFailure: the step was withheld, or changed nothing.
+        RunFailure: the step was skipped, or changed nothing.
     """
     import torch
 
@@ -140,11 +141,10 @@ def deepspeed_steps() -> str:
 
 
 def liger_computes() -> str:
-    """Liger's kernels give the gradients of the layers that they replace; where they cannot run, nothing is
-    tried.
+    """Liger's kernels give the gradients of the layers that they replace. Skipped where they cannot run.
 
     Raises:
-        RunFailure: they give others.
+        RunFailure: the gradients differ.
     """
     import torch
 
@@ -166,7 +166,7 @@ def liger_computes() -> str:
 
 
 def _gradient(model: Any) -> Any:
-    """Of a random sequence's log-probs, all parameters in one tensor."""
+    """The gradient of a random sequence's log-probs, all parameters in one tensor."""
     import torch
 
     ids = torch.randint(
@@ -189,7 +189,7 @@ def _tiny() -> tuple[Any, Any]:
 
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
-    """Two responses to each of two prompts, looked at."""
+    """Sample two responses to each of two prompts and check their log-probs."""
     import torch
 
     from rlctl.batch import Prompts
@@ -209,7 +209,8 @@ def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     log_probs = rollouts.rollout_log_probs[rollouts.response_mask]
     if not (log_probs.isfinite() & (log_probs <= 0)).all():
         raise RunFailure(
-            "sampled tokens have log-probs that are none", fix="compare engines: see docs/how-to/mismatch"
+            "sampled tokens have log-probs that are not finite or not negative",
+            fix="compare engines: see docs/how-to/mismatch",
         )
     return f"{len(log_probs)} tokens sampled on {rollouts.responses.device}"
 

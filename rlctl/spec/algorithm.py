@@ -23,6 +23,11 @@ def _kl_name(value: object) -> object:
     )
 
 
+def _dialect_name(value: object) -> object:
+    """The earlier name of rlctl's dialect, as older specs and logs have it."""
+    return "rlctl" if value == "guide" else value
+
+
 KLNames = BeforeValidator(_kl_name)
 Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
@@ -30,14 +35,14 @@ Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_ty
 class RolloutCorrectionSpec(Section):
     """Importance and rejection sampling (IS, RS) between the sampling and the trained policy."""
 
-    dialect: Literal["guide", "verl"] = "guide"
-    """Whose meaning the RS names and the default bound have: the reference guide's, or verl 0.9's."""
+    dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
+    """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
     rollout_is: Annotated[Literal["token", "sequence", "geometric"] | None, NullWord] = "sequence"
     """Level of the IS weight; null: none is applied (it is still measured)."""
     rollout_is_threshold: Threshold = "2.0"
     """One number c, or `lo_hi`. Under `clip` one number means [1/c, c]."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
-    """Outside the threshold; null: `clip` (guide), `truncate` for one number and `mask` for two (verl)."""
+    """Outside the threshold; null: `clip` (rlctl), `truncate` for one number and `mask` for two (verl)."""
     rollout_is_batch_normalize: bool = True
     """Divide the weights by their mean over the mini-batch (self-normalised IS)."""
     rollout_rs: Annotated[str | None, NullWord] = None

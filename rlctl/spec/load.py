@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from rlctl.errors import Problem, SpecError
+from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.spec.check import check_spec
 from rlctl.spec.keys import (
     accepts,
@@ -63,6 +63,19 @@ DEFAULT = Origin("default")
 
 #: The resolved spec in a run directory, as `dump_spec` writes it.
 RUN_SPEC_FILE = "spec.yaml"
+
+
+def spec_file_of(run_dir: Path) -> Path:
+    """The resolved spec of a run.
+
+    Raises:
+        UsageError: not a run directory.
+    """
+    path = run_dir / RUN_SPEC_FILE
+    if not path.is_file():
+        what = f"not a run directory: it has no {RUN_SPEC_FILE}"
+        raise UsageError(what, where=str(run_dir), fix="name a directory such as runs/rlctl/run-…")
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Where dialects die: what the user wrote about rollout correction becomes `CorrectionRules`.
+"""Rollout correction as written in a spec, translated into `CorrectionRules`.
 
-The same words mean different things to the reference guide and to verl 0.9 (`seq_max_k2` at 2.5
-admits ρ up to 2.5 there and up to 9.36 here). Both are translated into the one internal form;
-nothing below the spec hears of dialects.
+The same words mean different things in the dialects `rlctl` and `verl` (`seq_max_k2` at 2.5 accepts ρ up to
+2.5 in the first and up to 9.36 in the second). The code below the spec knows no dialects.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rlctl.algos.rules import (
     Bound,
@@ -34,18 +34,19 @@ RS_THRESHOLD_KEY = f"{_PREFIX}rollout_rs_threshold"
 
 #: One or two positive numbers: `2.0` is (2.0,), `0.6_1.6` is (0.6, 1.6).
 Numbers = tuple[float, ...]
-Criterion = Callable[[str, Numbers], RejectRule]
+#: Lower and upper bound on a statistic; None: not bounded.
+Bounds = tuple[float | None, float | None]
 
 
 class _ThresholdError(ValueError):
-    """A threshold that means nothing for its criterion; the message says what to write."""
+    """A threshold without a meaning for its criterion; the message says what to write."""
 
 
 def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
-    """Translate the spec's rollout correction into the form the mathematics understands.
+    """Translate the spec's rollout correction into rules.
 
     Raises:
-        SpecError: unknown criteria and impossible thresholds, all of them.
+        SpecError: every unknown criterion and impossible threshold.
     """
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
@@ -55,7 +56,7 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
 
 
 def loss_rule(spec: RunSpec) -> LossRule:
-    """The policy loss with its numbers; a half of the clip left null is `clip_ratio`."""
+    """The policy loss with its numbers; a side of the clip that is null is `clip_ratio`."""
     actor, correction = spec.actor, spec.algorithm.rollout_correction
     return LossRule(
         name=correction.loss_type,
@@ -70,17 +71,12 @@ def loss_rule(spec: RunSpec) -> LossRule:
 
 
 def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
-    """What `correction_rules` would refuse; empty if it would succeed."""
+    """The problems that `correction_rules` would raise; empty if it would succeed."""
     try:
         correction_rules(spec)
     except SpecError as error:
         return error.problems
     return []
-
-
-def criteria_of(spec: RolloutCorrectionSpec) -> dict[str, Criterion]:
-    """Name → meaning of every rejection criterion the spec's dialect knows."""
-    return _VERL_CRITERIA if spec.dialect == "verl" else _GUIDE_CRITERIA
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -108,7 +104,7 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
 
 
 def _default_bound(numbers: Numbers, *, is_verl: bool) -> Bound:
-    """The guide clips on both sides; verl truncates at one number and masks outside two."""
+    """rlctl clips on both sides; verl truncates at one number and masks outside two."""
     if not is_verl:
         return "clip"
     return "truncate" if len(numbers) == 1 else "mask"
@@ -131,8 +127,7 @@ def _weight_interval(numbers: Numbers, bound: Bound) -> tuple[float, float]:
 
 def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple[RejectRule, ...]:
     """One rule per comma-separated name, each with its own threshold."""
-    names = split_list(spec.rollout_rs)
-    thresholds = split_list(spec.rollout_rs_threshold)
+    names, thresholds = _split(spec.rollout_rs), _split(spec.rollout_rs_threshold)
     if not names:
         return ()
     if spec.dialect == "verl" and len(thresholds) == 1:
@@ -140,11 +135,11 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     if len(thresholds) != len(names):
         problems.append(_count_mismatch(names, thresholds))
         thresholds = []
-    criteria = criteria_of(spec)
+    criteria = _CRITERIA[spec.dialect]
     rules = []
     for position, name in enumerate(names):
         if name not in criteria:
-            problems.append(_unknown_criterion(name, spec))
+            problems.append(_unknown_criterion(name, spec.dialect))
         elif name in names[:position]:
             problems.append(Problem("error", RS_KEY, f"`{name}` is named twice", "keep one of them"))
         elif thresholds:
@@ -154,11 +149,11 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
 
 
 def _reject_rule(
-    name: str, threshold: str, criterion: Criterion, problems: list[Problem]
+    name: str, threshold: str, criterion: _Criterion, problems: list[Problem]
 ) -> RejectRule | None:
     """The rule, unless its threshold is impossible or would reject on-policy data."""
     try:
-        rule = criterion(name, parse_threshold(threshold))
+        rule = criterion.rule(name, parse_threshold(threshold))
     except _ThresholdError as error:
         fix = "for example 2.5, or 0.6_1.6 where both bounds make sense"
         problems.append(Problem("error", RS_THRESHOLD_KEY, f"{name}: {error}", fix))
@@ -172,23 +167,21 @@ def _reject_rule(
 
 
 def _count_mismatch(names: list[str], thresholds: list[str]) -> Problem:
+    what = f"{len(thresholds)} given for {len(names)} criteria ({', '.join(names)})"
     if not thresholds:
         what = f"missing, but rollout_rs names {', '.join(names)}"
-    else:
-        what = f"{len(thresholds)} given for {len(names)} criteria ({', '.join(names)})"
     example = "for example 0.6_1.6" if names == ["token_k1"] else "for example 0.6_1.6,2.5"
     return Problem("error", RS_THRESHOLD_KEY, what, f"one per criterion, comma separated, {example}")
 
 
-def _unknown_criterion(name: str, spec: RolloutCorrectionSpec) -> Problem:
-    known = list(criteria_of(spec))
+def _unknown_criterion(name: str, dialect: str) -> Problem:
+    other = "rlctl" if dialect == "verl" else "verl"
+    known = list(_CRITERIA[dialect])
     close = difflib.get_close_matches(name, known, n=1)
-    elsewhere = {**_GUIDE_CRITERIA, **_VERL_CRITERIA}
-    if name in elsewhere:
-        fix = f"set dialect: {'guide' if spec.dialect == 'verl' else 'verl'}, where it exists"
-    else:
-        fix = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(known)}"
-    return Problem("error", RS_KEY, f"`{name}` is no criterion of dialect {spec.dialect}", fix)
+    fix = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(known)}"
+    if name in _CRITERIA[other]:
+        fix = f"set dialect: {other}, where it exists"
+    return Problem("error", RS_KEY, f"`{name}` is no criterion of dialect {dialect}", fix)
 
 
 def parse_threshold(text: str) -> Numbers:
@@ -209,9 +202,32 @@ def parse_threshold(text: str) -> Numbers:
     return numbers
 
 
-def split_list(text: str | None) -> list[str]:
+def _split(text: str | None) -> list[str]:
     """Comma-separated words without surrounding spaces."""
     return [part.strip() for part in text.split(",")] if text else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Criterion:
+    """A rejection criterion: its statistic, and the bounds that a threshold sets on it."""
+
+    statistic: Statistic
+    reduction: Reduction
+    bounds: Callable[[Numbers], Bounds]
+    scope: Scope = "sequence"
+    negative_advantage_only: bool = False
+
+    def rule(self, name: str, numbers: Numbers) -> RejectRule:
+        lower, upper = self.bounds(numbers)
+        return RejectRule(
+            name,
+            self.statistic,
+            self.reduction,
+            lower,
+            upper,
+            self.scope,
+            negative_advantage_only=self.negative_advantage_only,
+        )
 
 
 def _one_number(numbers: Numbers, meaning: str) -> float:
@@ -220,87 +236,58 @@ def _one_number(numbers: Numbers, meaning: str) -> float:
     return numbers[0]
 
 
-def _upper_or_both(numbers: Numbers) -> tuple[float | None, float]:
-    """The guide's reading: one number is an upper bound alone."""
+def _largest(meaning: str) -> Callable[[Numbers], Bounds]:
+    return lambda numbers: (None, _one_number(numbers, f"the largest {meaning} allowed"))
+
+
+def _smallest(meaning: str) -> Callable[[Numbers], Bounds]:
+    return lambda numbers: (_one_number(numbers, f"the smallest {meaning} allowed"), None)
+
+
+def _largest_or_both(numbers: Numbers) -> Bounds:
+    """One number is an upper bound alone."""
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-# Criteria of both worlds.
+def _logs(numbers: Numbers) -> Bounds:
+    """verl's thresholds of k1 = −log ρ are written as ratios; one number c means [1/c, c]."""
+    lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
+    return math.log(lower), math.log(upper)
 
 
-def _token_veto(name: str, numbers: Numbers) -> RejectRule:
-    return RejectRule(name, "ratio", "none", _one_number(numbers, "the smallest ρ allowed"), None, "sequence")
-
-
-def _off_policy(name: str, numbers: Numbers) -> RejectRule:
-    """DeepSeek-V3.2's mask: mean k1 = mean log π_rollout/π_train > δ, and a negative advantage."""
-    upper = _one_number(numbers, "the largest mean of log π_rollout − log π_train allowed")
-    return RejectRule(name, "k1", "mean", None, upper, "sequence", negative_advantage_only=True)
-
-
-# What the reference guide says: every threshold is on ρ, every criterion rejects whole sequences.
-
-
-def _guide_token_k1(name: str, numbers: Numbers) -> RejectRule:
-    return RejectRule(name, "ratio", "none", *_upper_or_both(numbers), "sequence")
-
-
-def _guide_seq_max_k2(name: str, numbers: Numbers) -> RejectRule:
-    return RejectRule(name, "ratio", "max", None, _one_number(numbers, "the largest ρ allowed"), "sequence")
-
-
-def _guide_sequence(name: str, numbers: Numbers) -> RejectRule:
-    return RejectRule(name, "ratio", "sum", *_upper_or_both(numbers), "sequence")
-
-
-def _guide_geometric(name: str, numbers: Numbers) -> RejectRule:
-    return RejectRule(name, "ratio", "mean", *_upper_or_both(numbers), "sequence")
-
-
-_GUIDE_CRITERIA: dict[str, Criterion] = {
-    "token_k1": _guide_token_k1,
-    "seq_max_k2": _guide_seq_max_k2,
-    "sequence": _guide_sequence,
-    "geometric": _guide_geometric,
-    "token_veto": _token_veto,
-    "off_policy": _off_policy,
+_OF_BOTH = {
+    "token_veto": _Criterion("ratio", "none", _smallest("ρ")),
+    # DeepSeek-V3.2's mask: mean k1 = mean log π_rollout/π_train > δ, and a negative advantage.
+    "off_policy": _Criterion(
+        "k1", "mean", _largest("mean of log π_rollout − log π_train"), negative_advantage_only=True
+    ),
 }
-
-
-# What verl 0.9 computes: thresholds of k1 become bounds on −log ρ; those of k2 and k3 stay as written.
-
 _SHAPES: dict[str, tuple[Reduction, Scope]] = {
     "token": ("none", "token"),
     "seq_sum": ("sum", "sequence"),
     "seq_mean": ("mean", "sequence"),
     "seq_max": ("max", "sequence"),
 }
-_STATISTICS: dict[str, Statistic] = {"k1": "k1", "k2": "k2", "k3": "k3"}
-
-
-def _verl_criterion(name: str, numbers: Numbers) -> RejectRule:
-    """Any of verl's `<token|seq_sum|seq_mean|seq_max>_<k1|k2|k3>`."""
-    shape, _, statistic = name.rpartition("_")
-    reduction, scope = _SHAPES[shape]
-    if statistic == "k1":
-        lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
-        return RejectRule(name, "k1", reduction, math.log(lower), math.log(upper), scope)
-    upper = _one_number(numbers, f"the largest {statistic} allowed")
-    return RejectRule(name, _STATISTICS[statistic], reduction, None, upper, scope)
-
-
-_VERL_CRITERIA: dict[str, Criterion] = {
-    "token_k1": _verl_criterion,
-    "token_k2": _verl_criterion,
-    "token_k3": _verl_criterion,
-    "seq_sum_k1": _verl_criterion,
-    "seq_sum_k2": _verl_criterion,
-    "seq_sum_k3": _verl_criterion,
-    "seq_mean_k1": _verl_criterion,
-    "seq_mean_k2": _verl_criterion,
-    "seq_mean_k3": _verl_criterion,
-    "seq_max_k2": _verl_criterion,
-    "seq_max_k3": _verl_criterion,
-    "token_veto": _token_veto,
-    "off_policy": _off_policy,
+_STATISTICS: dict[Statistic, Callable[[Numbers], Bounds]] = {
+    "k1": _logs,
+    "k2": _largest("k2"),
+    "k3": _largest("k3"),
+}
+#: Dialect → name → meaning. In rlctl's, every threshold is on ρ and every criterion rejects whole sequences.
+#: verl 0.9 has `<shape>_<statistic>`.
+_CRITERIA: dict[str, dict[str, _Criterion]] = {
+    "rlctl": {
+        "token_k1": _Criterion("ratio", "none", _largest_or_both),
+        "seq_max_k2": _Criterion("ratio", "max", _largest("ρ")),
+        "sequence": _Criterion("ratio", "sum", _largest_or_both),
+        "geometric": _Criterion("ratio", "mean", _largest_or_both),
+        **_OF_BOTH,
+    },
+    "verl": {
+        f"{shape}_{statistic}": _Criterion(statistic, reduction, bounds, scope)
+        for shape, (reduction, scope) in _SHAPES.items()
+        for statistic, bounds in _STATISTICS.items()
+        if (shape, statistic) != ("seq_max", "k1")
+    }
+    | _OF_BOTH,
 }

@@ -103,8 +103,8 @@ def _weights(normalize: bool) -> list[Setting]:
 
 
 #: Rejection criterion → thresholds, by dialect.
-_CRITERIA: dict[Literal["guide", "verl"], dict[str, tuple[str, ...]]] = {
-    "guide": {
+_CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
+    "rlctl": {
         "token_k1": ("0.6_1.6", "0.5_2.0"),
         "seq_max_k2": ("2.5",),
         "sequence": ("0.5_2.0", "0.2_5.0"),
@@ -140,7 +140,7 @@ def _rejections(normalize: bool) -> list[Setting]:
                         **weight,
                     )
                     said = f"{level} truncate 2.0" if level else "none"
-                    whose = "" if dialect == "guide" else " (verl)"
+                    whose = "" if dialect == "rlctl" else " (verl)"
                     found.append(Setting(f"{said}, reject {name}{whose} {threshold}", "rlctl", spec))
     return found
 

@@ -50,7 +50,7 @@ def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     assert code == 0
     assert row("seed") == ["seed", "5", "command line"]
     assert row("n") == ["n", "4", f"{file}:2"]
-    assert row("adv_estimator") == ["adv_estimator", "grpo", "preset grpo-rs-only:10"]
+    assert row("adv_estimator") == ["adv_estimator", "grpo", "preset grpo-rs-only:11"]
     assert row("train_batch_size") == ["train_batch_size", "128", "embedded model"]
     assert row("enable_gradient_checkpointing")[1:] == ["false", "default"]  # the longest key
     assert row("temperature") == ["temperature", "1.0", "default"]
@@ -164,7 +164,7 @@ def test_schema_describes_every_section(capsys):
     assert set(document["properties"]) >= {"model", "data", "rollout", "algorithm", "actor", "trainer"}
     assert run(["schema", "--section", "algorithm.rollout_correction"]) == 0
     section = json.loads(capsys.readouterr().out)
-    assert section["properties"]["dialect"]["enum"] == ["guide", "verl"]
+    assert section["properties"]["dialect"]["enum"] == ["rlctl", "verl"]
     assert all("description" in field for field in section["properties"].values())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.cli.app import run
 from rlctl.doctor import examine
-from rlctl.doctor.examine import Trial
+from rlctl.doctor.examine import EngineTrial
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def _wide_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
 
-def faulty(function: str, *, module: str = "json", absent: str | None = None) -> Trial:
-    return Trial(function, module, f"tests.unit.doctor.faults:{function}", 60, "mend it", absent)
+def faulty(function: str, *, module: str = "json", absent: str | None = None) -> EngineTrial:
+    return EngineTrial(function, module, f"tests.unit.doctor.faults:{function}", 60, "mend it", absent)
 
 
 def test_a_report_as_data_is_the_one_on_the_terminal(capsys, monkeypatch) -> None:

@@ -113,13 +113,13 @@ def test_the_batch_total_is_not_taken_for_a_criterion() -> None:
 
 
 def test_criteria_equal_verls_under_its_dialect_only() -> None:
-    """`rollout_rs_token_k1_mean` is the mean of ρ under dialect guide, and of −log ρ in verl."""
+    """`rollout_rs_token_k1_mean` is the mean of ρ under dialect rlctl, and of −log ρ in verl."""
     for key in METRICS:
         if "<criterion>" in key:
             assert "verl" not in METRICS[key].peers
             [row] = [line for line in markdown().splitlines() if line.startswith(f"| `{key}` |")]
             assert row.endswith("| verl (under `dialect: verl`) |")
-            assert "guide" in METRICS[key].definition or "alone rejects" in METRICS[key].definition
+            assert "rlctl" in METRICS[key].definition or "alone rejects" in METRICS[key].definition
 
 
 def test_no_torch() -> None:

@@ -39,7 +39,7 @@ def test_any_other_error_is_one_short_line() -> None:
 def test_a_crash_is_named_with_its_last_words() -> None:
     outcome = outcome_of("segfaults")
     assert not outcome.works
-    assert outcome.found == "crashes (SIGSEGV); its last words: about to jump"
+    assert outcome.found == "crashes (SIGSEGV); last output: about to jump"
 
 
 @pytest.mark.parametrize(("function", "words"), [("leaves", "crashes (exit code 7)"), ("no_such", "fails: ")])

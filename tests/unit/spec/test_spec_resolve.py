@@ -27,14 +27,14 @@ def reject(dialect, name, threshold) -> RejectRule:
 @pytest.mark.parametrize(
     ("dialect", "name", "threshold", "form", "band"),
     [
-        # the guide's "0.6_1.6,2.5": both are on ρ
-        ("guide", "token_k1", "0.6_1.6", ("ratio", "none", "sequence"), (0.6, 1.6)),
-        ("guide", "token_k1", "2.0", ("ratio", "none", "sequence"), (0.0, 2.0)),
-        ("guide", "seq_max_k2", "2.5", ("ratio", "max", "sequence"), (0.0, 2.5)),
-        ("guide", "sequence", "0.5_2", ("ratio", "sum", "sequence"), (0.5, 2.0)),
-        ("guide", "sequence", "3", ("ratio", "sum", "sequence"), (0.0, 3.0)),
-        ("guide", "geometric", "0.9_1.1", ("ratio", "mean", "sequence"), (0.9, 1.1)),
-        ("guide", "token_veto", "1e-4", ("ratio", "none", "sequence"), (1e-4, math.inf)),
+        # rlctl's "0.6_1.6,2.5": both are on ρ
+        ("rlctl", "token_k1", "0.6_1.6", ("ratio", "none", "sequence"), (0.6, 1.6)),
+        ("rlctl", "token_k1", "2.0", ("ratio", "none", "sequence"), (0.0, 2.0)),
+        ("rlctl", "seq_max_k2", "2.5", ("ratio", "max", "sequence"), (0.0, 2.5)),
+        ("rlctl", "sequence", "0.5_2", ("ratio", "sum", "sequence"), (0.5, 2.0)),
+        ("rlctl", "sequence", "3", ("ratio", "sum", "sequence"), (0.0, 3.0)),
+        ("rlctl", "geometric", "0.9_1.1", ("ratio", "mean", "sequence"), (0.9, 1.1)),
+        ("rlctl", "token_veto", "1e-4", ("ratio", "none", "sequence"), (1e-4, math.inf)),
         # verl: k1 = −log ρ turns bounds over, k2 = ½ log² ρ widens them
         ("verl", "token_k1", "0.6_1.6", ("k1", "none", "token"), (1 / 1.6, 1 / 0.6)),
         ("verl", "token_k1", "2", ("k1", "none", "token"), (0.5, 2.0)),
@@ -59,7 +59,7 @@ def test_k3_bands_solve_its_equation(name):
         assert rho - 1 - math.log(rho) == pytest.approx(0.3, rel=1e-6)
 
 
-@pytest.mark.parametrize("dialect", ["guide", "verl"])
+@pytest.mark.parametrize("dialect", ["rlctl", "verl"])
 def test_off_policy_rejects_what_deepseek_v3_2_rejects(dialect):
     """A < 0 and mean log(π_rollout/π_train) > δ; what π_train likes more, or A ≥ 0, is kept."""
     rule = reject(dialect, "off_policy", "0.1")
@@ -112,6 +112,12 @@ def test_weight_bounds(fields, expected):
     assert (weight.bound, weight.lower, weight.upper) == pytest.approx(expected)
 
 
+def test_the_earlier_name_of_the_dialect_is_an_alias():
+    spec = load_spec([], [], ["algorithm.rollout_correction.dialect=guide"]).spec
+    assert spec == load_spec([], [], []).spec
+    assert spec.algorithm.rollout_correction.dialect == "rlctl"
+
+
 def test_truncate_has_no_lower_bound():
     assert rules(rollout_is_threshold="2", rollout_is_bound="truncate").weight.band() == (0.0, 2.0)
 
@@ -135,7 +141,7 @@ def test_verl_metrics_and_normalisation_come_with_its_dialect():
         ({"rollout_rs": "token_k1"}, r"missing"),
         ({"rollout_rs": "token_k7", "rollout_rs_threshold": "2"}, r"did you mean `token_k1`"),
         ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "2"}, r"dialect: verl"),
-        ({"rollout_rs": "geometric", "rollout_rs_threshold": "2", "dialect": "verl"}, r"dialect: guide"),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": "2", "dialect": "verl"}, r"dialect: rlctl"),
         ({"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.5_2"}, r"takes one number"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2", "dialect": "verl"}, r"takes one number"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, r"leaves out ρ = 1"),

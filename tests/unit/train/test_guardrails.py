@@ -146,12 +146,12 @@ RHO = st.floats(0.05, 20.0)
 @pytest.mark.parametrize(
     ("dialect", "name", "threshold"),
     [
-        ("guide", "token_k1", "0.5_2.0"),
-        ("guide", "seq_max_k2", "2.5"),
-        ("guide", "sequence", "0.3_4.0"),
-        ("guide", "geometric", "0.9_1.1"),
-        ("guide", "token_veto", "1e-4"),
-        ("guide", "off_policy", "0.3"),
+        ("rlctl", "token_k1", "0.5_2.0"),
+        ("rlctl", "seq_max_k2", "2.5"),
+        ("rlctl", "sequence", "0.3_4.0"),
+        ("rlctl", "geometric", "0.9_1.1"),
+        ("rlctl", "token_veto", "1e-4"),
+        ("rlctl", "off_policy", "0.3"),
         ("verl", "token_k1", "0.6_1.6"),
         ("verl", "token_k2", "0.4"),
         ("verl", "seq_mean_k3", "0.01"),

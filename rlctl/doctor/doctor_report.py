@@ -1,11 +1,11 @@
-"""What `rlctl doctor` found, as data."""
+"""The report of `rlctl doctor`, as data."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-#: `ok` works; `note` is worth knowing and stops nothing; `broken` keeps a run from working.
+#: `ok`: works. `note`: worth knowing, stops nothing. `broken`: training does not work.
 Status = Literal["ok", "note", "broken"]
 
 
@@ -14,11 +14,11 @@ class Check:
     """One line of the report.
 
     Attributes:
-        group: what it belongs to, such as `engines`.
-        name: what was looked at.
+        group: `packages`, `machine` or `engines`.
+        name: what was checked.
         status: see `Status`.
         found: in words, with versions, sizes and paths.
-        fix: what to do about it; every broken thing has one.
+        fix: what to do; every broken check has one.
     """
 
     group: str
@@ -29,14 +29,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Everything that was looked at, in order."""
+class DoctorReport:
+    """All checks, in order."""
 
     checks: list[Check]
 
     @property
     def broken(self) -> list[Check]:
-        """What keeps a run from working."""
+        """The checks that failed."""
         return [check for check in self.checks if check.status == "broken"]
 
     def as_data(self) -> dict[str, Any]:

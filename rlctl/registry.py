@@ -245,6 +245,7 @@ def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
+TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
 POLICY_LOSSES = Registry(
     "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"
 )

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from rlctl.registry import TRACKERS
 from rlctl.spec.base import NullWord, OpenMapping, Section, json_file, one_or_many
+from rlctl.spec.parts import Registered
 
-Logger = Literal["console", "wandb", "tensorboard"]
+Logger = Annotated[str, Registered(TRACKERS)]
 #: What may become a directory: no separators, neither hidden nor `..`.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -51,7 +53,7 @@ class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
     logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Where metrics go besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project in W&B, and the folder under `runs/`."""
     experiment_name: str = Field(default="run", pattern=NAME)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
+from rlctl.errors import UsageError
+from rlctl.registry import TRACKERS
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
+from rlctl.track.redact import redact, redact_tree
 
 Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)
@@ -25,6 +29,34 @@ class Sink(Protocol):
 
     def close(self, status: str) -> None:
         """Finish; called once."""
+
+
+@runtime_checkable
+class ConsoleLike(Protocol):
+    """A sink that shows notes to the user, above its live display."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkInputs:
+    """What a tracker registered in `rlctl.registry.TRACKERS` is made from.
+
+    Attributes:
+        run_dir: existing run directory.
+        project, experiment: `trainer.project_name` and `trainer.experiment_name`.
+        config: the resolved spec as plain data, secrets redacted.
+        total_steps: steps of the whole run.
+        start_step: steps already done, 0 for a new run.
+    """
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: dict[str, Any]
+    total_steps: int
+    start_step: int
 
 
 class Tracker:
@@ -135,7 +167,7 @@ def build_tracker(
 
     Args:
         run_dir: existing run directory.
-        loggers: of `console`, `wandb`, `tensorboard`.
+        loggers: names in `rlctl.registry.TRACKERS`, or `file.py:function`.
         project: W&B project.
         experiment: W&B run name.
         config: the resolved spec, shown by W&B; secrets are redacted.
@@ -143,53 +175,52 @@ def build_tracker(
         start_step: steps already done, 0 for a new run.
 
     Raises:
-        ValueError: an unknown logger.
+        UsageError: an unknown logger.
         RunFailure: `metrics.jsonl` cannot be written.
     """
-    if unknown := set(loggers) - {"console", "wandb", "tensorboard"}:
-        raise ValueError(f"unknown loggers {sorted(unknown)}")
     last_step = truncate_after(run_dir / METRICS_FILE, start_step)
     record = JsonlSink(run_dir / METRICS_FILE)
+    inputs = SinkInputs(run_dir, project, experiment, redact_tree(config), total_steps, start_step)
     extras: list[Sink] = []
     warnings: list[str] = []
-
-    def add(name: str, make: Callable[[], Sink]) -> None:
+    # The console starts last: what the others print while starting stays above the live display.
+    for name in sorted(loggers, key=lambda name: name == "console"):
         try:
-            extras.append(make())
+            extras.append(TRACKERS[name](inputs))
+        except UsageError:
+            raise
         except Exception as error:
             _log.debug("sink %s failed to start", name, exc_info=error)
             warnings.append(_dropped(name, error))
-
-    # Imports wait inside: a run that does not ask for W&B never loads it. The console starts last, so
-    # that whatever the others print while starting stays above the live display.
-    if "wandb" in loggers:
-        add("wandb", lambda: _wandb(run_dir, project, experiment, config))
-    if "tensorboard" in loggers:
-        add("tensorboard", lambda: _tensorboard(run_dir, start_step))
-    show: Callable[[str], None] | None = None
-    if "console" in loggers:
-        from rlctl.track.console import ConsoleSink
-
-        console = ConsoleSink(f"{project}/{experiment}", total_steps, start_step)
-        extras.append(console)
-        show = console.note
+    show = next((sink.note for sink in extras if isinstance(sink, ConsoleLike)), None)
     tracker = Tracker(record, extras, last_step=last_step, show=show)
     for warning in warnings:
         tracker.note(warning)
     return tracker
 
 
-def _wandb(run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> Sink:
-    from rlctl.track.redact import redact_tree
+@TRACKERS.register(label="live display on the terminal")
+def console(inputs: SinkInputs) -> Sink:
+    """Progress, reward, ESS and masked fraction while the run goes on."""
+    from rlctl.track.console import ConsoleSink
+
+    return ConsoleSink(f"{inputs.project}/{inputs.experiment}", inputs.total_steps, inputs.start_step)
+
+
+@TRACKERS.register(label="Weights & Biases")
+def wandb(inputs: SinkInputs) -> Sink:
+    """A W&B run, online or offline as `WANDB_MODE` says."""
     from rlctl.track.wandb import WandbSink
 
-    return WandbSink(run_dir, project, experiment, redact_tree(config))
+    return WandbSink(inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
 
 
-def _tensorboard(run_dir: Path, start_step: int) -> Sink:
+@TRACKERS.register(label="TensorBoard")
+def tensorboard(inputs: SinkInputs) -> Sink:
+    """Event files in `tensorboard/` of the run directory."""
     from rlctl.track.tensorboard import TensorboardSink
 
-    return TensorboardSink(run_dir / "tensorboard", start_step)
+    return TensorboardSink(inputs.run_dir / "tensorboard", inputs.start_step)
 
 
 def _dropped(name: str, error: Exception) -> str:
@@ -199,7 +230,5 @@ def _dropped(name: str, error: Exception) -> str:
 
 def _brief(error: Exception) -> str:
     """The error's first line, secrets out: some libraries quote the key they were given."""
-    from rlctl.track.redact import redact
-
     lines = str(error).strip().splitlines()
     return redact(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlctl.errors import UsageError
 from rlctl.track.jsonl import JsonlSink
 from rlctl.track.tracker import Tracker, build_tracker
 
@@ -185,3 +186,41 @@ def test_wandb_that_cannot_start_does_not_stop_training(
 def test_wandb_is_loaded_only_when_asked_for(tmp_path: Path) -> None:
     code = WANDB.replace('["wandb"]', "[]") + "\nsys.exit('wandb' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+MINE = """
+class Lines:
+    name = "lines"
+
+    def __init__(self, file, config):
+        self.file, self.config = file, config
+
+    def log(self, step, metrics):
+        with self.file.open("a") as out:
+            print(step, metrics["a"], self.config, file=out)
+
+    def close(self, status):
+        with self.file.open("a") as out:
+            print(status, file=out)
+
+
+def lines(inputs):
+    return Lines(inputs.run_dir / "lines.txt", inputs.config)
+"""
+
+
+def test_a_tracker_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    config = {"lr": 1e-3, "wandb_api_key": "0123456789abcdef0123456789abcdef01234567"}
+    loggers = [f"{tmp_path}/mine.py:lines"]
+    with build_tracker(tmp_path, loggers, "p", "e", config, total_steps=2, start_step=0) as tracker:
+        tracker.log(1, {"a": 0.5})
+    written = (tmp_path / "lines.txt").read_text().splitlines()
+    assert written[0].startswith("1 0.5 ")
+    assert "0123456789" not in written[0]
+    assert written[1] == "finished"
+
+
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no tracker `wandbb`"):
+        build(tmp_path, "wandbb")

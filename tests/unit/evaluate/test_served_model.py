@@ -204,7 +204,7 @@ def test_an_answer_cut_off_at_the_limit_is_truncated(request_for, tmp_path):
         hang_up,
         hang,
     ],
-    ids=str,
+    ids=["500", "503", "limited", "cut off", "no choices", "error", "aborted", "no usage", "hang up", "hang"],
 )
 def test_what_passes_is_tried_again(server, request_for, trouble):
     server.trouble = [trouble, trouble]

@@ -8,6 +8,8 @@ from typing import Any
 
 from rlctl.data.schema import Message
 
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
 
 class RowError(ValueError):
     """What is wrong with one row, without saying which."""
@@ -33,6 +35,11 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 def _parse_message(value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise RowError(f"a message of the prompt is {kind_of(value)}, not {{role, content}}")
+    if "from" in value and "role" not in value:  # ShareGPT's names
+        said = value["from"]
+        return _message(
+            _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else None, value.get("value")
+        )
     return _message(value.get("role"), value.get("content"))
 
 

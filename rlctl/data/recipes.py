@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.data.checks import RowError
 from rlctl.data.layouts import LAYOUTS, RecipeName
 from rlctl.data.parsed_record import source_named
 from rlctl.data.schema import Message, Row
@@ -62,6 +63,11 @@ class Recipe:
         """
         layout = LAYOUTS[self.name]
         parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
+        if parsed.messages[-1].role == "assistant":
+            raise RowError(
+                "the prompt ends with a reply of the assistant, which would show the model an answer: "
+                "end it with the message that is to be answered"
+            )
         return Row(
             data_source=self._source(values) or parsed.data_source or layout.data_source or _stem(path),
             prompt=self._dress(parsed.messages),

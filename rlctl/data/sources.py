@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
@@ -31,8 +32,13 @@ BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
 #: What is kept of a line that is too long to be read.
 HEAD_BYTES = 1000
-#: Names of directories that hold what is not to be trained on.
+#: Splits in the names of directories and files, `train-00000-of-00004.parquet`; those not to be trained on.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
+_SPLIT = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
+#: Files beside the rows, of `prepare-data` and of `datasets`: they hold none.
+_NOT_ROWS = {"manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"} | {
+    "dataset_infos.json"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +87,45 @@ def _find(name: str) -> list[Source]:
 def _inside(path: Path) -> list[Source]:
     """The readable files of a directory and all below it, in order of name; hidden ones are left out."""
     found: list[Source] = []
-    splits = []
+    entries: list[Path] = []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
         if not entry.is_dir():
-            found += [_file(entry)] if entry.is_file() and _reader(entry) else []
+            if entry.is_file() and _reader(entry) and entry.name not in _NOT_ROWS:
+                found.append(_file(entry))
+                entries.append(entry)
         elif not path.resolve().is_relative_to(entry.resolve()):  # no link to where we came from
             below = _find(str(entry)) if is_dataset(entry) else _inside(entry)
-            splits += [entry.name] if below else []
+            entries += [entry] if below else []
             found += below
-    if "train" in splits and _HELD_OUT & set(splits):
-        fix = f"name {' or '.join(str(path / split) for split in splits)}"
-        what = f"the directory has the splits {', '.join(splits)}: reading all of them would mix them"
-        raise UsageError(what, where=str(path), fix=fix)
+    check_splits(path, entries)
     return found
+
+
+def check_splits(directory: Path, entries: Iterable[Path]) -> None:
+    """Refuse to read training data and data held out from training as one.
+
+    Args:
+        directory: that was named.
+        entries: files and directories in it that would be read.
+
+    Raises:
+        UsageError: the names of some say `train`, and those of others `test`, `validation` or the like.
+    """
+    by_split: dict[str, str] = {}
+    for entry in entries:
+        if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
+            continue
+        if split := _SPLIT.match(entry.name):
+            name = (
+                entry.name if entry.is_dir() or entry.name.partition(".")[0] == split[1] else f"{split[1]}*"
+            )
+            by_split.setdefault(split[1].lower(), name)
+    if "train" in by_split and _HELD_OUT & set(by_split):
+        fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
+        what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
+        raise UsageError(what, where=str(directory), fix=fix)
 
 
 def _file(path: Path) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rlctl.data.layouts import RecipeName
 from rlctl.data.read import load_rows
 from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.schema import Row
-from rlctl.data.sources import Source, find_sources, read_records
+from rlctl.data.sources import Source, check_splits, find_sources, read_records
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.benchmark_table import BENCHMARKS, Benchmark
 from rlctl.spec.paths import matches
@@ -185,12 +186,15 @@ def _is_prepared(name: str) -> bool:
         return False
     paths = matches(name)
     if not paths:
-        known = ", ".join(BENCHMARKS)
-        fix = f"name a file, or a benchmark: {known}"
+        close = difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)
+        meant = f"did you mean `{close[0]}`? Else " if close else ""
+        fix = f"{meant}name a file, or a benchmark: {', '.join(BENCHMARKS)}"
         raise UsageError("no such file or directory", where=f"--data {name}", fix=fix)
-    inside = [
-        file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.parquet")))
-    ]
+    inside: list[Path] = []
+    for path in paths:
+        files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+        check_splits(path, files)
+        inside += files
     return bool(inside) and all(_has_row_schema(file) for file in inside)
 
 

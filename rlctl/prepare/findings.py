@@ -175,17 +175,11 @@ def leaked(
         what = f"of the test split {agree(count, words)} {file}"
         fix = "the test split is then no measure apart from that file: remove them from the input"
         return _counted(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)
-    return [
-        DataFinding(
-            f"leak-{kind}",
-            severity,
-            rows_that(count, f"{words} {file}"),
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file "
-            "would measure memory",
-        )
-    ]
+    fix = (
+        "`rlctl prepare-data parquet … --leakage drop` leaves them out: "
+        "scores on that file would measure memory"
+    )
+    return _counted(f"leak-{kind}", severity, rows_that(count, f"{words} {file}"), count, examples, fix)
 
 
 def overlong(

@@ -181,13 +181,18 @@ def _template_findings(
 def _check_split(counts: dict[str, int]) -> None:
     if counts["train"]:
         return
-    if counts["test"]:
+    dropped = ", ".join(
+        f"{name} {count}" for name, count in counts.items() if count and name not in {"input", "test"}
+    )
+    if counts["test"] and not dropped:
         raise UsageError(
             f"the split leaves no row to train on: all {counts['test']} went to the test split",
             fix="lower --val-fraction or --val-size",
         )
-    dropped = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-    raise UsageError(f"no row is left: {dropped}", fix="drop less")
+    raise UsageError(
+        f"no row is left to train on: {dropped} of {counts['input']}",
+        fix="drop less, or add data",
+    )
 
 
 def _write(

@@ -250,3 +250,33 @@ def test_sub_directories_of_several_splits_are_not_mixed(tmp_path):
     with pytest.raises(UsageError, match="has the splits test, train"):
         find_sources([str(tmp_path)])
     assert len(find_sources([str(tmp_path / "train")])) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("train.jsonl", "test.jsonl"), r"splits test, train"),
+        (("train-00000-of-00001.jsonl", "validation-00000-of-00001.jsonl"), r"splits train, validation"),
+        (("train/a.jsonl", "dev_v2.jsonl"), r"splits dev, train"),
+    ],
+)
+def test_files_of_several_splits_are_not_mixed(tmp_path, names, words):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(FORMS["a.jsonl"], encoding="utf-8")
+    with pytest.raises(UsageError, match=words) as caught:
+        find_sources([str(tmp_path)])
+    assert str(tmp_path / "train") in caught.value.fix
+
+
+def test_files_that_only_begin_like_a_split_are_read(tmp_path):
+    for name in ("training.jsonl", "tests.jsonl", "train.jsonl"):
+        (tmp_path / name).write_text(FORMS["a.jsonl"], encoding="utf-8")
+    assert len(find_sources([str(tmp_path)])) == 3
+
+
+def test_what_lies_beside_the_rows_is_no_data(tmp_path):
+    for name in ("manifest.json", "quarantine.jsonl", "dataset_infos.json"):
+        (tmp_path / name).write_text('{"format": 1}', encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text(FORMS["a.jsonl"], encoding="utf-8")
+    assert [source.path.name for source in find_sources([str(tmp_path)])] == ["train.jsonl"]

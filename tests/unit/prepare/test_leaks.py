@@ -123,3 +123,24 @@ def test_what_was_compared_with_is_part_of_the_manifest(request_):
     made_from = json.loads((request_.out / "manifest.json").read_text())["made_from"]
     assert [entry["name"] for entry in made_from["against"]] == ["bench.jsonl"]
     assert prepare(request_).unchanged
+
+
+def test_a_kind_that_only_test_rows_have_is_no_finding_of_the_training_rows(tmp_path):
+    texts = [f"What is {word} in the book of names?" for word in "abcdefghijklmnopqrst"]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"question": text, "answer": "1"} for text in texts])
+    options = {"val_size": 4, "check_graders": False, "near_duplicates": "off"}
+    request = PrepareRequest((str(source),), tmp_path / "out", **options)
+    prepare(request)
+    left = load_rows([str(request.out / "test.parquet")])
+    held_out = [{"prompt": row.prompt[0].content, "answer": "1"} for row in left]
+    bench = write_jsonl(tmp_path / "bench.jsonl", held_out)
+    summary = prepare(replace(request, out=tmp_path / "again", against=(str(bench),)))
+    found = {finding["code"]: finding["count"] for finding in summary.report["findings"]}
+    assert found["test-leak-exact"] == 4
+    assert "leak-exact" not in found
+
+
+def test_where_every_training_row_leaks_the_reason_is_said(request_, tmp_path):
+    write_jsonl(tmp_path / "bench.jsonl", [{"prompt": text, "answer": "1"} for text in TRAIN])
+    with pytest.raises(UsageError, match="no row is left to train on: leaked_dropped"):
+        prepare(replace(request_, leakage="drop", val_size=3))

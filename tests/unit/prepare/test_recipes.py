@@ -208,3 +208,21 @@ def test_what_is_wrong_is_said(name, record, words):
 )
 def test_the_last_box(solution, answer):
     assert last_boxed(solution) == answer
+
+
+def test_messages_with_the_names_of_sharegpt():
+    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"}]
+    recipe = Recipe("generic", prompt_key="conversations").resolve()
+    row = recipe.to_row({"conversations": turns, "answer": "2"}, Path("a.jsonl"), 0)
+    assert [(message.role, message.content) for message in row.prompt] == [
+        ("system", "Be brief."),
+        ("user", "1+1?"),
+    ]
+
+
+@pytest.mark.parametrize("turn", [{"role": "assistant", "content": "2"}, {"from": "gpt", "value": "2"}])
+def test_a_prompt_never_holds_the_reply_to_it(turn):
+    recipe = Recipe("generic", prompt_key="messages").resolve()
+    record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
+    with pytest.raises(RowError, match="ends with a reply of the assistant"):
+        recipe.to_row(record, Path("a.jsonl"), 0)

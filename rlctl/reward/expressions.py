@@ -14,9 +14,17 @@ from typing import Any
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import Number
 
-#: Times of day, ranges, feet and minutes: the parser reads 6:30 as 1/5, 3-5 as -2 and 5'6'' as 56.
-_NO_EXPRESSION = re.compile(r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'", re.DOTALL)
+#: Times of day, ranges, feet and minutes, sums with dots: the parser reads 6:30 as 1/5, 3-5 as -2, 5'6'' as
+#: 56, and leaves dots out.
+_NO_EXPRESSION = re.compile(
+    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
+)
+_AND = re.compile(r",?\s+and\s+")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
+#: What the parser needs in braces: \frac\pi6.
+_BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
+#: A constant of integration has no case.
+_CONSTANT = re.compile(r"(?<=\+)\s*c$")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
 #: Units behind an expression: text with its power, and degrees.
 _UNITS = re.compile(
@@ -24,7 +32,7 @@ _UNITS = re.compile(
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
 #: What cannot stand before a unit.
-_OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty)[A-Za-z]+)\s*$")
+_OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
 #: Values closer than this, relative to the larger one, are equal if math-verify says so.
 RELATIVE_TOLERANCE = 1e-4
 
@@ -38,10 +46,22 @@ def read(latex: str) -> Any | None:
     if not text or _NO_EXPRESSION.match(text) or is_too_large(f"\\boxed{{{text}}}"):
         return None
     text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
-    parser = _parser()
+    text = _AND.sub(", ", text)
+    text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
+    expression = _parsed(text)
+    if expression is None and text.count("\\pm") == 1:  # inside of a fraction the parser knows none
+        both = [_parsed(re.sub(r"\\pm(?![a-z])", sign, text)) for sign in "+-"]
+        return None if None in both else _sympy().FiniteSet(*both)
+    return expression
+
+
+def _parsed(text: str) -> Any | None:
+    parser, sympy = _parser(), _sympy()
     try:
-        expression = parser.latex2sympy(text, is_real=True, normalization_config=_normalization())
-        return None if expression.has(_sympy().zoo, _sympy().nan) else expression
+        expression = parser.latex2sympy(
+            text, is_real=True, normalization_config=_normalization(), conversion_config=_conversion()
+        )
+        return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:
         raise
     except Exception:  # the parser raises the bare class for what is no LaTeX
@@ -64,10 +84,13 @@ def equal(gold: Any, answer: Any) -> bool:
             asked ("m + n = 7") or is equal to the gold; "y - 3 = 0" is not 0.
     """
     sympy = _sympy()
-    equations = [] if _is_relation(gold) else _equations(answer)
+    is_relation = _is_relation(gold)
+    if is_relation and not _is_relation(answer) and not _has_value(gold, answer):
+        return False
+    equations = [] if is_relation else _equations(answer)
     if not all(_names(left) or _verify(gold, left) for left in equations) or not _verify(gold, answer):
         return False
-    if isinstance(gold, sympy.FiniteSet) and isinstance(answer, sympy.Interval | sympy.Tuple):
+    if (_is_list(gold) and _is_pair(answer)) or (_is_list(answer) and _is_pair(gold)):
         return False  # math-verify drops the order of a pair
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
         left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer) if _is_scalar(one)]
@@ -134,6 +157,31 @@ def _names(left: Any) -> bool:
     return True
 
 
+def _has_value(gold: Any, answer: Any) -> bool:
+    """Whether a relation may equal what is none: it has one name at its left, or an interval of solutions."""
+    sympy = _sympy()
+    parts = gold.args if isinstance(gold, sympy.FiniteSet) else [gold]
+    if not all(isinstance(part, sympy.Eq) for part in parts):
+        return not isinstance(gold, sympy.FiniteSet) and not isinstance(answer, sympy.FiniteSet)
+    names = {part.lhs for part in parts}
+    name = names.pop()
+    if isinstance(name, sympy.Pow):  # f^{-1}(x)
+        name = name.base if name.base.is_Function else None
+    is_segment = isinstance(name, sympy.Mul) and all(str(part)[:1].isupper() for part in name.args)  # AB
+    one = sympy.Symbol | sympy.Tuple | sympy.Derivative | sympy.core.function.AppliedUndef
+    return not names and (is_segment or isinstance(name, one))
+
+
+def _is_pair(expression: Any) -> bool:
+    value = expression.rhs if isinstance(expression, _sympy().Eq) else expression
+    return isinstance(value, _sympy().Interval | _sympy().Tuple)
+
+
+def _is_list(expression: Any) -> bool:
+    """Whether it is a set, or numbers one after the other; not of pairs."""
+    return isinstance(expression, _sympy().FiniteSet) and not any(map(_is_pair, expression.args))
+
+
 def _is_scalar(equation: Any) -> bool:
     return all(isinstance(side, _sympy().Expr) for side in equation.args)
 
@@ -169,6 +217,13 @@ def _normalization() -> Any:
     return _parser().NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )
+
+
+@cache
+def _conversion() -> Any:
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    return ConversionConfig(lowercase_symbols=False)  # R is not r
 
 
 @cache

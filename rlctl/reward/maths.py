@@ -14,21 +14,24 @@ through `rlctl.reward.pool`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from rlctl.reward import expressions
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
-from rlctl.reward.numbers import Number, legible, measure, number_in, plain
+from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
 
 ANSWER_MARK = "####"
 _WRAPPER = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=\s)")
+_TIME = re.compile(r"\d:\d\d")
 #: Words of three letters and more that are mathematics.
-_NAMES = re.compile(r"sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?")
+_NAMES = re.compile(
+    r"and|sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?"
+)
 _EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
@@ -109,7 +112,7 @@ def _final(ground_truth: str) -> str:
 def _gold(ground_truth: str) -> _Gold:
     text = legible(_final(ground_truth)).strip().strip("$").strip()
     is_prose = "\\" not in text and len(re.findall(r"[A-Za-z]{2,}", text)) > MAX_WORDS
-    number = _number(text)
+    number = None if _TIME.search(text) else _number(text)
     if not re.search(r"\w|\\", text) or (is_prose and number is None):
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is not a mathematical expression")
     expression = None
@@ -134,8 +137,6 @@ def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # the parser drops them
         return False
     expected = gold.expression if gold.number is None else expressions.from_number(gold.number)
-    if gold.spelling.startswith(("(", "[")) and _spelling(text).startswith(("\\{", "\\lbrace")):
-        return False  # a set is no pair
     if expressions.equal(expected, answer):
         return True
     with_units = expressions.read(text)  # for a gold with its unit in letters: 5m and 5\text{ m}
@@ -157,6 +158,8 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     num_words = len(_WORD.findall(shown))
     is_sentence = num_words > 1 or (num_words == 1 and not re.search(r"\d", shown))
     if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(shown):
+        if MATHS.search(text):
+            return _prose(text, is_number=True)
         if number := number_in(shown, words=True):
             return number
     elif is_number:
@@ -173,10 +176,10 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
         if bold and (number := number_in(plain(bold[-1]))):
             return number
     formula = _formula(sentence)
-    if formula and (
-        not is_number or (not _amount(formula) and re.search(r"[A-Za-z\[\](\\^{]", plain(formula)))
-    ):
-        return _whole(formula, is_number=is_number)
+    if formula and not (is_number and _amount(formula)):
+        is_last = not re.search(r"\d", sentence.rpartition(formula)[2])
+        if not is_number or is_last or re.search(r"[A-Za-z\[\](\\^{]", plain(formula)):
+            return _whole(formula, is_number=is_number)
     if not is_number or "\\begin" in sentence:
         return None
     return number_in(plain(sentence), words=True)
@@ -186,7 +189,8 @@ def _number(text: str) -> Number | None:
     r"""The number of a text that is one and perhaps a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
     wrapped = _WRAPPER.fullmatch(text)
     bare = expressions.without_units(wrapped[1] if wrapped else text)
-    return measure(plain(bare), has_unit=not _FRACTION.search(bare))
+    number = measure(plain(bare), has_unit=not _FRACTION.search(bare))
+    return number and replace(number, units=number.units or units_of(plain(text.removeprefix(bare))))
 
 
 def _amount(text: str) -> Number | None:
@@ -233,7 +237,8 @@ def _spelling(text: str) -> str:
     text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|~|(?<!\w)\*\*|\*\*(?!\w)", " ", text)
     text = re.sub(r"(?<=\\)[dtc](?=frac|binom)", "", text).replace("**", "^")
     text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
-    if _is_words(text):
+    text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text).replace("\\varnothing", "\\emptyset")
+    if _is_words(text) or _TIME.search(text):
         text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[\"()]", "", text.casefold())
     text = re.sub(r"(?<=[A-Za-z])\.|(?<=\d)\s+(?=[A-Za-z])", "", text)
     text = re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", re.sub(r"\s+", " ", text))

@@ -15,10 +15,12 @@ class Number:
     Attributes:
         value: its value; of a percentage the number before the sign.
         is_percent: it is followed by a percent sign.
+        units: names of its units of measurement, as in `_MEASURES`; "": a word that is none of them.
     """
 
     value: Fraction
     is_percent: bool = False
+    units: tuple[str, ...] = ()
 
     @property
     def is_decimal(self) -> bool:
@@ -32,8 +34,11 @@ class Number:
     def equals(self, other: Number) -> bool:
         """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".
 
-        A decimal fraction may differ in its seventh place, but not by more than 1e-4 of the value.
+        A decimal fraction may differ in its seventh place, but not by more than 1e-4 of the value. Units
+        are compared where both have one: "5 cm" equals "5", not "5 m".
         """
+        if any(a and b and a != b for a, b in zip(self.units, other.units, strict=False)):
+            return False
         if self.is_percent == other.is_percent:
             return self._is_close(other.value, other)
         if abs(self.value) >= 1 and self._is_close(other.value, other):
@@ -60,6 +65,7 @@ _PLAIN = [
         (r"(?<=\d)(?:\\[,!: ]|\{,\}|,\\!|~)(?=\d{3}(?!\d))", ""),
         (r"\\[dtc]?frac\s*(?:\{\s*([\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))", r" \1\2/\3\4 "),
         (r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1)/(\2) "),
+        (r"(?<![\w)])-\s+(?=\(?\d+\)?/\(?\d)", "-"),
         (r"\\(?:text\w*|math\w+|mbox|boldsymbol|operatorname|boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:times|cdot|ast)(?![a-z])", " * "),
         (r"\\div(?![a-z])", "/"),
@@ -104,6 +110,16 @@ _UNIT = re.compile(
     r"[\s.$*\u2600-\U0001faff]*"
 )
 _END = re.compile(r"[\s.$*%]*")
+#: Units of measurement, each with its other names.
+_MEASURES = (
+    "mm millimeter,cm centimeter,m meter,km kilometer kph,inch inche,ft feet foot,yd yard,mi mile mph"
+    ",mg milligram,g gram,kg kilogram,oz ounce,lb pound,ml milliliter,l liter,s second sec,min minute"
+    ",h hour hr,day,week,month,year,degree,rad radian,cent,dollar"
+)
+_MEASURE = {name: names.split()[0] for names in _MEASURES.split(",") for name in names.split()}
+_MEASURED = re.compile(
+    r"[\s~]*(?:(?:square|cubic|sq\.?)\s+)?([A-Za-z]+)(?:\s*\^\s*\{?\d\}?)?(?:\s*(?:/|\b(?:per|an?)\b)\s*([A-Za-z]+))?"
+)
 #: After a number: it is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
@@ -115,6 +131,10 @@ _DENIED = re.compile(
     r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
     r"|cannot)\b(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
     re.IGNORECASE,
+)
+#: Before a number: an equation that does not say what its letter is, such as 2x + 3 = 7; 5 m = 500 cm does.
+_UNSOLVED = re.compile(
+    r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
 _NAMED = re.compile(r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$")  # June 20
 #: Two numbers side by side: "41 and 42", "3, 4 or 5".
@@ -204,7 +224,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
     if rank != _RESULT_OF and (_NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())):
         return None
-    return _value(match)
+    return _value(match, sentence)
 
 
 def measure(text: str, *, has_unit: bool = True) -> Number | None:
@@ -219,7 +239,14 @@ def measure(text: str, *, has_unit: bool = True) -> Number | None:
     if match is None or match["stuck"]:
         return None
     rest = _UNIT if has_unit else _END
-    return _value(match) if rest.fullmatch(text, match.end()) else None
+    return _value(match, text) if rest.fullmatch(text, match.end()) else None
+
+
+def units_of(text: str) -> tuple[str, ...]:
+    """The units of measurement that a text begins with, by their names in `_MEASURES`."""
+    found = _MEASURED.match(text)
+    words = [word.lower().replace("tre", "ter") for word in found.groups("")] if found else []
+    return tuple(_MEASURE.get(word, _MEASURE.get(word.removesuffix("s"), "")) for word in words)
 
 
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
@@ -227,7 +254,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
-    if match["stuck"] or is_operand or _DENIED.search(before) or _NAMED.search(before):
+    if match["stuck"] or is_operand or any(one.search(before) for one in (_DENIED, _NAMED, _UNSOLVED)):
         return _NEVER
     if _RESULT.search(before):
         return _RESULT_OF
@@ -242,7 +269,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     return rank
 
 
-def _value(match: re.Match[str]) -> Number | None:
+def _value(match: re.Match[str], text: str) -> Number | None:
     """None for a division by zero."""
     digits = match["digits"]
     if re.fullmatch(r"\d{1,3}(?:\.\d{3})+,\d{1,2}", digits):
@@ -254,4 +281,5 @@ def _value(match: re.Match[str]) -> Number | None:
         whole, over = (value, Fraction(int(match["mixed"]))) if match["mixed"] else (Fraction(0), value)
         value = whole + over / int(match["under"])
     value *= _SCALES.get((match["scale"] or "").lower(), 1)
-    return Number(-value if match["minus"] or match["inner"] else value, bool(match["percent"]))
+    value = -value if match["minus"] or match["inner"] else value
+    return Number(value, bool(match["percent"]), units_of(text[match.end() :]))

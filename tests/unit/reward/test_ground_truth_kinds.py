@@ -196,6 +196,28 @@ def test_no_more_credit_than_math_verify_gives(kind, data):
         (r"\langle 1,2\rangle", "1.2"),
         (r"\frac{1}{0}", r"\frac{2}{0}"),
         (r"\frac{1}{2}", r"\frac{1}{0}"),
+        (r"\frac{1}{2}", r"-\frac{1}{2}"),
+        ("5", "5!"),
+        ("-7", "|-7|"),
+        ("x^2+y^2=239", "239"),
+        ("m+n=7", "7"),
+        ("2<a<3", r"\{2,3\}"),
+        ("(2,5)", "2,5"),
+        ("(1,2),(3,4)", "(2,1),(4,3)"),
+        (r"1,3,\ldots,99", "1,3,99"),
+        (r"2:00 \text{ PM}", "2:00 AM"),
+        (r"2:00 \text{ PM}", "2"),
+        ("(x,y)=(1,2)", r"\{1,2\}"),
+        ("x=1,y=2", "2,1"),
+        ("x=1,y=2", "1,2"),
+        ("R", "r"),
+        (r"2\pi r", r"2\pi R"),
+        (r"5\text{ cm}", r"5\text{ m}"),
+        (r"60\text{ mph}", r"60\text{ km/h}"),
+        (r"12 \mathrm{~cm}", r"12 \mathrm{~mm}"),
+        (r"90^\circ", r"90\text{ radians}"),
+        (r"\frac{-3 \pm \sqrt{17}}{4}", r"\frac{-3 + \sqrt{17}}{4}"),
+        (r"\frac{-3 \pm \sqrt{17}}{4}", r"\frac{-3 \pm \sqrt{18}}{4}"),
     ],
 )
 def test_wrong(truth, answer):
@@ -232,6 +254,25 @@ def test_wrong(truth, answer):
         (r"\log_2 8", ["3"]),
         (r"12.5\%", ["12.5", "0.125", r"\frac{1}{8}"]),
         ("32{,}768", ["32768", "32,768", "2^{15}"]),
+        (r"5\text{ cm}", ["5", "5 cm", r"5\text{ centimetres}", "5 apples"]),
+        (r"60\text{ mph}", [r"60 \text{ miles per hour}", "60"]),
+        (r"100\text{ cm}^3", [r"100\text{ cubic centimeters}", "100"]),
+        ("AB=5", ["5"]),
+        ("1, 2, 3", ["1, 2 and 3"]),
+        ("(1,2),(3,4)", [r"\{(1,2),(3,4)\}", "(3,4), (1,2)"]),
+        (r"1,3,\ldots,99", [r"1, 3, \dots, 99"]),
+        (r"2:00 \text{ PM}", ["2:00 p.m.", "2:00 pm"]),
+        (r"\emptyset", [r"\varnothing"]),
+        (r"-40^\circ \text{C}", ["-40", r"-40^\circ"]),
+        ("f(x)=x^2+1", ["x^2+1"]),
+        ("f^{-1}(x)=2x", ["2x"]),
+        ("(x,y)=(1,2)", ["(1,2)"]),
+        (r"\ln|x|+C", [r"\ln|x| + c"]),
+        (r"\frac{\pi}{6}", [r"\frac\pi6", r"\dfrac\pi{6}"]),
+        (
+            r"\frac{-3 \pm \sqrt{17}}{4}",
+            [r"\frac{-3+\sqrt{17}}{4}, \frac{-3-\sqrt{17}}{4}", r"x = \frac{-3 \pm \sqrt{17}}{4}"],
+        ),
     ],
 )
 def test_right(truth, answers):
@@ -248,8 +289,28 @@ def test_right(truth, answers):
         ("The answer is not equal to 5.", "5"),
         ("So $x > 5$.", "5"),
         ("So x - 3 = 0.", "0"),
+        ("So it is $-\\frac{1}{2}$.", "1/2"),
+        ("Therefore x - 3 = 0.", "0"),
+        ("Therefore we get 2x = 10.", "10"),
+        ("So it is $|-7|$.", "-7"),
+        ("It is 5 m in all.", "5 cm"),
         ("\\boxed{\\text{none}}\nAnd 5 is no answer.", "5"),
     ],
 )
 def test_prose_that_does_not_say_the_number(response, truth):
     assert maths.grade(response, truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("It is 5.", "5"),
+        ("So it is 5 cm long.", "5"),
+        ("So it is 5 cm long.", "5 cm"),
+        ("So it is $-\\frac{1}{2}$.", "-1/2"),
+        ("It is $60$ minus $5$, which is 55.", "55"),
+        ("As $5 < 6$ the answer is 2.", "2"),
+    ],
+)
+def test_prose_that_says_the_number(response, truth):
+    assert maths.grade(response, truth) == 1.0

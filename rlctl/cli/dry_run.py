@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlctl.cli.messages import print_problems
-from rlctl.spec.explain import bands, batch_arithmetic, notes
+from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
 from rlctl.spec.memory import memory_parts, memory_total
@@ -79,7 +79,7 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 def _print_batch(spec: RunSpec, console: Console) -> None:
     """From prompts to optimizer steps, one line per cut."""
     _print_title("Batch", console)
-    batch = batch_arithmetic(spec)
+    batch = BatchArithmetic(spec)
     ranks = _count(batch.ranks, "rank")
     if batch.micro_batches_per_rank is None:
         micro = f"micro-batches of at most {batch.micro_batch_tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""Call a function in a process of its own, so that a crash or a hang becomes a line of the report.
+"""Call a function in a separate process, so that a crash or a hang becomes a line of the report.
 
 The child runs `python -m rlctl.doctor.attempt MODULE:FUNCTION FILE`: it calls the function and writes the
 outcome to the file.

@@ -1,4 +1,4 @@
-"""The trials, each in a process of its own (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
+"""The trials, each in a separate process (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
 
 Every trial runs the code of a training run on a random model of the embedded one's shape, in seconds.
 Imports are inside the functions, so that one trial does not fail because of another's package.

@@ -14,7 +14,7 @@ from rlctl.doctor.machine import machine_checks
 
 
 class EngineTrial(NamedTuple):
-    """A function that is called in a process of its own.
+    """A function that is called in a separate process.
 
     Attributes:
         name: what it is called in the report.

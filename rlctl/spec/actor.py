@@ -24,8 +24,8 @@ class ActorSpec(Section):
     ppo_micro_batch_size_per_gpu: int = Field(default=8, ge=1)
     """Sequences per forward pass on one rank. Changes memory and speed, never the result."""
     ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
-    """Tokens per forward pass on one rank, instead of a number of sequences: those of like length go
-    together, so that little padding is computed. null: off."""
+    """Tokens per forward pass on one rank, instead of a number of sequences. Responses of similar length are
+    batched together, which reduces padding. null: off."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
@@ -38,9 +38,9 @@ class ActorSpec(Section):
     """Dual clip: bounds π_θ/π_old where the advantage is negative (3.0 is usual); null: none.
     For `dppo` the bound of every ratio."""
     tau_pos: float = Field(default=1.0, gt=0)
-    """`sapo`: how sharply the gate closes for positive advantages."""
+    """`sapo`: sharpness of the gate for positive advantages."""
     tau_neg: float = Field(default=1.05, gt=0)
-    """`sapo`: … and for negative ones."""
+    """`sapo`: sharpness of the gate for negative advantages."""
     dppo_divergence: Literal["tv", "kl"] = "tv"
     """`dppo`: the divergence that `clip_ratio` bounds, total variation or KL (of the sampled token)."""
     entropy_coeff: float = Field(default=0.0, ge=0)
@@ -57,7 +57,7 @@ class ActorSpec(Section):
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: hold, or decay to zero at the last step."""
+    """After the warm-up: constant, or decay to zero at the last step."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -69,14 +69,14 @@ class ActorSpec(Section):
 
 
 class CriticSpec(Section):
-    """Model, loss and optimizer of the critic, an engine of its own."""
+    """Model, loss and optimizer of the critic, which has its own engine."""
 
     enable: Annotated[bool | None, NullWord] = None
     """null: trained exactly when `algorithm.adv_estimator` is `gae`."""
     path: Annotated[str | None, NullWord] = None
-    """Causal language model whose body the critic starts from; null: the policy's own."""
+    """Causal language model that initialises the critic; null: the policy's."""
     lr: float = Field(default=1e-5, ge=0)
-    """Peak learning rate; its course over the run is `actor.lr_scheduler_type`'s."""
+    """Peak learning rate; the schedule is `actor.lr_scheduler_type`."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     ppo_epochs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
@@ -88,7 +88,7 @@ class CriticSpec(Section):
     ppo_max_token_len_per_gpu: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Tokens per forward pass on one rank, instead of a number of sequences; null: the actor's."""
     cliprange_value: float = Field(default=0.5, gt=0)
-    """A new value may differ from the old one by this much before the loss stops rewarding it."""
+    """PPO's value clip: the loss bounds the change of a value by this."""
     loss_agg_mode: AggMode = "token-mean"
     """How token losses become one number."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -100,7 +100,7 @@ class CriticSpec(Section):
 
 
 class RefSpec(Section):
-    """The reference policy; built only if `use_kl_in_reward` or `use_kl_loss` asks for it."""
+    """The reference policy; built only with `use_kl_in_reward` or `use_kl_loss`."""
 
     path: Annotated[str | None, NullWord] = None
-    """Directory or hub id; null: the policy as it starts (under LoRA its base, without a second copy)."""
+    """Directory or hub id; null: the initial policy (under LoRA its base model, without a second copy)."""

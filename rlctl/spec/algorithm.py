@@ -38,7 +38,7 @@ class RolloutCorrectionSpec(Section):
     dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
     """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
     rollout_is: Annotated[Literal["token", "sequence", "geometric"] | None, NullWord] = "sequence"
-    """Level of the IS weight; null: none is applied (it is still measured)."""
+    """Level of the IS weight; null: no weight is applied (it is still measured)."""
     rollout_is_threshold: Threshold = "2.0"
     """One number c, or `lo_hi`. Under `clip` one number means [1/c, c]."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
@@ -50,11 +50,11 @@ class RolloutCorrectionSpec(Section):
     rollout_rs_threshold: Annotated[Threshold | None, NullWord] = None
     """One threshold per criterion, comma separated, in the same order."""
     bypass_mode: bool = True
-    """Take the rollout's own log-probs for π_old (no extra pass); false: decoupled."""
+    """Use the rollout's log-probs as π_old (no extra pass); false: decoupled."""
     loss_type: Annotated[str, Registered(POLICY_LOSSES)] = "reinforce"
-    """Policy loss. In `bypass_mode` a loss with a ratio of its own corrects by it, π_θ/π_rollout."""
+    """Policy loss. In `bypass_mode` the ratio of a loss that has one is the correction, π_θ/π_rollout."""
     loss_params: OpenMapping = Field(default={})
-    """Parameters of the loss, where it has some of its own."""
+    """Parameters of the loss, if it has its own."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
     """Whether rejected samples count in the loss's denominator (weight zero) or not (mean over survivors)."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
@@ -65,23 +65,23 @@ class KLCtrlSpec(Section):
     """Coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` steers the coefficient so that the KL stays near `target_kl`."""
+    """`adaptive` adjusts the coefficient to keep the KL near `target_kl`."""
     kl_coef: float = Field(default=0.001, ge=0)
-    """Coefficient; where an adaptive one starts."""
+    """Coefficient; the initial one of `adaptive`."""
     target_kl: float = Field(default=0.1, gt=0)
-    """Nats per token that `adaptive` aims at."""
+    """Target of `adaptive`, in nats per token."""
     horizon: int = Field(default=10_000, ge=1)
     """Responses over which `adaptive` may change the coefficient by at most a fifth."""
 
 
 class AlgorithmSpec(Section):
-    """From rewards to advantages, and what is done about off-policyness."""
+    """From rewards to advantages, and the correction of off-policy data."""
 
     adv_estimator: Annotated[str, Registered(ADVANTAGE_ESTIMATORS)] = "rloo"
     """`gae` trains a critic; `remax` compares with a greedy response; `reinforce_plus_plus` with the batch;
     the others compare the responses of one prompt."""
     adv_params: OpenMapping = Field(default={})
-    """Parameters of the estimator, where it has some of its own."""
+    """Parameters of the estimator, if it has its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token (`gae`, `reinforce_plus_plus`)."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -1,4 +1,4 @@
-"""What every section of the spec has in common."""
+"""Common parts of all sections of the spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, and deaf to no mistake: an unknown key is an error, never ignored."""
+    """Frozen; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -52,6 +52,6 @@ def json_file(value: Any) -> Any:
     return content
 
 
-#: A mapping whose keys the spec does not know: `key.anything=value` sets one of them.
+#: A mapping with any keys: `key.anything=value` sets one of them.
 OpenMapping = dict[str, Any]
 StrList = Annotated[list[str], BeforeValidator(one_or_many, json_schema_input_type=list[str] | str)]

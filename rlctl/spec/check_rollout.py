@@ -74,10 +74,10 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     if rollout.name == "vllm" and rollout.dtype == "int8":
         yield error("rollout.dtype", "vLLM samples in fp32 or bf16 here", "write fp32, bf16 or null")
     if rollout.tensor_model_parallel_size > 1 and not in_servers:
-        what = "an engine over several GPUs needs processes of its own"
+        what = "an engine over several GPUs needs separate processes"
         yield error("rollout.tensor_model_parallel_size", what, f"{use_servers}, or 1")
     if rollout.server != ServerSpec() and not in_servers:
-        what = "has no effect: no engine runs in a process of its own"
+        what = "has no effect: no engine runs in a separate process"
         yield warning("rollout.server", what, f"{use_servers}, or leave it out")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
         what = f"not an address of a server: {', '.join(unclear)}"

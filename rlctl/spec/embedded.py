@@ -1,4 +1,4 @@
-"""What the embedded model and task are, as numbers. No torch here, so that a dry run can read it."""
+"""The embedded model and task, as numbers. No torch here: the dry run reads this module."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ RESPONSE_LENGTH = 4  # tokens of "640" and the end of sequence
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRecipe:
-    """Everything that decides what is built, except the seed.
+    """All settings of the build, except the seed.
 
-    The warm start teaches up to `taught_accuracy`, then makes the policy unsure until it answers
-    `target_accuracy` of the prompts right when sampled at temperature 1: low enough that reinforcement
-    learning has something to teach, high enough that most groups hold a right response to learn from.
+    The warm start trains the model to `taught_accuracy`, then flattens its distribution until samples at
+    temperature 1 are correct for `target_accuracy` of the prompts: low enough that reinforcement learning can
+    improve it, high enough that most groups contain a correct response.
     """
 
-    version: int = 2  # raise it when the code, not one of these numbers, changes what is built
+    version: int = 2  # raise it when the code changes what is built
     hidden_size: int = 64
     intermediate_size: int = 192
     num_layers: int = 2
     num_heads: int = 2  # of 32 dimensions, the smallest that vLLM's attention kernels take
     max_position_embeddings: int = 64
-    initializer_range: float = 0.06  # the usual 0.02 suits wider layers and takes half as many steps again
+    initializer_range: float = 0.06  # the usual 0.02 takes half as many steps again
     num_val_prompts: int = 512
     batch_size: int = 256
     lr: float = 2e-3

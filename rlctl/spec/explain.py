@@ -1,6 +1,6 @@
-"""What a spec means, as plain data: bands of ρ in words, and the arithmetic of its batches.
+"""What a spec means, as plain data: bands of ρ in words, and the number of batches and steps.
 
-Pure functions; `rlctl.cli.dry_run` lays their results out. Memory is `rlctl.spec.memory`.
+`rlctl.cli.dry_run` prints it. The memory estimate is in `rlctl.spec.memory`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
-#: Losses that clip a ratio: what the clip is called, and what it bounds.
+#: Losses that clip a ratio: name of the clip, and what it bounds.
 _CLIPPED: dict[str, tuple[str, str]] = {
     "ppo_clip": ("PPO clip", "each token's ratio"),
     "gspo": ("GSPO clip", "the geometric mean of a response's ratios"),
@@ -26,11 +26,11 @@ class Band:
     """The effect of one threshold, as an interval of ρ = π_train / π_rollout.
 
     Attributes:
-        name: what the user called it.
-        lower: smallest ρ left alone (0: no lower bound).
-        upper: largest ρ left alone (inf: no upper bound).
-        bounds: in words, the ρ it is about: each token's, the product, the geometric mean.
-        outside: in words, what happens outside.
+        name: as in the spec.
+        lower: smallest ρ inside (0: no lower bound).
+        upper: largest ρ inside (inf: no upper bound).
+        bounds: in words, which ρ: each token's, the product, the geometric mean.
+        outside: in words, the effect outside.
     """
 
     name: str
@@ -47,31 +47,32 @@ class Band:
         return f"{lower}ρ{upper}" if lower or upper else "any ρ"
 
 
-@dataclass(frozen=True, slots=True)
 class BatchArithmetic:
-    """From prompts to optimizer steps; all counts are of one batch unless they say otherwise.
+    """From prompts to optimizer steps. All counts are of one batch unless they say otherwise.
 
-    Attributes:
-        micro_batches_per_rank: None if their number depends on the responses' lengths.
-        micro_batch_tokens: tokens per micro-batch; None: they are cut by sequences.
-        num_rows: training prompts; None if they are only counted at the start.
-        num_batches: batches in the whole run; None if that depends on `num_rows`.
+    `num_rows` is None if the training prompts are counted only at the start, and `num_batches` (of the whole
+    run) if it depends on them. Under a token budget, `micro_batch_tokens`, the number of micro-batches
+    depends on the responses' lengths: `micro_batches_per_rank` is None.
     """
 
-    prompts: int
-    responses_per_prompt: int
-    samples: int
-    mini_batches: int
-    samples_per_mini_batch: int
-    ranks: int
-    samples_per_rank: int
-    micro_batch_size: int
-    micro_batches_per_rank: int | None
-    micro_batch_tokens: int | None
-    epochs: int
-    steps_per_batch: int
-    num_rows: int | None
-    num_batches: int | None
+    def __init__(self, spec: RunSpec) -> None:
+        mini = spec.ppo_mini_batch_size
+        self.prompts, self.responses_per_prompt = spec.data.train_batch_size, spec.rollout.n
+        self.samples = self.prompts * self.responses_per_prompt
+        self.mini_batches = max(1, self.prompts // mini)
+        self.samples_per_mini_batch = mini * self.responses_per_prompt
+        self.ranks = spec.world_size
+        self.samples_per_rank = self.samples_per_mini_batch // self.ranks
+        self.micro_batch_tokens = spec.actor.ppo_max_token_len_per_gpu
+        self.micro_batch_size = min(spec.actor.ppo_micro_batch_size_per_gpu, self.samples_per_rank)
+        count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
+        self.micro_batches_per_rank = count
+        self.epochs = spec.actor.ppo_epochs
+        self.steps_per_batch = self.mini_batches * self.epochs
+        self.num_rows = count_rows(spec.data.train_files)
+        self.num_batches = spec.trainer.total_training_steps
+        if self.num_batches is None and self.num_rows is not None:
+            self.num_batches = self.num_rows // self.prompts * spec.trainer.total_epochs
 
     @property
     def total_steps(self) -> int | None:
@@ -94,17 +95,19 @@ def bands(spec: RunSpec) -> list[Band]:
 
 
 def notes(spec: RunSpec) -> list[str]:
-    """What else is worth knowing about the correction of this spec."""
+    """Further remarks on the correction of this spec."""
     correction = spec.algorithm.rollout_correction
     rules = correction_rules(correction)
     lines = []
     if rules.weight.level is None:
-        lines.append("No importance weights are applied; the ratios are measured all the same.")
+        lines.append("No importance weights are applied; the ratios are still measured.")
     if not rules.reject:
         lines.append("Nothing is rejected.")
     lines += _implied(rules.reject, spec.data.max_response_length)
     if correction.bypass_mode:
-        lines.append("Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, anew at every update.")
+        lines.append(
+            "Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, computed at every update."
+        )
     else:
         lines.append("Decoupled: ρ = π_old / π_rollout once per batch, from one extra forward pass.")
     multiplies = rules.weight.level == "sequence" or any(
@@ -120,48 +123,18 @@ def notes(spec: RunSpec) -> list[str]:
 
 
 def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
-    """Criteria that reject nothing which another one has not rejected already; of two alike, the later."""
+    """Criteria that another one makes redundant; of two equivalent ones, the later."""
     lines = []
     for place, rule in enumerate(rules):
         for other_place, other in enumerate(rules):
-            alike = rule.implies(other, horizon)
-            if other is rule or not other.implies(rule, horizon) or (alike and other_place > place):
-                continue
-            lines.append(
-                f"{rule.name} never rejects anything: {other.name} implies it (all that {other.name} "
-                f"accepts, {rule.name} accepts too). Leave one of them out, or change a threshold."
-            )
-            break
+            is_later = other_place < place or not rule.implies(other, horizon)
+            if other is not rule and other.implies(rule, horizon) and is_later:
+                lines.append(
+                    f"{rule.name} never rejects anything: {other.name} implies it ({rule.name} accepts all "
+                    f"that {other.name} accepts). Leave one of them out, or change a threshold."
+                )
+                break
     return lines
-
-
-def batch_arithmetic(spec: RunSpec) -> BatchArithmetic:
-    """How one batch is cut up, and how many there are."""
-    prompts, responses, mini = spec.data.train_batch_size, spec.rollout.n, spec.ppo_mini_batch_size
-    mini_batches = max(1, prompts // mini)
-    per_rank = mini * responses // spec.world_size
-    tokens = spec.actor.ppo_max_token_len_per_gpu
-    micro = min(spec.actor.ppo_micro_batch_size_per_gpu, per_rank)
-    num_rows = count_rows(spec.data.train_files)
-    num_batches = spec.trainer.total_training_steps
-    if num_batches is None and num_rows is not None:
-        num_batches = num_rows // prompts * spec.trainer.total_epochs
-    return BatchArithmetic(
-        prompts=prompts,
-        responses_per_prompt=responses,
-        samples=prompts * responses,
-        mini_batches=mini_batches,
-        samples_per_mini_batch=mini * responses,
-        ranks=spec.world_size,
-        samples_per_rank=per_rank,
-        micro_batch_size=micro,
-        micro_batches_per_rank=None if tokens else -(-per_rank // micro),
-        micro_batch_tokens=tokens,
-        epochs=spec.actor.ppo_epochs,
-        steps_per_batch=mini_batches * spec.actor.ppo_epochs,
-        num_rows=num_rows,
-        num_batches=num_batches,
-    )
 
 
 def count_rows(files: list[str]) -> int | None:
@@ -178,7 +151,7 @@ def count_rows(files: list[str]) -> int | None:
     try:
         return sum(int(pq.read_metadata(path).num_rows) for path in paths)
     except (OSError, pa.ArrowException):
-        return None  # a broken file is the reader's to complain about
+        return None  # the reader of the data reports a broken file
 
 
 def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
@@ -203,9 +176,9 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
 def _clip_band(loss: LossRule, *, bypass: bool) -> Band:
     name, subject = _CLIPPED[loss.name]
     subject += " (π_θ / π_rollout)" if bypass else " (π_θ / π_old, not ρ itself)"
-    outside = "no gradient where the advantage pushes further out"
+    outside = "no gradient if it would move the ratio further out"
     if loss.name == "cispo":
-        outside = "the nearer bound weighs the token's gradient"
+        outside = "the nearer bound is the weight of the token's gradient"
     if loss.clip_c is not None:
         outside += f"; for negative advantages none above {loss.clip_c:g} either"
     return Band(name, max(0.0, 1.0 - loss.clip_low), 1.0 + loss.clip_high, subject, outside)

@@ -1,8 +1,9 @@
-"""Every key of a RunSpec by its dotted name, and the nearest one to a name that is none."""
+"""Every key of a RunSpec by its dotted name, and the nearest key to an unknown name."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from functools import cache, reduce
 from typing import Any, get_args, get_origin
 
@@ -11,11 +12,11 @@ from pydantic.fields import FieldInfo
 from rlctl.spec.base import Section
 from rlctl.spec.run_spec import RunSpec
 
-_ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` holds for every forward pass; leave it out"
-_ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` holds for every forward pass; leave it out"
+_ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` applies to every forward pass; leave it out"
+_ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` applies to every forward pass; leave it out"
 _DYNAMIC = "`actor.ppo_max_token_len_per_gpu` turns it on; leave it out"
 
-#: Names from verl and TRL whose meaning here cannot be found by shortening: dotted key → what to write.
+#: Names of verl and TRL that have another name here: dotted key → what to write.
 #: A name that ends in a dot stands for everything below it.
 _ELSEWHERE = {
     "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
@@ -69,12 +70,12 @@ def known_sections() -> frozenset[str]:
 
 @cache
 def open_leaves() -> frozenset[str]:
-    """Keys that hold a mapping with keys of its own choice, such as `rollout.engine_kwargs`."""
+    """Keys whose value is a mapping with any keys, such as `rollout.engine_kwargs`."""
     return frozenset(key for key, info in known_leaves().items() if get_origin(info.annotation) is dict)
 
 
 def leaf_of(key: str) -> str | None:
-    """The known key that `key` sets or lies below; None: it is unknown."""
+    """`key`, or the known key with a mapping that contains it; None: unknown."""
     if key in known_leaves():
         return key
     return next((leaf for leaf in open_leaves() if key.startswith(f"{leaf}.")), None)
@@ -99,13 +100,13 @@ def value_of(spec: RunSpec, key: str) -> Any:
 
 def accepts(key: str, kind: type) -> bool:
     """Whether `kind` is among the types that the value of `key` may have."""
-    if key not in known_leaves():  # below an open mapping: as it is written
+    if key not in known_leaves():  # within an open mapping
         return kind is not str
     return _mentions(known_leaves()[key].annotation, kind)
 
 
 def advice_for(key: str) -> str | None:
-    """What to write instead of an unknown `key`: verl's names translated, else the nearest key."""
+    """What to write instead of an unknown `key`: its translation from verl, else the nearest key."""
     for name, advice in _ELSEWHERE.items():
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
@@ -115,7 +116,7 @@ def advice_for(key: str) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """The known key `key` most likely stands for, or None."""
+    """The known key that `key` most likely means, or None."""
     leaves = known_leaves()
     short = ".".join(part for part in key.split(".") if part not in _SUPERFLUOUS)
     if short in leaves:
@@ -123,29 +124,22 @@ def nearest_key(key: str) -> str | None:
     parent, _, leaf = short.rpartition(".")
     if parent in leaves:  # a mapping below a plain value
         return parent
-    by_leaf = [known for known in leaves if known.rsplit(".", 1)[-1] == leaf]
+    by_leaf = [known for known in leaves if known.rpartition(".")[2] == leaf]
     if by_leaf:
         return _closest(short, by_leaf, cutoff=0.0)
-    siblings = [known for known in leaves if known.rpartition(".")[0] == parent]
-    near_sibling = _closest(leaf, [known.rpartition(".")[2] for known in siblings], cutoff=0.6)
-    if near_sibling:
-        return f"{parent}.{near_sibling}"
-    return _closest(short, list(leaves), cutoff=0.75) or _by_similar_leaf(leaf)
+    siblings = {known.rpartition(".")[2]: known for known in leaves if known.rpartition(".")[0] == parent}
+    if sibling := _closest(leaf, siblings, cutoff=0.6):
+        return siblings[sibling]
+    names = {known.rpartition(".")[2]: known for known in leaves}
+    return _closest(short, leaves, cutoff=0.75) or names.get(_closest(leaf, names, cutoff=0.75) or "")
 
 
 def _mentions(annotation: Any, kind: type) -> bool:
     return annotation is kind or any(_mentions(part, kind) for part in get_args(annotation))
 
 
-def _by_similar_leaf(leaf: str) -> str | None:
-    """A key anywhere whose last part looks like `leaf`."""
-    names = {known.rpartition(".")[2]: known for known in known_leaves()}
-    match = _closest(leaf, list(names), cutoff=0.75)
-    return names[match] if match else None
-
-
-def _closest(word: str, options: list[str], *, cutoff: float) -> str | None:
-    matches = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
+def _closest(word: str, options: Iterable[str], *, cutoff: float) -> str | None:
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -2,9 +2,9 @@
 
     defaults < embedded model's preset < presets, left to right < spec files < key=value
 
-Each layer is a flat `dotted key → leaf`; the last one to set a key wins and is remembered as its
-origin. Everything wrong is reported at once: unreadable sources and unknown keys while collecting,
-types and ranges by validating without the bad values, contradictions on what is then left.
+Each layer is a flat mapping `dotted key → leaf`. The last layer that sets a key wins and is its origin. All
+errors are reported at once: unreadable sources and unknown keys, then types and ranges, then contradictions
+between the remaining values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Layer = Literal["default", "embedded", "preset", "file", "command line"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value comes from.
+    """The source of a value.
 
     Attributes:
         layer: which of the layers set it.
@@ -108,7 +108,7 @@ def load_spec(
         presets: names of shipped presets or paths of preset files, weakest first.
         files: spec files, stronger than presets, weakest first.
         overrides: `dotted.key=value`, strongest.
-        left_open: keys that a part of a spec may leave to others: checks that read one say nothing.
+        left_open: keys that this part of a spec need not set: checks that read one are skipped.
 
     Raises:
         SpecError: with every problem found.
@@ -120,14 +120,15 @@ def load_spec(
     for file in files:
         entries |= _read_file(file, Origin("file", str(file)), problems)
     entries |= _read_overrides(overrides, problems)
-    if _is_embedded(entries):
+    model = entries.get("model.path")
+    if model is None or model.leaf.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
         entries = _read_file(path, Origin("embedded", EMBEDDED), problems) | entries
     known = {key: entry for key, entry in entries.items() if leaf_of(key)}
     problems += _unknown_keys(entries)
     spec, invalid = _validate(known)
     problems += invalid
-    # A contradiction that involves a value nobody could read is not worth reporting.
+    # A contradiction with an unreadable value is not reported.
     found = check_spec(spec, skip=left_open.union(problem.key for problem in invalid))
     origins = dict.fromkeys(known_leaves(), DEFAULT) | {
         leaf: entry.origin for key, entry in entries.items() if (leaf := leaf_of(key))
@@ -206,14 +207,8 @@ def _override_fix(argument: str) -> str | None:
     return f"for example {key}=…" if key and "=" not in argument else None
 
 
-def _is_embedded(entries: dict[str, _Entry]) -> bool:
-    """Whether the built-in model is what the layers above the embedded one resolve to."""
-    entry = entries.get("model.path")
-    return entry is None or entry.leaf.value == EMBEDDED
-
-
 def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
-    """A problem for each key that is no value of a RunSpec."""
+    """A problem for each key that is not a value of a RunSpec."""
     problems = []
     for key, entry in entries.items():
         if leaf_of(key):
@@ -221,16 +216,16 @@ def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
         where = str(entry.origin)
         if key not in known_sections():
             problems.append(Problem("error", key, "unknown key", advice_for(key), where))
-        elif entry.leaf.value is not None:  # null: everything below `actor:` is commented out
+        elif entry.leaf.value is not None:  # null: all keys below `actor:` are commented out
             fix = f"set the keys below it, {key}.…"
             problems.append(Problem("error", key, "is a section, not a value", fix, where))
     return problems
 
 
 def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
-    """The spec without its bad values, and what is bad about them."""
+    """The spec without its bad values, and their problems."""
     flags = [key for key, entry in entries.items() if isinstance(entry.leaf.value, bool)]
-    misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would take true for 1
+    misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would read true as 1
     problems = [_problem(key, entries[key], "must not be true or false") for key in misplaced]
     good = {key: entry for key, entry in entries.items() if key not in misplaced}
     while True:
@@ -238,7 +233,7 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
             return RunSpec.model_validate(_nested(good)), problems
         except ValidationError as error:
             bad = {_key_of(details["loc"]): details for details in reversed(error.errors())}
-            if not bad.keys() & good.keys():  # a broken default: ours to fix, never silently dropped
+            if not bad.keys() & good.keys():  # a broken default is a bug
                 raise
             for key in sorted(bad, key=list(known_leaves()).index):
                 entry = good.pop(key)
@@ -246,11 +241,13 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
 
 
 def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
-    """One of pydantic's complaints in plain words."""
+    """One of pydantic's errors in plain words."""
     what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
     fix = None
     if details["type"] == "string_pattern_mismatch":
-        what = "may hold only letters, digits, dots, dashes and underscores, and starts with no dot or dash"
+        what = (
+            "must consist of letters, digits, dots, dashes and underscores, and not start with a dot or dash"
+        )
     elif details["type"] == "literal_error":
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
@@ -260,21 +257,16 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
     elif details["type"] == "extra_forbidden":  # within one item of a list
         what = "unknown key"
     within = _within(key, details["loc"])
-    got = _as_written(details["input"] if within else entry.leaf.value)
-    return _problem(key, entry, f"{within}{what}, got {got}", fix)
+    got = details["input"] if within else entry.leaf.value
+    return _problem(key, entry, f"{within}{what}, got {'null' if got is None else repr(got)}", fix)
 
 
 def _within(key: str, location: tuple[int | str, ...]) -> str:
-    """Which part of a list's value a complaint is about: `item 2, weight: `; empty for the whole."""
+    """Which part of a list is wrong: `item 2, weight: `; empty for the whole value."""
     below = location[len(key.split(".")) :]
     if not below or not isinstance(below[0], int):
         return ""
     return ", ".join([f"item {below[0] + 1}", *map(str, below[1:])]) + ": "
-
-
-def _as_written(value: object) -> str:
-    """A bad value as YAML has it: `null`, not `None`."""
-    return "null" if value is None else repr(value)
 
 
 def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Problem:
@@ -282,7 +274,7 @@ def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Prob
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:
-    """The leaf that a pydantic error is about (its location may go on into a list or a union)."""
+    """The leaf of a pydantic error (its location may continue into a list or a union)."""
     for length in range(1, len(location) + 1):
         key = ".".join(str(part) for part in location[:length])
         if key in known_leaves():
@@ -306,23 +298,23 @@ def _nested(entries: dict[str, _Entry]) -> dict[str, Any]:
 
 
 def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
-    """Say where the offending value was set, unless it is a default."""
+    """The problem with the origin of the value, unless it is a default."""
     origin = origins.get(problem.key, DEFAULT)
     return problem if origin == DEFAULT or problem.where else replace(problem, where=str(origin))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what our reader reads: text that looks like a number or a null is quoted."""
+    """Writes what `yaml_source` reads: text that would be read as a number or null is quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write equal lists twice; aliases are refused when reading."""
+        """Write equal lists twice: `yaml_source` refuses aliases."""
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "" if isinstance(parse_scalar(text), str) else "'"
     if not text.isprintable():
-        style = '"'  # with escapes; the other styles lose unusual line breaks
+        style = '"'  # with escapes; other styles lose unusual line breaks
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -19,19 +19,19 @@ class ModelSpec(Section):
     """The policy to train."""
 
     path: str = EMBEDDED
-    """Hugging Face directory or hub id of a causal language model; `embedded` is a tiny model built here."""
+    """Hugging Face directory or hub id of a causal language model; `embedded`: the built-in tiny model."""
     revision: Annotated[str | None, NullWord] = None
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Off unless you trust its author."""
+    """Run Python code shipped with the model. Only if you trust its author."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel of trainer and Hugging Face rollouts."""
     enable_gradient_checkpointing: bool = False
     """Run the layers of policy and critic again in the backward pass instead of keeping their activations:
-    far less memory for one more forward pass. Changes nothing else."""
+    far less memory for one more forward pass. The result is the same."""
     use_liger: bool = False
     """Run policy, critic, reference and Hugging Face rollouts on Liger's fused kernels for norms, rotary
-    embedding and feed-forward layers, which keep less for the way back. Needs a GPU and `rlctl[liger]`."""
+    embedding and feed-forward layers, which keep less for the backward pass. Needs a GPU, `rlctl[liger]`."""
     lora_rank: int = Field(default=0, ge=0)
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)

@@ -1,4 +1,4 @@
-"""Names of registered parts, and the parameters of such parts, as values of a spec."""
+"""Values of a spec that name registered parts, and the parameters of these parts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
     """The part's own parameters with their defaults; None: it has none.
 
     Raises:
-        ValidationError: a value does not fit; `param_problems` says it in words.
+        ValidationError: a value is wrong; `param_problems` describes it.
     """
     return None if part.params is None else part.params.model_validate(dict(given))
 

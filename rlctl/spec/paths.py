@@ -1,4 +1,4 @@
-"""Local files and directories that a spec names: missing ones, and from where they are seen."""
+"""Local files and directories that a spec names: missing ones, and their absolute paths."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def missing_paths(spec: RunSpec) -> list[Problem]:
         "reward.model.path": spec.reward.model.path,
     }
     found = [
-        Problem(
-            "warning", key, f"{path} is not a directory here", "create it, or mend the path, before you start"
-        )
+        Problem("warning", key, f"{path} is not a directory here", "create it, or correct the path")
         for key, path in models.items()
         if path is not None and _looks_local(path) and not Path(path).expanduser().is_dir()
     ]
@@ -29,7 +27,7 @@ def missing_paths(spec: RunSpec) -> list[Problem]:
     functions = [term.name.rpartition(":")[0] for term in spec.reward.all_terms if ":" in term.name]
     files["reward.terms" if spec.reward.terms else "reward.name"] = functions
     found += [
-        Problem("warning", key, f"{path} is not here", "create it, or mend the path, before you start")
+        Problem("warning", key, f"{path} is not here", "create it, or correct the path")
         for key, paths in files.items()
         for path in paths
         if not matches(path)
@@ -38,15 +36,15 @@ def missing_paths(spec: RunSpec) -> list[Problem]:
 
 
 def matches(name: str) -> list[Path]:
-    """The files or directories a name stands for: itself, or all that fit it where it is a pattern."""
+    """The files or directories of a name: itself, or all that match if it is a pattern."""
     path = Path(name).expanduser()
     return [path] if path.exists() else sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - any depth
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """`spec` with every local path absolute, so that it means the same wherever the run is resumed.
+    """`spec` with every local path absolute, so that the run can be resumed from any directory.
 
-    What exists here, relative or not, is local; the rest (a hub id, a path that is missing) is left alone.
+    Paths that exist are local; everything else (a hub id, a missing path) stays as it is.
     """
     content = spec.model_dump()
     for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
@@ -64,12 +62,12 @@ _FILES = ("train_files", "val_files")
 
 
 def _absolute(path: str | None) -> str | None:
-    """An existing path from the root; the built-in model's name and everything else as it is."""
+    """An existing path made absolute; everything else as it is."""
     if path is None or path == EMBEDDED or not matches(path):
         return path
     return str(Path(path).expanduser().resolve())
 
 
 def _looks_local(path: str) -> bool:
-    """Not `owner/name`, which is a hub id unless a directory of that name is here."""
+    """Not `owner/name`, which is a hub id unless such a directory exists."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -1,4 +1,4 @@
-"""Where presets live and what they are called."""
+"""The shipped presets: directory, names, descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rlctl
 from rlctl.errors import EnvironmentFailure
 from rlctl.spec.yaml_source import read_yaml_file
 
-#: Top-level key of a preset that is shown by `rlctl presets list` and is no part of the RunSpec.
+#: Top-level key of a preset that `rlctl presets list` shows; not part of the RunSpec.
 DESCRIPTION = "description"
 
 
@@ -35,7 +35,7 @@ def presets_dir() -> Path:
     """The shipped presets: inside the package when installed, at the root of a checkout.
 
     Raises:
-        EnvironmentFailure: neither place has them.
+        EnvironmentFailure: neither directory exists.
     """
     package = Path(rlctl.__file__).parent
     for candidate in (package / "presets", package.parent / "presets"):
@@ -57,6 +57,6 @@ def all_presets() -> dict[str, Preset]:
 
 
 def nearest_preset(name: str) -> str | None:
-    """The shipped preset that `name` most likely stands for."""
+    """The shipped preset that `name` most likely means."""
     close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.4)
     return close[0] if close else None

@@ -1,4 +1,4 @@
-"""`reward`: who grades the responses."""
+"""`reward`: how responses are graded."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RewardTerm(Section):
     name: GraderName
     """As `reward.name`."""
     weight: float = 1.0
-    """What its scores are multiplied by."""
+    """Factor of its scores."""
 
     @property
     def label(self) -> str:
-        """What its metrics are called: the grader's name, or the function's."""
+        """Name of its metrics: the grader's name, or the function's."""
         return self.name.rpartition(":")[2]
 
 
@@ -49,7 +49,7 @@ class RewardModelSpec(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Its arithmetic."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Off unless you trust its author."""
+    """Run Python code shipped with the model. Only if you trust its author."""
 
 
 class CodeSpec(Section):
@@ -58,7 +58,7 @@ class CodeSpec(Section):
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one response may run, all of its tests together."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory its process may take."""
+    """Memory that its process may use, in MiB."""
 
 
 class OverlongSpec(Section):

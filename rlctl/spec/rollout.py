@@ -19,15 +19,15 @@ class DataSpec(Section):
     """Parquet files, directories, or patterns such as `data/train-*.parquet`; empty together with
     `model.path: embedded` means the built-in task."""
     val_files: StrList = Field(default=[])
-    """Validation prompts, same schema; empty: no validation (the built-in task brings its own)."""
+    """Validation prompts, same schema; empty: no validation (the built-in task has its own)."""
     train_batch_size: int = Field(default=128, ge=1)
     """Prompts per batch; each is answered `rollout.n` times."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens; what happens to longer prompts is said by `filter_overlong_prompts`."""
+    """Tokens; `filter_overlong_prompts` decides about longer prompts."""
     max_response_length: int = Field(default=512, ge=1)
-    """Tokens sampled at most."""
+    """Largest number of sampled tokens."""
     filter_overlong_prompts: bool = True
-    """Leave out prompts over `max_prompt_length` (counted and shown); false: refuse to start."""
+    """Leave out prompts longer than `max_prompt_length` (they are counted); false: refuse to start."""
     shuffle: bool = True
     """Reshuffle the prompts every epoch, from `trainer.seed`."""
 
@@ -38,24 +38,24 @@ class ValKwargs(Section):
     n: int = Field(default=1, ge=1)
     """Responses per prompt; above 1 pass@k and maj@n are logged too."""
     temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature; 0: the likeliest token, which takes n = 1."""
+    """Softmax temperature; 0: the likeliest token, which needs n = 1."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
 
 
 class ServerSpec(Section):
-    """Engines in processes of their own, with `rollout.mode: server`."""
+    """Engines in separate processes, with `rollout.mode: server`."""
 
     replicas: int = Field(default=1, ge=1)
     """Engines to start on this machine; on GPUs they take those after `trainer.n_gpus_per_node`."""
     urls: StrList = Field(default=[])
-    """Engines that run already, on any node (`http://host:port`); with any, none is started."""
+    """Running engines, on any node (`http://host:port`); if set, no engine is started."""
     weights_dir: str | None = None
-    """Where new weights are handed over, seen by every engine; null: shared memory of this machine."""
+    """Directory for new weights, visible to every engine; null: shared memory of this machine."""
     start_timeout: float = Field(default=600.0, gt=0)
-    """Seconds an engine may take to start, or to start again."""
+    """Seconds an engine may take to start or restart."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often engines that died are started again in one run."""
+    """Largest number of restarts of crashed engines in one run."""
 
 
 class RolloutSpec(Section):
@@ -64,11 +64,11 @@ class RolloutSpec(Section):
     name: Literal["hf", "vllm"] = "hf"
     """Engine: `hf` is Hugging Face generation in the trainer's process; `vllm`."""
     mode: Literal["colocated", "server"] = "colocated"
-    """Of `vllm`: in the trainer's processes, one engine per rank, or in processes of its own."""
+    """Of `vllm`: in the trainer's processes, one engine per rank, or in separate processes."""
     n: int = Field(default=8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; log-probs of rollout and trainer are both taken at it."""
+    """Softmax temperature; log-probs of rollout and trainer are computed at it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; below 1 every ratio is biased by the mass cut off."""
     top_k: int = Field(default=-1, ge=-1)
@@ -82,18 +82,18 @@ class RolloutSpec(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """GPUs that share one engine, in server mode."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of a GPU's memory a vLLM engine may take, weights and cache together."""
+    """Share of a GPU's memory that a vLLM engine may use, for weights and cache."""
     free_cache_engine: bool = True
-    """On GPUs a colocated vLLM engine gives its memory back while the trainer trains."""
+    """On GPUs a colocated vLLM engine frees its memory while the trainer trains."""
     sync_every: int = Field(default=1, ge=1)
     """Batches between weight syncs; above 1 some responses come from older weights."""
     merge_lora: bool = False
-    """Of `vllm` under LoRA: bring all weights with the adapter merged in, instead of the adapter alone."""
+    """Of `vllm` under LoRA: sync all weights with the adapter merged, instead of the adapter alone."""
     server: ServerSpec = ServerSpec()
     engine_kwargs: OpenMapping = Field(default={})
-    """Further arguments of vLLM's engine, as they are: `rollout.engine_kwargs.enforce_eager=true`."""
+    """Further arguments of vLLM's engine, passed unchanged: `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
-    """Sample up to so many batches ahead while the trainer trains, with the newest weights; 0: never."""
+    """Sample up to this many batches ahead while the trainer trains, with the newest weights; 0: never."""
     staleness: int = Field(default=0, ge=0)
     """Train every batch on responses sampled this many batches ago, to study off-policyness."""
     val_kwargs: ValKwargs = ValKwargs()

@@ -1,4 +1,4 @@
-"""`RunSpec`: the table of contents of a run."""
+"""`RunSpec`: the complete configuration of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlctl.spec.trainer import EngineSpec, TrainerSpec
 
 
 class RunSpec(Section):
-    """One training run, complete: every field has a value, every value an origin."""
+    """One training run: every field has a value."""
 
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
@@ -62,12 +62,12 @@ class RunSpec(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether some KL penalty compares with a reference policy."""
+        """Whether a KL penalty needs a reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
     def syncs_adapter(self) -> bool:
-        """Whether the rollout engine gets LoRA's adapter alone, and applies it itself."""
+        """Whether the rollout engine receives only LoRA's adapter and applies it itself."""
         return self.rollout.name == "vllm" and self.model.lora_rank > 0 and not self.rollout.merge_lora
 
     @property

@@ -23,37 +23,37 @@ class EngineSpec(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Arithmetic of the forward and backward pass."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What lies in the host's memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
+    """What is kept in host memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
     parameters too; stage 3). Saves memory on the GPU and costs time."""
     deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
-    """Merged into DeepSpeed's configuration, as it is: a mapping, or the path of a JSON file with one."""
+    """Merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file with one."""
 
 
 class GuardrailsSpec(Section):
-    """The rules' levels are diagnosis's own; here is what follows from them."""
+    """What training does when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""
 
     mode: Literal["off", "warn", "act"] = "warn"
-    """Whether rules are watched while training, and whether their actions are taken or only named."""
+    """`off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions are taken."""
     ess_floor: Annotated[float | None, NullWord] = Field(default=None, gt=0, lt=1)
-    """Raw effective sample size under which an update is far off-policy; null: diagnosis's level, 0.3."""
+    """Raw effective sample size below which an update is far off-policy; null: that of diagnosis, 0.3."""
     on_low_ess: Literal["warn", "scale_lr", "skip_step"] = "scale_lr"
-    """One update under the floor. `scale_lr`: its rate × ESS / floor; `skip_step`: no update. After both the
-    rate is halved until updates are well again."""
+    """For one update below the floor. `scale_lr`: its learning rate × ESS / floor; `skip_step`: no update.
+    After both the learning rate is halved until ESS recovers."""
     on_drift: Literal["warn", "skip_step"] = "skip_step"
-    """One update at which the policy is over 0.1 nats per token from the one that sampled. `skip_step` as
+    """For one update whose policy differs from the sampling policy by over 0.1 nats per token. `skip_step` as
     above."""
     on_heavy_tail: Literal["warn", "tighten"] = "tighten"
-    """Raw ESS under the floor batch after batch. `tighten`: bounds of weights and rejection halve in log ρ
-    until it recovers."""
+    """For raw ESS below the floor in successive batches. `tighten`: bounds of weights and rejection halve in
+    log ρ until ESS recovers."""
     on_collapse: Literal["warn", "checkpoint_and_stop"] = "checkpoint_and_stop"
-    """Nothing is learned any more: no reward for 20 batches, no update for 11, or a spiral into gibberish."""
+    """For a run that no longer learns: no reward for 20 batches, no update for 11, or diverging responses."""
 
 
 class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
     logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
-    """Where metrics go besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
+    """Outputs for metrics besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project in W&B, and the folder under `runs/`."""
     experiment_name: str = Field(default="run", pattern=NAME)
@@ -63,13 +63,13 @@ class TrainerSpec(Section):
     total_training_steps: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Batches to train on; null: as many as `total_epochs` gives."""
     n_gpus_per_node: int = Field(default=1, ge=1)
-    """Ranks started on this machine (processes, where there is no GPU)."""
+    """Ranks started on this machine (CPU processes without a GPU)."""
     nnodes: int = Field(default=1, ge=1)
     """Machines. For more than one, start `rlctl train` under torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Checkpoint every this many steps, and at the end; -1: only at the end."""
+    """Steps between checkpoints, one more at the end; -1: only at the end."""
     test_freq: int = Field(default=-1, ge=-1)
-    """Validate every this many steps, and at start and end; -1: never."""
+    """Steps between validations, also at start and end; -1: never."""
     critic_warmup: int = Field(default=0, ge=0)
     """Batches at the start that train the critic alone."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
@@ -80,4 +80,4 @@ class TrainerSpec(Section):
     seed: int = Field(default=1, ge=0)
     """Seeds data order, sampling and initialisation."""
     run_dir: Annotated[str | None, NullWord] = None
-    """Where everything goes; null: `runs/<project_name>/<experiment_name>-<time>`."""
+    """Run directory; null: `runs/<project_name>/<experiment_name>-<time>`."""

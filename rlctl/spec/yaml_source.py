@@ -1,8 +1,8 @@
-"""YAML files and `key=value` arguments, read into leaves that remember their line.
+"""YAML files and `key=value` arguments, read into leaves with their line numbers.
 
-A strict subset of YAML: one UTF-8 document, mappings, lists and scalars. What people get wrong
-without noticing (duplicate keys, tabs, aliases, YAML 1.1's `yes` and `1_2`) is refused or read as
-plain text, never guessed at.
+PyYAML parses; this module reads its nodes, because values need their position. A strict subset of YAML: one
+UTF-8 document, mappings, lists and scalars of YAML 1.2. Duplicate keys, tabs, anchors and tags are refused;
+`yes` and `1_2` are text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Leaf:
 
     Attributes:
         value: bool, int, float, str, None, or a list of such.
-        text: the characters of a plain scalar, so that `2.10` can stay `2.10` where text is wanted.
+        text: the characters of a plain scalar: `2.10` keeps its digits in a text field.
         line: 1-based line in its file; None on the command line.
     """
 
@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that makes a file or argument unreadable, with the fix where there is one."""
+    """An error in a file or argument, with a fix if there is one."""
 
     line: int | None
     what: str
@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class SpecSource:
-    """What was read: dotted key → leaf, and everything wrong with it."""
+    """Dotted key → leaf, and all errors."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -75,7 +75,7 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
 def read_yaml_file(path: Path, known: Container[str]) -> SpecSource:
     """Read a spec file; a key in `known` is a leaf even if a mapping is written there.
 
-    A file that cannot be opened is one more fault, so that it is reported with all others.
+    A file that cannot be opened is a fault too, so that it is reported with all others.
     """
     try:
         with path.open("rb") as stream:
@@ -124,7 +124,7 @@ def read_value(text: str) -> Leaf:
 
 
 class _StrictLoader(yaml.BaseLoader):
-    """Composes nodes only (no constructors run) and refuses what a spec never needs."""
+    """Composes nodes only (no constructors run); refuses anchors, aliases, tags and deep nesting."""
 
     depth = 0
 
@@ -149,7 +149,7 @@ def _refusal(what: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 def _flatten(
     mapping: yaml.MappingNode, prefix: str, known: Container[str], source: SpecSource, lines: dict[str, int]
 ) -> None:
-    """Collect the leaves under `mapping`; `lines` holds every key met so far and where."""
+    """Collect the leaves under `mapping`; `lines` has the line of every key read so far."""
     for key_node, value_node in mapping.value:
         line = _line(key_node)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -187,9 +187,9 @@ def _line(node: yaml.Node) -> int:
 
 
 def _fault_of_bytes(raw: bytes) -> Fault | None:
-    """What can be said against a file before parsing it."""
+    """Errors that are found without parsing."""
     if len(raw) > MAX_BYTES:
-        return Fault(None, f"larger than {MAX_BYTES >> 20} MiB, which no spec is", "is this the right file?")
+        return Fault(None, f"larger than {MAX_BYTES >> 20} MiB", "is this the right file?")
     if raw.startswith(b"\xef\xbb\xbf"):
         return Fault(1, "starts with a byte-order mark", "save it as UTF-8 without BOM")
     try:
@@ -203,7 +203,7 @@ def _fault_of_bytes(raw: bytes) -> Fault | None:
 
 
 def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> Fault:
-    """PyYAML's complaint with its line."""
+    """PyYAML's error with its line."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         parts = [part for part in (error.context, error.problem) if part]

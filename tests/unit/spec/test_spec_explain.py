@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from rlctl.spec.explain import bands, batch_arithmetic, notes
+from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
 from rlctl.spec.model import ModelSpec
@@ -80,27 +80,27 @@ def test_of_two_criteria_alike_one_is_named():
 
 
 def test_batch_arithmetic():
-    batch = batch_arithmetic(spec_of("trainer.n_gpus_per_node=4", preset="qwen2.5-7b-rloo-seq-is"))
+    batch = BatchArithmetic(spec_of("trainer.n_gpus_per_node=4", preset="qwen2.5-7b-rloo-seq-is"))
     assert (batch.samples, batch.mini_batches, batch.samples_per_mini_batch) == (640, 4, 160)
     assert (batch.samples_per_rank, batch.micro_batches_per_rank, batch.steps_per_batch) == (40, 40, 4)
     assert batch.num_batches is None
     assert batch.total_steps is None
-    tiny = batch_arithmetic(
+    tiny = BatchArithmetic(
         spec_of("actor.ppo_micro_batch_size_per_gpu=200", "trainer.total_training_steps=240")
     )
     assert (tiny.samples_per_rank, tiny.micro_batches_per_rank) == (512, 3)
     assert tiny.total_steps == 480
-    budget = batch_arithmetic(spec_of("actor.ppo_max_token_len_per_gpu=200"))
+    budget = BatchArithmetic(spec_of("actor.ppo_max_token_len_per_gpu=200"))
     assert (budget.micro_batches_per_rank, budget.micro_batch_tokens) == (None, 200)
 
 
 def test_total_steps_from_parquet_rows(tmp_path):
     pq.write_table(pa.table({"a": list(range(300))}), tmp_path / "train.parquet")
     overrides = ["model.path=a/b", f"data.train_files={tmp_path}", "trainer.total_epochs=2"]
-    batch = batch_arithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"))
+    batch = BatchArithmetic(spec_of(*overrides, "actor.ppo_mini_batch_size=64"))
     assert (batch.num_rows, batch.num_batches, batch.total_steps) == (300, 4, 8)
     (tmp_path / "train.parquet").write_bytes(b"garbage")
-    assert batch_arithmetic(spec_of(*overrides)).num_rows is None
+    assert BatchArithmetic(spec_of(*overrides)).num_rows is None
 
 
 def test_memory_by_hand():

@@ -11,7 +11,7 @@ from rlctl.spec.base import NullWord, OpenMapping, Section, json_file, one_or_ma
 from rlctl.spec.parts import Registered
 
 Logger = Annotated[str, Registered(TRACKERS)]
-#: What may become a directory: no separators, neither hidden nor `..`.
+#: A valid directory name: no separators, neither hidden nor `..`.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
@@ -53,7 +53,7 @@ class TrainerSpec(Section):
     """Length, seed, tracking and checkpoints of the run."""
 
     logger: Annotated[list[Logger], BeforeValidator(one_or_many)] = Field(default=["console"])
-    """Outputs for metrics besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
+    """Outputs besides `metrics.jsonl`, which is always written; `file.py:function` for your own."""
     project_name: str = Field(default="rlctl", pattern=NAME)
     """Project in W&B, and the folder under `runs/`."""
     experiment_name: str = Field(default="run", pattern=NAME)

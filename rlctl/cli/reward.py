@@ -66,15 +66,16 @@ def try_out(
 
     rlctl reward test run.yaml --data train.parquet --responses evaluations/base/samples.parquet
     """
-    import torch
-
     from rlctl.cli.reward_cases import cases_of
-    from rlctl.reward.build import build_terms
     from rlctl.reward.trial import try_reward
 
     spec = _spec(what)
     is_shaped = spec.reward.overlong.buffer_length > 0
     cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
+    import torch  # mistakes so far are refused without it
+
+    from rlctl.reward.build import build_terms
+
     terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         with _progress() as progress:

@@ -33,6 +33,20 @@ def local_directory(path: str) -> Path:
         return found
 
 
+def config_directory(path: str) -> Path:
+    """Where the model's config.json lies; of a model of the hub that file alone is fetched, if need be.
+
+    Raises:
+        UsageError, EnvironmentFailure: as `local_directory`.
+    """
+    with explained(path, f"model.path={path}"):
+        if Path(path).is_dir():
+            return Path(path)
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(path, "config.json")).parent
+
+
 @contextmanager
 def explained(path: str, where: str) -> Iterator[None]:
     """What goes wrong while loading, in words."""
@@ -70,7 +84,9 @@ def _not_loaded(path: str, where: str, error: Exception) -> UsageError | Environ
     return EnvironmentFailure(
         f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
         where=where,
-        fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
+        fix="name a directory that exists, or unset HF_HUB_OFFLINE to download it"
+        if offline
+        else "check the id and the network, or download it beforehand",
     )
 
 

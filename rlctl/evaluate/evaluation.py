@@ -71,9 +71,9 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model or a benchmark cannot be had, or a disk is full.
     """
     plan = check_request(request)
-    from rlctl.evaluate.grading import grade, grading  # from here on torch is needed
+    model = _open(plan)  # a server is asked before torch is imported
+    from rlctl.evaluate.grading import grade, grading
 
-    model = _open(plan)
     started = time.monotonic()
     with grading(plan.reward, model.sampling.max_response_length) as reward:
         responses, num_stored = _responses(request, model, partial(progress, "sampling"))

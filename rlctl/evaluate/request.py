@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from rlctl.data.write import check_vacant
-from rlctl.engine.model_files import check_directory
+from rlctl.engine.model_files import config_directory
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
 from rlctl.evaluate.target import Target, find_target
@@ -119,8 +119,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
     if request.engine != "openai":
-        check_directory(target.model_path, f"model.path={target.model_path}")
-        lengths(request, target, _context_in(Path(target.model_path)))
+        lengths(request, target, _context_in(config_directory(target.model_path)))
     return Plan(request, ks, target, reward, questions)
 
 

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from queue import SimpleQueue
@@ -43,6 +44,12 @@ _RETRIED = {408, 409, 425, 429}
 _UNFINISHED = {None, "abort", "error"}
 #: Switches off a server's own defaults: vLLM takes generation_config.json's, llama.cpp has top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_KEY_FIX = f"put a valid key into the environment variable {KEY_VARIABLE}"
+_REFUSED_FIXES = {
+    401: _KEY_FIX,
+    403: _KEY_FIX,
+    404: "correct --base-url, which ends where /chat/completions begins, or the model's name",
+}
 _CONTEXT_EXCEEDED = re.compile(r"context.{0,3}(length|size|window)", re.IGNORECASE)
 
 
@@ -176,11 +183,12 @@ class ServedModel:
             else:
                 if answer.is_success:
                     try:
-                        return _read(answer.json())
+                        response = _read(answer.json())
+                        return replace(response, text=_without_key(response.text))
                     except (ValueError, KeyError, IndexError, TypeError) as error:
-                        problem = f"an answer that cannot be read: {_words(error)}"
+                        problem = f"an answer that cannot be read ({_words(error)}): {_said(answer)}"
                 elif answer.status_code in _RETRIED or answer.status_code >= 500:
-                    problem = self._said(answer)
+                    problem = _said(answer)
                     pause = max(pause, _retry_after(answer, where))
                 elif (
                     neutral
@@ -192,7 +200,11 @@ class ServedModel:
                 elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
                     return None
                 else:
-                    raise RunFailure(f"the server refuses the request: {self._said(answer)}", where=where)
+                    raise RunFailure(
+                        f"the server refuses the request: {_said(answer)}",
+                        where=where,
+                        fix=_REFUSED_FIXES.get(answer.status_code),
+                    )
             if attempt < TRIES - 1:
                 await asyncio.sleep(pause)
         raise RunFailure(
@@ -213,9 +225,14 @@ class ServedModel:
                 fix="start it, or correct --base-url",
             ) from error
         if answer.status_code in {401, 403}:
-            fix = f"put a valid key into the environment variable {KEY_VARIABLE}"
             raise EnvironmentFailure(
-                f"the server wants a key: {self._said(answer)}", where=self._url, fix=fix
+                f"the server wants a key: {_said(answer)}", where=self._url, fix=_KEY_FIX
+            )
+        if answer.status_code >= 500:
+            raise EnvironmentFailure(
+                f"the server fails: {_said(answer)}",
+                where=f"{self._url}/models",
+                fix="see its log, or wait until it has loaded the model",
             )
         try:
             cards = [card for card in answer.json()["data"] if isinstance(card["id"], str)]
@@ -230,15 +247,21 @@ class ServedModel:
         names = ", ".join(card["id"] for card in cards)
         if name is not None:
             raise UsageError(f"the server has no model `{name}`", where=self._url, fix=f"it serves {names}")
-        what = f"the server serves several models: {names}" if cards else "the server lists no models"
-        raise UsageError(what, where=self._url, fix="name one: rlctl evaluate MODEL --engine openai …")
+        name_one = "name one: rlctl evaluate MODEL --engine openai …"
+        if cards:
+            raise UsageError(f"the server serves several models: {names}", where=self._url, fix=name_one)
+        raise UsageError(
+            f"the server lists no models: {_said(answer)}",
+            where=f"{self._url}/models",
+            fix=f"correct --base-url (most end with /v1), or {name_one}",
+        )
 
     def _client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=self._request.concurrency)
         return httpx.AsyncClient(limits=limits, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        key = os.environ.get(KEY_VARIABLE)
+        key = _key()
         is_local = httpx.URL(self._url).host in {"localhost", "127.0.0.1", "::1"}
         return {
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
@@ -246,12 +269,32 @@ class ServedModel:
             "trust_env": not is_local,  # proxies are for servers elsewhere
         }
 
-    def _said(self, answer: httpx.Response) -> str:
-        """Status and the beginning of the body, without the key."""
-        text = " ".join(answer.text.split())[:300]
-        key = os.environ.get(KEY_VARIABLE)
-        text = text.replace(key, "***") if key else text
-        return f"HTTP {answer.status_code}" + (f", {text}" if text else "")
+
+def _key() -> str | None:
+    """The server's key.
+
+    Raises:
+        UsageError: no HTTP header can hold it; the error does not show it.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if key and not (key.isascii() and key.isprintable() and key.strip() == key):
+        raise UsageError(
+            "the key holds spaces, line ends or other characters that no HTTP header can hold",
+            where=f"the environment variable {KEY_VARIABLE}",
+            fix="set it again, without a line end",
+        )
+    return key
+
+
+def _without_key(text: str) -> str:
+    key = os.environ.get(KEY_VARIABLE)
+    return text.replace(key, "***") if key else text
+
+
+def _said(answer: httpx.Response) -> str:
+    """Status and the beginning of the body, without the key."""
+    text = " ".join(_without_key(answer.text).split())[:300]
+    return f"HTTP {answer.status_code}" + (f", {text}" if text else "")
 
 
 def _read(answer: Any) -> Response:

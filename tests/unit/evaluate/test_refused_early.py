@@ -1,6 +1,7 @@
 """Mistakes in a request are refused before torch is imported, and comparisons of stored figures need none."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from rlctl.cli.app import run
 for arguments in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(["evaluate", *arguments])
+        code = run(arguments)
     loaded = [name for name in ("torch", "transformers") if name in sys.modules]
     print(json.dumps({"code": code, "loaded": loaded, "out": out.getvalue(), "err": err.getvalue()}))
 """
@@ -26,8 +27,13 @@ for arguments in json.loads(sys.argv[1]):
 def told(*command_lines):
     """Exit code, what was imported, and the output of each command line, one after another in one process."""
     lines = [list(map(str, arguments)) for arguments in command_lines]
+    lines = [line if line[:1] == ["reward"] else ["evaluate", *line] for line in lines]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(lines)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -64,6 +70,8 @@ MISTAKES = [
     (["RUN", "--max-response-length", "100000"], 2, "no room for a prompt"),
     (["MODEL", "--data", "VAL", "--max-response-length", "100000"], 2, "no room for a prompt"),
     (["no/such/model", "--data", "VAL"], 2, "no such directory"),
+    (["nobody/no-such-model", "--data", "VAL"], 4, "unset HF_HUB_OFFLINE"),
+    (["--engine", "openai", "--base-url", "http://127.0.0.1:9", "--data", "VAL"], 4, "does not answer"),
     (["MODEL", "--data", "gsm8k", "--benchmarks-dir", "EMPTY"], 4, "hf download openai/gsm8k"),
     (["MODEL", "--data", "VAL", "--base-url", "http://x/v1"], 2, "add --engine openai"),
     (["MODEL", "--data", "VAL", "--concurrency", "3"], 2, "--concurrency is for a server"),
@@ -73,6 +81,9 @@ MISTAKES = [
     (["--engine", "openai", "--base-url", "http://me:secret@x/v1", "--data", "VAL"], 2, "OPENAI_API_KEY"),
     (["RUN", "--regrade"], 2, "not an evaluation"),
     (["compare", "RUN", "RUN"], 2, "not an evaluation"),
+    (["reward", "test", "nonesuch", "--data", "VAL"], 2, "neither a spec nor a grader"),
+    (["reward", "test", "maths", "--data", "nowhere.parquet"], 2, "no such file"),
+    (["reward", "test", "maths", "--data", "BROKEN"], 2, "cannot be read as Parquet"),
 ]
 
 

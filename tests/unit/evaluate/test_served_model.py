@@ -331,3 +331,40 @@ def test_an_interruption_keeps_what_was_sampled(request_for, tmp_path):
         evaluate(request_for(out=tmp_path / "out", concurrency=1), interrupt)
     assert not (tmp_path / "out").exists()
     assert evaluate(request_for(out=tmp_path / "out"), quiet)[1].num_stored >= 5
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"), [(401, "OPENAI_API_KEY"), (403, "OPENAI_API_KEY"), (404, "--base-url")]
+)
+def test_a_refusal_says_what_to_do(server, request_for, code, fix):
+    server.trouble = [(code, {"error": "no"})]
+    with pytest.raises(RunFailure, match=f"HTTP {code}") as caught:
+        ask(request_for(concurrency=1))
+    assert fix in caught.value.fix
+
+
+def test_an_answer_that_cannot_be_read_is_shown(server, request_for):
+    server.trouble = [(200, {"error": {"message": "model is loading"}})] * served_model.TRIES
+    with pytest.raises(RunFailure, match="model is loading"):
+        ask(request_for(concurrency=1))
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", f"{KEY}é"])
+def test_a_key_that_no_header_can_hold_is_refused_unseen(server, request_for, monkeypatch, key):
+    monkeypatch.setenv(served_model.KEY_VARIABLE, key)
+    with pytest.raises(UsageError, match="no HTTP header can hold") as caught:
+        ask(request_for())
+    assert KEY not in str(caught.value)
+
+
+def test_a_server_that_repeats_the_key_does_not_get_it_stored(server, request_for, monkeypatch):
+    monkeypatch.setenv(served_model.KEY_VARIABLE, KEY)
+    server.trouble = [(200, completion(f"Bearer {KEY}: 4"))]
+    _, found = ask(request_for(concurrency=1))
+    assert "Bearer ***: 4" in {response.text for response in found.values()}
+
+
+def test_a_server_that_fails_to_list_its_models_is_quoted(server, request_for, monkeypatch):
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler.answer(500, {"detail": "out of memory"}))
+    with pytest.raises(EnvironmentFailure, match=r"HTTP 500.*out of memory"):
+        ask(request_for())

@@ -125,7 +125,7 @@ def plot(table: Table, path: Path) -> None:
 
     conditions = list(dict.fromkeys(condition for condition, _ in table if condition not in PRECISION))
     figure, axes = plt.subplots(
-        1, len(conditions), figsize=(4.5 * len(conditions), 3.8), sharey=True, layout="constrained"
+        1, len(conditions), figsize=(max(6.5, 4.5 * len(conditions)), 3.8), sharey=True, layout="constrained"
     )
     for axis, condition in zip(np.atleast_1d(axes), conditions, strict=True):
         for number, method in enumerate(METHODS):

@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from rlctl.algos.correction import correct
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics
+from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.statistics import correction_metrics
 from tests.reference import verl_helper
 
 SIZES = [(256, 1024), (1024, 4096)]
@@ -69,10 +69,10 @@ def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
 
         def ours() -> dict[str, float]:
             found = correct(train, rollout, mask, rules)
-            host = found.tally.to_host()
+            host = found.sums.to_host()
             assert found.weights is not None
             # The factor scales the gradient; the weights are not written again.
-            return correction_metrics(host, rules) | {"factor": batch_norm_factor(host, rules)}
+            return correction_metrics(host, rules) | {"factor": normalization_factor(host, rules)}
 
         return ours
     verl = verl_helper.load()

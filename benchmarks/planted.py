@@ -339,20 +339,10 @@ def correction_off() -> None:
 
     honest = update.correct
 
-    of_weights = ("weight", "raw", "norm", "ratio_", "seq_high", "seq_low")
-
-    def mixed(real: dict[str, Any], fake: dict[str, Any]) -> dict[str, Any]:
-        return {key: (fake if key.startswith(of_weights) else real)[key] for key in real}
-
     def correct(log_probs: Any, rollout_log_probs: Any, *others: Any, **named: Any) -> Any:
         real = honest(log_probs, rollout_log_probs, *others, **named)
         fake = honest(log_probs, log_probs, *others, **named)
-        tally = replace(
-            real.tally,
-            sums=mixed(real.tally.sums, fake.tally.sums),
-            maxima=mixed(real.tally.maxima, fake.tally.maxima),
-        )
-        return replace(fake, tally=tally)
+        return replace(fake, sums=replace(real.sums, raw=fake.sums.raw, weights=fake.sums.weights))
 
     update.correct = correct
 

@@ -120,7 +120,7 @@ def time_correction() -> list[float]:
 
         return call
 
-    for name in ("correct", "correction_metrics", "batch_norm_factor", "normalized"):
+    for name in ("correct", "correction_metrics", "normalization_factor", "normalized"):
         setattr(update, name, timed(getattr(update, name)))
     Ranks.to_host = timed(Ranks.to_host)  # type: ignore[method-assign]  # the loss's own sums are counted too
     return spent

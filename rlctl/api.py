@@ -218,7 +218,7 @@ def correct(
     from pydantic import ValidationError
 
     from rlctl.algos import correction
-    from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+    from rlctl.algos.statistics import correction_metrics, normalized
     from rlctl.engine.ranks import current_ranks
     from rlctl.spec.algorithm import RolloutCorrectionSpec
     from rlctl.spec.resolve import correction_rules
@@ -231,10 +231,11 @@ def correct(
     result = correction.correct(
         log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages
     )
-    sums = current_ranks(log_probs.device).to_host(result.tally)
+    sums = current_ranks(log_probs.device).to_host(result.sums)
     weights = result.keep_mask.float() if result.weights is None else result.weights
-    metrics = correction_metrics(normalized(sums, rules), rules)
-    return CorrectedBatch(weights / batch_norm_factor(sums, rules), result.keep_mask, metrics)
+    factor = correction.normalization_factor(sums, rules)
+    metrics = correction_metrics(normalized(sums, factor, rules), rules)
+    return CorrectedBatch(weights / factor, result.keep_mask, metrics)
 
 
 def _as_text(value: object) -> str:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlctl.algos.tally import HostTally, Tally, TallyBuilder
+from rlctl.algos.metric_sums import MetricSums, ReducedSums, moments_of
 
 
 @torch.no_grad()
@@ -105,9 +105,10 @@ def optimal_token_baseline(
 # --- over the whole batch -------------------------------------------------------------------------
 
 
-def whitening_tally(values: Tensor, mask: Tensor) -> Tally:
-    """This part's sums of the family `whitened`; merged over ranks, `HostTally.moments` has its moments."""
-    return _tally(mask, whitened=values)
+@torch.no_grad()
+def whitening_sums(values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
+    """This part's moments `whitened`, to be merged over ranks."""
+    return MetricSums(moments={"whitened": moments_of(values, mask)})
 
 
 def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
@@ -115,35 +116,25 @@ def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
 
     Args:
         mean, std: of the whole batch, on all ranks: `mean` and `sample_std` (n − 1) of the moments that
-            `whitening_tally` leads to.
+            `whitening_sums` leads to.
     """
     whitened = (values.double() - mean) / math.sqrt(std * std + 1e-8)
     return torch.where(mask, whitened, 0.0).float()
 
 
-def explained_variance_tally(returns: Tensor, values: Tensor, mask: Tensor) -> Tally:
-    """This part's sums behind `explained_variance`."""
-    return _tally(mask, returns=returns, residuals=returns.double() - values.double())
+@torch.no_grad()
+def explained_variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
+    """This part's moments behind `explained_variance`."""
+    residuals = moments_of(returns.double() - values.double(), mask)
+    return MetricSums(moments={"returns": moments_of(returns, mask), "residuals": residuals})
 
 
-def explained_variance(tally: HostTally) -> float:
+def explained_variance(reduced: ReducedSums) -> float:
     """1 − Var(returns − values)/Var(returns): 1 is a perfect critic, 0 one that says a constant.
 
     0.0 where the returns do not vary: there is nothing to explain.
     """
-    returns, residuals = tally.moments("returns"), tally.moments("residuals")
+    returns, residuals = reduced.moments["returns"], reduced.moments["residuals"]
     if returns.std**2 <= 1e-12 * returns.mean_square:  # no more than rounding
         return 0.0
     return 1.0 - (residuals.std / returns.std) ** 2
-
-
-@torch.no_grad()
-def _tally(mask: Tensor, **families: Tensor) -> Tally:
-    """Sums of masked tokens, by family."""
-    builder = TallyBuilder()
-    count, anyone = mask.sum(-1).double(), mask.any(-1)
-    for name, values in families.items():
-        kept = torch.where(mask, values.double(), 0.0)
-        high, low = kept.masked_fill(~mask, -math.inf).amax(-1), kept.masked_fill(~mask, math.inf).amin(-1)
-        builder.family(name, count, kept.sum(-1), kept.square().sum(-1), high, low, anyone)
-    return Tally(builder.sums, builder.maxima)

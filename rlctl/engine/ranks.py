@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.algos.tally import HostTally, Tally
+from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.metric_sums import MetricSums, ReducedSums
 from rlctl.engine.launch import LostRank
 from rlctl.errors import UsageError
 
@@ -54,14 +55,20 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
-    def to_host(self, tally: Tally) -> HostTally:
-        """Sum a tally over all ranks and bring it to the host: two collectives, one transfer."""
-        sums, maxima = tally.pack()
+    @overload
+    def to_host(self, record: MetricSums[Tensor]) -> ReducedSums: ...
+
+    @overload
+    def to_host(self, record: CorrectionSums[Tensor]) -> CorrectionSums[float]: ...
+
+    def to_host(self, record: MetricSums[Tensor] | CorrectionSums[Tensor]) -> Any:
+        """Merge sums over all ranks and bring them to the host: two collectives, one transfer."""
+        sums, maxima = record.as_vectors()
         if self.world_size > 1:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
             if len(maxima):
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return tally.to_host((sums, maxima))
+        return record.to_host((sums, maxima))
 
     def max(self, value: float) -> float:
         """The largest of every rank's value."""

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import correct
-from rlctl.algos.correction_metrics import correction_metrics
+from rlctl.algos.correction_records import Correction
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
+from rlctl.algos.statistics import correction_metrics
 
 #: Mean |log-ratio| up to which two float32 computations of one distribution agree.
 AGREE = 1e-5
-_NO_CORRECTION = CorrectionRules(WeightRule(level=None))
+_TOKEN, _SEQUENCE = (CorrectionRules(WeightRule(level)) for level in ("token", "sequence"))
+_ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class Gap:
 
 def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
     """The gap between two (B, T) float32 log-probs of the same tokens, where `mask` (B, T) bool holds."""
-    correction = correct(trainer, engine, mask, _NO_CORRECTION)
-    tally = correction.tally.to_host()
-    metrics = correction_metrics(tally, _NO_CORRECTION)
+    correction = correct(trainer, engine, mask, _TOKEN)
+    by_token = _metrics(correction, _TOKEN)
+    by_sequence = _metrics(correct(trainer, engine, mask, _SEQUENCE), _SEQUENCE)
     counted = mask & ~correction.nonfinite[:, None]
     log_ratio = (trainer - engine)[counted].double()
     if not len(log_ratio):
@@ -60,9 +62,13 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor) -> Gap:
         abs_mean=float(log_ratio.abs().clamp(max=LOG_RATIO_CLAMP).mean()),
         std=float(log_ratio.std(unbiased=False)),
         abs_max=float(log_ratio.abs().max()),
-        k3=metrics["rollout_corr/k3_kl"],
-        ess_token=tally.moments("rho_token", 1.0).ess,
-        ess_sequence=tally.moments("rho_seq", 1.0).ess,
+        k3=by_token["rollout_corr/k3_kl"],
+        ess_token=by_token[_ESS],
+        ess_sequence=by_sequence[_ESS],
         num_tokens=int(counted.sum()),
         num_nonfinite=int(correction.nonfinite.sum()),
     )
+
+
+def _metrics(correction: Correction, rules: CorrectionRules) -> dict[str, float]:
+    return correction_metrics(correction.sums.to_host(), rules)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
-from rlctl.algos.token_advantages import whiten, whitening_tally
+from rlctl.algos.token_advantages import whiten, whitening_sums
 from rlctl.batch import ScoredBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -68,5 +68,5 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
 
 def _whitened(values: Tensor, mask: Tensor, *, ranks: Ranks) -> Tensor:
     """Zero mean and unit variance over the response tokens of the whole batch, on all ranks."""
-    moments = ranks.to_host(whitening_tally(values, mask)).moments("whitened")
+    moments = ranks.to_host(whitening_sums(values, mask)).moments["whitened"]
     return whiten(values, mask, moments.mean, moments.sample_std)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from rlctl.algos.kl import KLController, kl_estimate
-from rlctl.algos.tally import Tally, TallyBuilder
+from rlctl.algos.metric_sums import MetricSums, moments_of
 from rlctl.batch import ScoredBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -40,10 +40,9 @@ def with_kl_in_reward(
         raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
     kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
     kl = torch.where(scored.counted & kl.isfinite(), kl, 0.0)
-    builder = TallyBuilder()
     lengths = scored.counted.sum(-1)
-    builder.per_sequence("kl", kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
-    moments = ranks.to_host(Tally(builder.sums, builder.maxima)).moments("kl")
+    mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
+    moments = ranks.to_host(MetricSums(moments={"kl": mean_kl})).moments["kl"]
     metrics = {
         "actor/reward_kl_penalty": moments.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.reward.build import refuse_errors
-from rlctl.train.batch_metrics import batch_metrics, batch_tally
+from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
@@ -115,8 +115,8 @@ def describe_batch(
         RunFailure: too much of it could not be graded.
     """
     ranks, spec = run.ranks, run.spec
-    tally = ranks.to_host(batch_tally(scored, batch, rewards, run.policy_version))
-    metrics = batch_metrics(tally, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
+    reduced = ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
+    metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = rewards.errors + (baseline.errors if baseline else [])
     refuse_errors(
         metrics["reward/num_errors"],

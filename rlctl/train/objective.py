@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.correction import Correction
+from rlctl.algos.correction_records import Correction
 from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import TokenLoss
-from rlctl.algos.tally import Tally
+from rlctl.algos.metric_sums import MetricSums
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
@@ -33,7 +33,7 @@ def actor_loss(
     correction: Correction,
     settled: Settled,
     settings: UpdateSettings,
-) -> tuple[Tensor, Tally]:
+) -> tuple[Tensor, MetricSums[Tensor]]:
     """The share of the mini-batch loss with gradient, and the sums behind the `actor/*` metrics.
 
     Rejected tokens leave all three terms; whether they stay in the denominator is the rules' choice.
@@ -67,7 +67,7 @@ def actor_loss(
         loss = loss + settings.kl_loss_coef * kl
     # What the correction has not seen: in decoupled mode π_θ is not part of it.
     nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
-    return loss, _tally(
+    return loss, _sums(
         micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl, nonfinite=nonfinite.sum()
     )
 
@@ -78,7 +78,9 @@ def nonfinite_rows(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _tally(micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **sums: Tensor) -> Tally:
+def _sums(
+    micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Tensor, **sums: Tensor
+) -> MetricSums[Tensor]:
     drift = micro.old_log_probs - output.log_probs
     none = torch.zeros_like(mask)
     clipped = none if policy.clipped is None else policy.clipped
@@ -90,4 +92,4 @@ def _tally(micro: TrainBatch, output: PolicyOutput, policy: TokenLoss, mask: Ten
         "clipped": clipped.sum(),
         "clipped_lower": clipped_lower.sum(),
     }
-    return Tally({name: value.detach().double() for name, value in sums.items()}, {})
+    return MetricSums({name: value.detach().double() for name, value in sums.items()})

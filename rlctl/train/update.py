@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators
-from rlctl.algos.correction import Correction, correct
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.metric_sums import MetricSums, ReducedSums
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.tally import HostTally, Tally
+from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
@@ -66,13 +67,13 @@ class Updated:
     verdicts: list[Verdict]
 
 
-_Judge = Callable[[HostTally, CorrectionRules], Verdict]
+_Judge = Callable[[CorrectionSums[float], CorrectionRules], Verdict]
 
 
 @dataclass(frozen=True, slots=True)
 class _MiniResult:
-    correction: HostTally
-    stats: HostTally
+    correction: CorrectionSums[float]
+    stats: ReducedSums
     factor: float
     grad_norm: float
     lr: float
@@ -145,16 +146,16 @@ def _mini_batch(
     if known is None and first is not None:
         log_probs = in_batch_order([output.log_probs for output in first], places)
         known = _correct(mini, log_probs, settings)
-    tally = None if known is None else ranks.to_host(known.tally)
-    settled = _settle(mini, ranks, tally, settings)
+    sums = None if known is None else ranks.to_host(known.sums)
+    settled = _settle(mini, ranks, sums, settings)
 
-    parts: list[Tally] = []
-    stats: list[Tally] = []
+    parts: list[CorrectionSums[Tensor]] = []
+    stats: list[MetricSums[Tensor]] = []
     for index, (rows, micro) in enumerate(zip(places, micros, strict=True)):
         output = first[0] if first is not None and len(micros) == 1 else policy(micro)
         if known is None:
             correction = _correct(micro, output.log_probs.detach(), settings)
-            parts.append(correction.tally)
+            parts.append(correction.sums)
         else:
             correction = _rows_of(known, rows)
         loss, stat = actor_loss(micro, output, correction, settled, settings)
@@ -162,15 +163,15 @@ def _mini_batch(
         stats.append(stat)
         seen.write(rows, micro, output, correction, settings, settled.factor)
 
-    tally = tally or ranks.to_host(_sum(parts))
-    losses = ranks.to_host(_sum(stats))
-    _refuse_nonfinite(tally, losses, settings)
-    skip = hold or tally.sums["kept_tokens"] == 0 or not math.isfinite(losses.sums["loss"])
-    verdict = Verdict() if skip else judge(tally, settings.rules)
+    sums = sums or ranks.to_host(CorrectionSums.merged(parts))
+    losses = ranks.to_host(MetricSums.merged(stats))
+    _refuse_nonfinite(sums, losses, settings)
+    skip = hold or sums.kept_tokens == 0 or not math.isfinite(losses.sums["loss"])
+    verdict = Verdict() if skip else judge(sums, settings.rules)
     lr *= verdict.lr_scale
     result = actor.step(lr=lr, skip=skip or verdict.skip)
-    factor = batch_norm_factor(tally, settings.rules)
-    logged = normalized(tally, settings.rules)
+    factor = normalization_factor(sums, settings.rules)
+    logged = normalized(sums, factor, settings.rules)
     skipped = not (result.applied or verdict.skip or hold)
     return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped, verdict)
 
@@ -197,18 +198,19 @@ def _first_pass(
     return None
 
 
-def _settle(mini: TrainBatch, ranks: Ranks, tally: HostTally | None, settings: UpdateSettings) -> Settled:
+def _settle(
+    mini: TrainBatch, ranks: Ranks, sums: CorrectionSums[float] | None, settings: UpdateSettings
+) -> Settled:
     """Denominators and weight factor of the whole mini-batch."""
     after = settings.rules.loss_denominator == "after_rejection"
-    if tally is not None:
-        names = ("kept_tokens", "kept_sequences") if after else ("tokens", "sequences")
-        counts = [tally.sums[name] for name in names]
+    if sums is not None:
+        counts = [sums.kept_tokens, sums.kept_sequences] if after else [sums.tokens, sums.sequences]
     else:
         mask = mini.counted
         counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     factor = 1.0
-    if tally is not None and settings.weights_are_applied:
-        factor = batch_norm_factor(tally, settings.rules)
+    if sums is not None and settings.weights_are_applied:
+        factor = normalization_factor(sums, settings.rules)
     return Settled(Denominators(*counts), factor)
 
 
@@ -219,32 +221,25 @@ def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> C
 
 
 def _rows_of(correction: Correction, rows: Rows) -> Correction:
-    """The rows of one micro-batch; the tally stays that of the whole."""
+    """The rows of one micro-batch; the sums stay those of the whole."""
     weights = correction.weights
     return Correction(
         weights=None if weights is None else weights[rows],
         keep_mask=correction.keep_mask[rows],
         nonfinite=correction.nonfinite[rows],
-        tally=correction.tally,
+        sums=correction.sums,
     )
 
 
-def _refuse_nonfinite(tally: HostTally, losses: HostTally, settings: UpdateSettings) -> None:
-    total = tally.sums["sequences"]
-    bad = total - tally.sums["finite_sequences"] + losses.sums["nonfinite"]
+def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:
+    total = sums.sequences
+    bad = total - sums.finite_sequences + losses.sums["nonfinite"]
     if bad > settings.max_nonfinite_fraction * total:
         raise RunFailure(
             f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
             where="algorithm.rollout_correction.max_nonfinite_fraction",
             fix="lower actor.lr, use engine.dtype=fp32, or resume from an earlier checkpoint",
         )
-
-
-def _sum(tallies: list[Tally]) -> Tally:
-    total = tallies[0]
-    for tally in tallies[1:]:
-        total = total + tally
-    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.tally import HostTally, Tally
-from rlctl.algos.token_advantages import explained_variance, explained_variance_tally
+from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.token_advantages import explained_variance, explained_variance_sums
 from rlctl.algos.value_loss import value_loss
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
@@ -39,19 +39,19 @@ def update_critic(
         RunFailure: the batch has no values or returns.
     """
     values, returns = _targets(batch)
-    explained = ranks.to_host(explained_variance_tally(returns, values, batch.counted))
-    sums: list[HostTally] = []
+    explained = ranks.to_host(explained_variance_sums(returns, values, batch.counted))
+    sums: list[ReducedSums] = []
     steps: list[StepResult] = []
     for _ in range(settings.ppo_epochs):
         for mini in batch.split(settings.mini_rows):
             lr = lr_at(first_update + len(steps))
-            tally = _backward(mini, critic, ranks, settings)
-            skip = not math.isfinite(tally.sums["vf_loss"]) or tally.sums["tokens"] == 0
+            found = _backward(mini, critic, ranks, settings)
+            skip = not math.isfinite(found.sums["vf_loss"]) or found.sums["tokens"] == 0
             steps.append(critic.step(lr=lr, skip=skip))
-            sums.append(tally)
+            sums.append(found)
     total = sums[0]
-    for tally in sums[1:]:
-        total = total + tally
+    for part in sums[1:]:
+        total = total + part
     return {
         "critic/vf_loss": total.sums["vf_loss"] / len(steps),
         "critic/vf_clipfrac": total.per("clipped", "tokens"),
@@ -63,12 +63,12 @@ def update_critic(
     }
 
 
-def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> HostTally:
+def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> ReducedSums:
     """Accumulate the gradient of one mini-batch; its sums over all ranks."""
     mask = mini.counted
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     parts = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
-    tally: Tally | None = None
+    total: MetricSums[Tensor] | None = None
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
         old_values, returns = _targets(micro)
@@ -82,21 +82,21 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
             horizon=settings.horizon,
         )
         critic.backward(loss, last=index == len(parts) - 1)
-        sums = _tally(micro, values, loss, losses.clipped)
-        tally = sums if tally is None else tally + sums
-    assert tally is not None
-    return ranks.to_host(tally)
+        sums = _sums(micro, values, loss, losses.clipped)
+        total = sums if total is None else total + sums
+    assert total is not None
+    return ranks.to_host(total)
 
 
 @torch.no_grad()
-def _tally(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> Tally:
+def _sums(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> MetricSums[Tensor]:
     sums = {
         "vf_loss": loss.detach(),
         "tokens": micro.counted.sum(),
         "values": torch.where(micro.counted, values, 0.0).sum(),
         "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
     }
-    return Tally({name: value.double() for name, value in sums.items()}, {})
+    return MetricSums({name: value.double() for name, value in sums.items()})
 
 
 def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.algos.correction_metrics import correction_metrics
+from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.tally import HostTally
+from rlctl.algos.statistics import correction_metrics
 from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
 from rlctl.spec.trainer import GuardrailsSpec
 
@@ -63,14 +63,14 @@ class UpdateGuard:
         self._is_on, self._acts = spec.mode != "off", spec.mode == "act"
         self._on_low_ess, self._on_drift = spec.on_low_ess, spec.on_drift
 
-    def judge(self, correction: HostTally, rules: CorrectionRules) -> Verdict:
+    def judge(self, correction: CorrectionSums[float], rules: CorrectionRules) -> Verdict:
         """Judge the next update.
 
         Args:
             correction: sums of its whole mini-batch over all ranks.
             rules: by which they were made.
         """
-        if not self._is_on or not correction.sums["finite_tokens"]:
+        if not self._is_on or not correction.finite_tokens:
             return Verdict()
         measured = correction_metrics(correction, rules)
         ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])

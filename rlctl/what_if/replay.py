@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import Correction, correct
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction_records import Correction, CorrectionSums
 from rlctl.algos.rules import CorrectionRules, WeightRule
-from rlctl.algos.tally import HostTally
+from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.errors import UsageError
 from rlctl.what_if.chunks import advantages_of, pad, pooled, whole_groups
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens
@@ -66,8 +66,8 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQ
     judged = RankedSetting(
         names=[named.get(rule, []) for rule in rules],
         rules=rules,
-        metrics=[correction_metrics(tally, rule) for tally, rule in zip(sums.tallies, rules, strict=True)],
-        tallies=sums.tallies,
+        metrics=[correction_metrics(one, rule) for one, rule in zip(sums.corrections, rules, strict=True)],
+        corrections=sums.corrections,
         kish=sums.kish,
         moments=sums.moments,
         unweighted=rules.index(_NO_WEIGHT),
@@ -95,31 +95,33 @@ class _SettingSums:
         self.moments = ScoreMoments(len(rules))
         #: (R, 2, 3, K): raw and applied; n, Σw, Σw² over the rule's own units.
         self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
-        self.tallies: list[HostTally] = []
+        self.corrections: list[CorrectionSums[float]] = []
         self.num_steps = self.num_groups = self.num_sequences = 0
         self.notes: list[str] = []
 
     def add(self, batch: Step) -> None:
         """Rows with advantages, as one mini-batch."""
         part, kish = StepMoments(len(self.rules)), np.zeros_like(self.kish)
-        tallies: list[HostTally] = []
+        found: list[CorrectionSums[float]] = []
         for rows, groups in whole_groups(batch):
             blocks = (self.num_groups + groups) % BLOCKS
             padded = pad(batch, rows, groups - groups.min(), blocks)
-            found = self._chunk(padded, part, kish)
-            tallies = [a + b for a, b in zip(tallies, found, strict=True)] if tallies else found
-        factors = [batch_norm_factor(tally, rule) for tally, rule in zip(tallies, self.rules, strict=True)]
+            chunk = self._chunk(padded, part, kish)
+            found = [a + b for a, b in zip(found, chunk, strict=True)] if found else chunk
+        factors = [normalization_factor(one, rule) for one, rule in zip(found, self.rules, strict=True)]
         self.moments.add_step(part, factors)
         scale = 1.0 / np.asarray(factors)[:, None]
         kish[:, 1, 1] *= scale
         kish[:, 1, 2] *= scale**2
         self.kish += kish
-        logged = [normalized(tally, rule) for tally, rule in zip(tallies, self.rules, strict=True)]
-        self.tallies = [a + b for a, b in zip(self.tallies, logged, strict=True)] if self.tallies else logged
+        logged = [normalized(*each) for each in zip(found, factors, self.rules, strict=True)]
+        if self.corrections:
+            logged = [a + b for a, b in zip(self.corrections, logged, strict=True)]
+        self.corrections = logged
         self.num_groups += len(np.unique(batch.group_ids))
 
-    def _chunk(self, chunk: Chunk, part: StepMoments, kish: Floats) -> list[HostTally]:
-        """Every rule on some whole groups; their tallies."""
+    def _chunk(self, chunk: Chunk, part: StepMoments, kish: Floats) -> list[CorrectionSums[float]]:
+        """Every rule on some whole groups; their sums."""
         per_token = chunk.advantages[:, None].expand(chunk.mask.shape).float()
         exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
         clean = _without(chunk, exact.nonfinite)
@@ -132,7 +134,7 @@ class _SettingSums:
             weights = done.keep_mask.float() if done.weights is None else done.weights
             tokens.weighted(part, place, weights)
             kish[place] += _kish(clean, rule.weight, weights)
-            found.append(done.tally.to_host())
+            found.append(done.sums.to_host())
         return found
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.metric_sums import ratio
 from rlctl.algos.rules import CorrectionRules
-from rlctl.algos.tally import HostTally
 from rlctl.what_if.moments import Floats, ScoreMoments
 from rlctl.what_if.proxies import Proxies, draws, interval, proxies
 from rlctl.what_if.settings import Setting
@@ -26,7 +27,7 @@ class RankedSetting:
 
     Attributes:
         names: settings that mean this rule, in the grid's order; none for a rule only measured.
-        rules, metrics, tallies: each rule, its metrics over all steps, and the sums behind them.
+        rules, metrics, corrections: each rule, its metrics over all steps, and the sums behind them.
         kish: (R, 2, 3, K) raw and applied; n, Σw, Σw² by block.
         moments: of the surrogate gradients.
         unweighted: place of the rule that neither weighs nor rejects.
@@ -38,7 +39,7 @@ class RankedSetting:
     names: list[list[Setting]]
     rules: list[CorrectionRules]
     metrics: list[dict[str, float]]
-    tallies: list[HostTally]
+    corrections: list[CorrectionSums[float]]
     kish: Floats
     moments: ScoreMoments
     unweighted: int
@@ -78,12 +79,14 @@ def judge(judged: RankedSetting) -> Tradeoff:
 
 
 def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Floats) -> SettingOutcome:
-    metrics, tally = judged.metrics[place], judged.tallies[place]
+    metrics, sums = judged.metrics[place], judged.corrections[place]
     used = judged.moments.counts[0] > 0
     level = judged.rules[place].weight.level
-    finite = tally.sums["finite_tokens" if level == "token" else "finite_sequences"] or 1.0
-    sides = ("ratio_high",) if judged.rules[place].weight.bound == "truncate" else ("ratio_high", "ratio_low")
-    beyond = sum(tally.sums[side] for side in sides) if level else 0.0
+    units = sums.finite_tokens if level == "token" else sums.finite_sequences
+    beyond = 0.0
+    if sums.weights is not None:
+        below = 0.0 if judged.rules[place].weight.bound == "truncate" else sums.weights.below
+        beyond = sums.weights.above + below
     prefix = "rollout_corr/"
     first, *others = judged.names[place]
     errors = _estimates(found, place) if found else (None, None, None)
@@ -95,8 +98,8 @@ def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Fl
         kept_tokens=1.0 - metrics[f"{prefix}rollout_rs_masked_fraction"],
         kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
         max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0),
-        at_bound=beyond / finite,
-        saturated=metrics[f"{prefix}saturated_sequences"] / (tally.sums["finite_sequences"] or 1.0),
+        at_bound=ratio(beyond, units),
+        saturated=ratio(metrics[f"{prefix}saturated_sequences"], sums.finite_sequences),
         error=errors[0],
         bias=errors[1],
         variance=errors[2],

@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import Correction, correct
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction_records import Correction, CorrectionSums
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.statistics import correction_metrics, normalized
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def reject_rules() -> list[RejectRule]:
 
 
 def factor_and_metrics(correction: Correction, rules: CorrectionRules) -> tuple[float, dict[str, float]]:
-    """What one mini-batch logs, from its merged tally."""
-    host = correction.tally.to_host()
-    factor = batch_norm_factor(host, rules)
-    return factor, correction_metrics(normalized(host, rules), rules)
+    """What one mini-batch logs, from its merged sums."""
+    host: CorrectionSums[float] = correction.sums.to_host()
+    factor = normalization_factor(host, rules)
+    return factor, correction_metrics(normalized(host, factor, rules), rules)

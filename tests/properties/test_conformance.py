@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.algos.correction import Correction, correct
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.correction import correct
+from rlctl.algos.correction_records import Correction
 from rlctl.what_if.settings import Setting, frameworks
+from tests.properties.batches import factor_and_metrics
 from tests.reference import peers, verl_helper
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance.md"
@@ -43,9 +44,8 @@ def row_of(setting: Setting) -> str:
     """One row of the table: what is kept of the 1,000, and the weights that reach the loss."""
     rules = setting.rules
     weights, keep, found = ours(setting)
-    tally = found.tally.to_host()
-    assert batch_norm_factor(tally, rules) == 1.0
-    metrics = correction_metrics(normalized(tally, rules), rules)
+    factor, metrics = factor_and_metrics(found, rules)
+    assert factor == 1.0
     used = keep & (weights > 0.0)
     tokens = used.sum().item() / MASK.sum().item()
     # Without a weight, those that reach the loss are 1 and 0.

@@ -103,8 +103,8 @@ def test_nothing_survives(level, convention, why: str) -> None:
         batch.mask[:, :] = False
     found = batch.correct(rules)
     factor, metrics = factor_and_metrics(found, rules)
-    host = found.tally.to_host()
-    assert host.sums["kept_tokens"] == host.sums["kept_sequences"] == 0.0
+    host = found.sums.to_host()
+    assert host.kept_tokens == host.kept_sequences == 0.0
     assert factor == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
     expected = 0.0 if why == "empty" else 1.0
@@ -121,7 +121,7 @@ def test_nothing_survives(level, convention, why: str) -> None:
         batch.mask & found.keep_mask,
         weights,
     )
-    denominators = Denominators(host.sums["kept_tokens"], host.sums["kept_sequences"])
+    denominators = Denominators(host.kept_tokens, host.kept_sequences)
     for mode in MODES:
         total = aggregate(loss.values, batch.mask & found.keep_mask, denominators, mode, horizon=6)
         assert total.item() == 0.0

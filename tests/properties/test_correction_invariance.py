@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.correction_metrics import batch_norm_factor, correction_metrics, normalized
+from rlctl.algos.correction import normalization_factor
 from rlctl.algos.losses import reinforce
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from tests.properties.batches import Batch, factor_and_metrics, make_batch, reject_rules, weight_rules
+from rlctl.algos.statistics import correction_metrics, normalized
+from tests.properties.batches import (
+    Batch,
+    factor_and_metrics,
+    make_batch,
+    reject_rules,
+    weight_rules,
+)
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 HORIZON = 8
@@ -24,15 +31,15 @@ class Update:
 
     def __init__(self, parts: list[Batch], rules: CorrectionRules, mode: str) -> None:
         corrections = [part.correct(rules) for part in parts]
-        tally = corrections[0].tally
+        sums = corrections[0].sums
         for correction in corrections[1:]:
-            tally = tally + correction.tally
-        host = tally.to_host()
-        self.factor = batch_norm_factor(host, rules)
-        self.metrics = correction_metrics(normalized(host, rules), rules)
+            sums = sums + correction.sums
+        host = sums.to_host()
+        self.factor = normalization_factor(host, rules)
+        self.metrics = correction_metrics(normalized(host, self.factor, rules), rules)
         after = rules.loss_denominator == "after_rejection"
-        names = ("kept_tokens", "kept_sequences") if after else ("tokens", "sequences")
-        whole = Denominators(*(host.sums[name] for name in names))
+        counts = (host.kept_tokens, host.kept_sequences) if after else (host.tokens, host.sequences)
+        whole = Denominators(*counts)
         self.loss = 0.0
         self.gradients: list[Tensor] = []
         self.keep = [c.keep_mask & part.mask for c, part in zip(corrections, parts, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
 from rlctl.algos.rules import LossRule
-from rlctl.algos.token_advantages import whiten, whitening_tally
+from rlctl.algos.token_advantages import whiten, whitening_sums
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 ROWS, HORIZON = 8, 5
@@ -27,7 +27,7 @@ MASK = torch.tensor(
 
 
 def in_one_process(values: Tensor, mask: Tensor) -> Tensor:
-    moments = whitening_tally(values, mask).to_host().moments("whitened")
+    moments = whitening_sums(values, mask).to_host().moments["whitened"]
     return whiten(values, mask, moments.mean, moments.sample_std)
 
 

@@ -131,8 +131,8 @@ def test_no_torch() -> None:
 @pytest.mark.parametrize("level", [None, "token", "sequence", "geometric"])
 def test_correction_logs_only_what_is_described(level: str | None, convention: str) -> None:
     from rlctl.algos.correction import correct
-    from rlctl.algos.correction_metrics import correction_metrics
     from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+    from rlctl.algos.statistics import correction_metrics
 
     log_probs = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.1, -3.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
@@ -143,7 +143,7 @@ def test_correction_logs_only_what_is_described(level: str | None, convention: s
             RejectRule("seq_max_k2", "k2", "max", None, 2.5, "sequence"),
         ),
     )
-    tally = correct(log_probs, log_probs + 0.1, mask, rules).tally.to_host()
-    logged = correction_metrics(tally, rules)
+    sums = correct(log_probs, log_probs + 0.1, mask, rules).sums.to_host()
+    logged = correction_metrics(sums, rules)
     assert len(logged) > 40
     assert [key for key in logged if describe(key) is None] == []

@@ -21,7 +21,7 @@ from rlctl.algos.token_advantages import (
     reward_to_go,
     score_norms,
     whiten,
-    whitening_tally,
+    whitening_sums,
 )
 from rlctl.algos.value_loss import value_loss
 from rlctl.registry import POLICY_LOSSES
@@ -120,7 +120,7 @@ def test_estimators_per_response(seed: int) -> None:
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    moments = whitening_tally(values, mask).to_host().moments("whitened")
+    moments = whitening_sums(values, mask).to_host().moments["whitened"]
     return whiten(values, mask, moments.mean, moments.sample_std)
 
 

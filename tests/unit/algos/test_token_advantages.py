@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.algos.tally import HostTally
+from rlctl.algos.metric_sums import ReducedSums
 from rlctl.algos.token_advantages import (
     explained_variance,
-    explained_variance_tally,
+    explained_variance_sums,
     gae,
     optimal_token_baseline,
     reward_to_go,
     score_norms,
     whiten,
-    whitening_tally,
+    whitening_sums,
 )
 from tests.properties.batches import make_batch
 from tests.reference import advantages as reference
@@ -112,8 +112,8 @@ def test_a_policy_without_choice_has_a_baseline_too() -> None:
 def whitened_in_parts(values: Tensor, mask: Tensor, cut: int) -> Tensor:
     """Two ranks, each with its own rows and sums."""
     parts = [slice(None, cut), slice(cut, None)]
-    tallies = [whitening_tally(values[rows], mask[rows]) for rows in parts]
-    moments = (tallies[0] + tallies[1]).to_host().moments("whitened")
+    sums = [whitening_sums(values[rows], mask[rows]) for rows in parts]
+    moments = (sums[0] + sums[1]).to_host().moments["whitened"]
     return torch.cat([whiten(values[rows], mask[rows], moments.mean, moments.sample_std) for rows in parts])
 
 
@@ -147,8 +147,8 @@ def test_explained_variance_over_two_ranks(seed: int) -> None:
     values = returns + 0.5 * noise + 3.0  # a constant error does not count
 
     def explained(predicted: Tensor) -> float:
-        parts: list[HostTally] = [
-            explained_variance_tally(returns[rows], predicted[rows], mask[rows]).to_host()
+        parts: list[ReducedSums] = [
+            explained_variance_sums(returns[rows], predicted[rows], mask[rows]).to_host()
             for rows in (slice(None, 3), slice(3, None))
         ]
         return explained_variance(parts[0] + parts[1])
@@ -162,9 +162,9 @@ def test_explained_variance_over_two_ranks(seed: int) -> None:
 
 def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
     returns, mask = torch.full((2, 3), 0.1), torch.ones(2, 3, dtype=torch.bool)
-    tally = explained_variance_tally(returns, torch.randn(2, 3), mask)
-    assert explained_variance(tally.to_host()) == 0.0
-    assert explained_variance(explained_variance_tally(returns, returns, ~mask).to_host()) == 0.0
+    sums = explained_variance_sums(returns, torch.randn(2, 3), mask)
+    assert explained_variance(sums.to_host()) == 0.0
+    assert explained_variance(explained_variance_sums(returns, returns, ~mask).to_host()) == 0.0
 
 
 @pytest.mark.parametrize("unit", [1e-14, 1e-6, 1.0, 1e12])
@@ -172,7 +172,7 @@ def test_explained_variance_does_not_depend_on_the_unit_of_reward(unit: float) -
     returns, noise, mask = make_inputs(0)
     values = returns + 0.5 * noise
     known, scaled = (
-        explained_variance(explained_variance_tally(c * returns, c * values, mask).to_host())
+        explained_variance(explained_variance_sums(c * returns, c * values, mask).to_host())
         for c in (1.0, unit)
     )
     assert 0.1 < known < 0.99

@@ -43,7 +43,7 @@ def sums(log_ratios, level="sequence"):
     log_ratio = torch.tensor(log_ratios)
     mask = torch.ones_like(log_ratio, dtype=torch.bool)
     rollout = torch.full_like(log_ratio, -1.0)
-    return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).tally.to_host(), RULES_OF[level]
+    return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).sums.to_host(), RULES_OF[level]
 
 
 def judge(log_ratios, level="sequence", **spec) -> Verdict:

@@ -15,7 +15,7 @@ from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.batch_metrics import batch_metrics, batch_tally
+from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.draw import greedy_baseline
 from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.timing import StepTimer
@@ -104,7 +104,7 @@ def test_a_response_that_the_engine_ended_is_excluded() -> None:
     scored = score_batch(run_of(spec), ended, graded, None, timer())
     assert scored.score_valid.tolist() == [row != 2 for row in range(ROWS)]
     batch = with_advantages(scored, spec.algorithm, alone())
-    metrics = batch_metrics(batch_tally(scored, batch, graded, 0).to_host(), compares_siblings=True)
+    metrics = batch_metrics(batch_sums(scored, batch, graded, 0).to_host(), compares_siblings=True)
     assert metrics["response/num_aborted"] == 1
     assert metrics["reward/num_errors"] == 0  # the grader did not fail
 

@@ -1,0 +1,155 @@
+"""What rollout correction passes on: ratios, criteria, weights, and the sums its metrics follow from.
+
+Sums are () float64 tensors (V = Tensor) and, merged and brought to the host, floats (V = float). Sequences
+without response tokens count nowhere; those with NaN or infinite log-probs only where a comment says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from torch import Tensor
+
+from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
+
+
+@dataclass(frozen=True, slots=True)
+class LogRatio:
+    """log ρ of a batch. Rows that are not `finite` hold numbers without a meaning."""
+
+    token: Tensor  # (B, T) float32, clamped to ±20; 0.0 outside the mask
+    sequence: Tensor  # (B, 1) float64, Σ_t log ρ_t, not clamped
+    length: Tensor  # (B, 1) float64, response tokens
+    finite: Tensor  # (B, 1) bool: has response tokens, and none with a NaN or infinite log-prob
+
+    @property
+    def mean(self) -> Tensor:
+        """(B, 1) float64: log of the geometric mean of ρ."""
+        return self.sequence / self.length.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Importance weights before normalisation: (B, T) float32 at token level, else (B, 1) float64."""
+
+    raw: Tensor  # ρ_t, Π ρ or its geometric mean
+    bounded: Tensor
+    applied: Tensor  # (B, T) float32: bounded, 0.0 where rejected
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionResult:
+    """What one criterion finds; (B, T) where it compares tokens, (B, 1) where it compares sequences."""
+
+    values: Tensor  # its statistic
+    above: Tensor  # bool: over the upper bound
+    below: Tensor  # bool: under the lower bound
+    rejected: Tensor  # bool (B, T) or (B, 1): what it rejects
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMoments(Additive, Generic[V]):
+    """Moments of weights by unit."""
+
+    token: Moments[V]
+    sequence: Moments[V]  # each sequence's weight; at token level its mean token weight
+
+
+@dataclass(frozen=True, slots=True)
+class GapSums(Additive, Generic[V]):
+    """How far apart the policies are, whatever the rules."""
+
+    log_ratio: V  # Σ_tokens log ρ
+    k3: V  # Σ_tokens ρ − 1 − log ρ
+    chi2_token: V  # Σ_tokens ρ² − 1
+    chi2_sequence: V  # Σ_sequences (Π ρ)² − 1
+    training_log_ppl: V  # Σ_sequences of −mean log π_train, and its exp
+    training_ppl: V
+    rollout_log_ppl: V
+    rollout_ppl: V
+    log_ppl_abs_diff: V
+    ppl_ratio: V
+    log_ppl_diff: Moments[V]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbabilitySums(Additive, Generic[V]):
+    """Probabilities of the sampled tokens, as distances from 1, where those of a sharp policy lie."""
+
+    train: V
+    train_squares: V
+    rollout: V
+    rollout_squares: V
+    gap: V  # Σ |π_train − π_rollout|
+    gap_squares: V
+    gap_max: V = field(metadata=LARGEST)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSums(Additive, Generic[V]):
+    """Importance weights and what the bound does to them."""
+
+    described: UnitMoments[V]  # after the bound and rejection, rejected and non-finite ones 0
+    above: V  # raw weights over the upper bound: tokens at token level, else sequences
+    below: V
+    sequences_above: V  # sequences whose mean raw weight is over the upper bound
+    sequences_below: V
+    normalizer: V  # Σ of the weights that the factor is the mean of
+    normalizer_count: V
+
+    @property
+    def normalizer_mean(self: WeightSums[float]) -> float:
+        """The mean weight; 0.0 of nothing."""
+        return ratio(self.normalizer, self.normalizer_count)
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionSums(Additive, Generic[V]):
+    """One rejection criterion by itself."""
+
+    values: Moments[V]  # of its statistic
+    above: V
+    below: V
+    masked_tokens: V  # what it alone rejects
+    masked_sequences: V
+    token_total: V  # Σ over tokens of the statistic, a sequence's counted for each of its tokens
+    held: V  # the same, of the statistic held within the bounds (dialect verl; else 0)
+    held_squares: V
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionSums(Additive, Generic[V]):
+    """Everything that the metrics and denominators of a mini-batch follow from."""
+
+    tokens: V  # those of non-finite sequences included
+    sequences: V
+    finite_tokens: V
+    finite_sequences: V
+    kept_tokens: V
+    kept_sequences: V  # with a kept token
+    rejected_sequences: V  # with a rejected token, non-finite ones included
+    saturated: V  # |Σ log ρ| ≥ 20
+    gap: GapSums[V]
+    probabilities: ProbabilitySums[V]
+    raw: UnitMoments[V]  # weights before bound, rejection and normalisation; per token without a level
+    weights: WeightSums[V] | None
+    criteria: tuple[CriterionSums[V], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What correction does to one (part of a) mini-batch.
+
+    Attributes:
+        weights: (B, T) float32, detached: after the bound, 0.0 where rejected, **not yet normalised** (the
+            factor belongs to the whole mini-batch, `normalization_factor`). None when the rule has no level.
+        keep_mask: (B, T) bool, response tokens that survive rejection.
+        nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
+        sums: what the metrics and denominators follow from.
+    """
+
+    weights: Tensor | None
+    keep_mask: Tensor
+    nonfinite: Tensor
+    sums: CorrectionSums[Tensor]

@@ -1,0 +1,210 @@
+"""Sums that merge: reduce first, divide once.
+
+A record of sums describes one part of a batch, on the device. Parts add up; two collectives merge ranks;
+one transfer brings everything to the host, as the same record of floats. Its figures are those of the
+whole, never an average of the parts' figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+#: () float64 tensors on the device, floats on the host.
+V = TypeVar("V", Tensor, float)
+
+
+#: Metadata of a field that merges by taking the larger value; all others add up.
+LARGEST = {"largest": True}
+
+
+class Additive:
+    """Base of frozen dataclasses of sums: numbers, or tuples, dicts and records of them, or None."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        """The record of both parts together."""
+        pairs = zip(_leaves(self), _leaves(other), strict=True)
+        merged = iter([_merge(a, b) if is_max else a + b for (a, is_max), (b, _) in pairs])
+        return cast(Self, _rebuilt(self, merged))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Self]) -> Self:
+        """The record of all parts together, each on the device."""
+        if len(parts) == 1:
+            return parts[0]
+        sums, maxima = zip(*(part.as_vectors() for part in parts), strict=True)
+        merged = torch.stack(sums).sum(0).unbind(), torch.stack(maxima).amax(0).unbind()
+        return cast(Self, parts[0].with_values(*merged))
+
+    def as_vectors(self) -> tuple[Tensor, Tensor]:
+        """All sums and all maxima, one float64 vector each (maxima may be none)."""
+        leaves = list(_leaves(self))
+        sums = torch.stack([value for value, is_max in leaves if not is_max])
+        maxima = [value for value, is_max in leaves if is_max]
+        return sums, torch.stack(maxima) if maxima else sums.new_zeros(0)
+
+    def with_values(self, sums: Sequence[Any], maxima: Sequence[Any]) -> Any:
+        """A record of this shape with other values, in the order of `as_vectors`."""
+        rest = (iter(sums), iter(maxima))
+        return _rebuilt(self, iter([next(rest[is_max]) for _, is_max in _leaves(self)]))
+
+    def to_host(self, vectors: tuple[Tensor, Tensor] | None = None) -> Any:
+        """The record as floats (of its vectors after reduction over ranks, if given): one transfer."""
+        sums, maxima = vectors or self.as_vectors()
+        values = torch.cat([sums, maxima]).tolist()
+        return self.with_values(values[: len(sums)], values[len(sums) :])
+
+
+def _leaves(node: Any, is_max: bool = False) -> Iterator[tuple[Any, bool]]:
+    if isinstance(node, Additive):
+        for part in fields(node):  # type: ignore[arg-type]  # all of them are dataclasses
+            yield from _leaves(getattr(node, part.name), part.metadata.get("largest", False))
+    elif isinstance(node, tuple | dict):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(value, is_max)
+    elif node is not None:
+        yield node, is_max
+
+
+def _rebuilt(node: Any, values: Iterator[Any]) -> Any:
+    """The same record with its leaves replaced, in order."""
+    if isinstance(node, Additive):
+        return type(node)(*(_rebuilt(getattr(node, part.name), values) for part in fields(node)))  # type: ignore[arg-type]
+    if isinstance(node, dict):
+        return {key: _rebuilt(value, values) for key, value in node.items()}
+    if isinstance(node, tuple):
+        return tuple(_rebuilt(value, values) for value in node)
+    return None if node is None else next(values)
+
+
+def _merge(a: Any, b: Any) -> Any:
+    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(Additive, Generic[V]):
+    """Moments of values x.
+
+    Summed twice: as they are, which keeps mean and effective sample size of values that are all tiny; and
+    as distances from 1, which keeps the variance of weights near 1.
+    """
+
+    count: V
+    total: V  # Σx
+    squares: V  # Σx²
+    offset: V  # Σ(x − 1)
+    offset_squares: V  # Σ(x − 1)²
+    highest: V = field(metadata=LARGEST)
+    negated_lowest: V = field(metadata=LARGEST)  # minima merge as maxima of −x
+
+    @property
+    def mean(self: Moments[float]) -> float:
+        """Mean; 0.0 of nothing."""
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def mean_square(self: Moments[float]) -> float:
+        """Mean of x²; 0.0 of nothing."""
+        return self.squares / self.count if self.count else 0.0
+
+    @property
+    def std(self: Moments[float]) -> float:
+        """Population standard deviation."""
+        return math.sqrt(self._variance()) if self.count else 0.0
+
+    @property
+    def sample_std(self: Moments[float]) -> float:
+        """Standard deviation with n − 1."""
+        return math.sqrt(self._variance() * self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+    def _variance(self: Moments[float]) -> float:
+        if self.count == 1:
+            return 0.0  # exactly, whatever rounding left in the squares
+        sums = (self.total, self.squares) if self.mean < 0.5 else (self.offset, self.offset_squares)
+        first, second = (value / self.count for value in sums)
+        return max(second - first**2, 0.0)
+
+    @property
+    def ess(self: Moments[float]) -> float:
+        """Effective sample size (Σx)² / (n Σx²) ∈ (0, 1]; 0.0 when every weight is zero.
+
+        Source: Kish 1965; Owen, "Monte Carlo theory, methods and examples", section 9.3.
+        """
+        if not self.squares > 0:
+            return 0.0
+        # Rounding could lift equal weights above 1.
+        return min(self.total**2 / (self.count * self.squares), 1.0)
+
+    @property
+    def max(self: Moments[float]) -> float:
+        """Largest value; 0.0 of nothing."""
+        return self.highest if self.count else 0.0
+
+    @property
+    def min(self: Moments[float]) -> float:
+        """Smallest value; 0.0 of nothing."""
+        return -self.negated_lowest if self.count else 0.0
+
+    def divided(self: Moments[float], factor: float) -> Moments[float]:
+        """Moments of x / factor, factor > 0."""
+        n = self.count
+        first = self.offset + n * (1.0 - factor)  # Σ(x − factor)
+        second = self.offset_squares + 2.0 * (1.0 - factor) * self.offset + n * (1.0 - factor) ** 2
+        if factor < 0.5:  # sums of distances from 1 would cancel
+            first = self.total - n * factor
+            second = self.squares - 2.0 * factor * self.total + n * factor**2
+        return Moments(
+            n,
+            self.total / factor,
+            self.squares / factor**2,
+            first / factor,
+            second / factor**2,
+            self.highest / factor,
+            self.negated_lowest / factor,
+        )
+
+
+def moments_of(
+    values: Tensor, where: Tensor, counts: Tensor | None = None, offset: Tensor | None = None
+) -> Moments[Tensor]:
+    """Moments of the values where `where` (bool, of their shape) holds, in float64.
+
+    Args:
+        counts: how often each value counts; None: once.
+        offset: values − 1, where it is known more exactly than by subtraction.
+    """
+    n = where.double() if counts is None else torch.where(where, counts.double(), 0.0)
+    chosen = n > 0
+    x = torch.where(chosen, values.double(), 0.0)
+    distance = x - 1.0 if offset is None else torch.where(chosen, offset.double(), 0.0)
+    powers = torch.stack([torch.ones_like(x), x, x.square(), distance, distance.square()])
+    extremes = torch.where(chosen, torch.stack([x, -x]), -math.inf)
+    return Moments(*(powers * n).flatten(1).sum(-1).unbind(), *extremes.flatten(1).amax(-1).unbind())
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSums(Additive, Generic[V]):
+    """Sums and moments under names, for metrics whose names are known only at run time."""
+
+    sums: dict[str, V] = field(default_factory=dict)
+    moments: dict[str, Moments[V]] = field(default_factory=dict)
+
+    def per(self: MetricSums[float], name: str, count: str) -> float:
+        """A sum divided by a count; 0.0 of nothing."""
+        return ratio(self.sums[name], self.sums[count])
+
+
+#: `MetricSums` on the host: of one mini-batch, or of several merged.
+ReducedSums = MetricSums[float]
+
+
+def ratio(total: float, count: float) -> float:
+    """A sum divided by a count; 0.0 of nothing."""
+    return total / count if count else 0.0

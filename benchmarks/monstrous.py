@@ -62,9 +62,9 @@ def measured(grader: str, samples: list[Sample], num_workers: int) -> tuple[floa
     """Wall seconds of a batch, and how many of its responses are right."""
     pool = GradingPool(grader, num_workers=num_workers)
     try:
-        pool.judge([Sample("\\boxed{6}", "7")] * num_workers)
+        pool.grade([Sample("\\boxed{6}", "7")] * num_workers)
         start = time.perf_counter()
-        grades = pool.judge(samples)
+        grades = pool.grade(samples)
         seconds = time.perf_counter() - start
     finally:
         pool.close()

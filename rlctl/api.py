@@ -164,7 +164,7 @@ def grade(
     pool = GradingPool(grader, deadline_s=deadline_s)
     try:
         pool.check()
-        graded = pool.judge([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
+        graded = pool.grade([Sample(*pair) for pair in zip(responses, ground_truths, strict=True)])
     finally:
         pool.close()
     return [None if isinstance(score, Failure) else score for score in graded]

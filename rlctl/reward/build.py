@@ -17,7 +17,7 @@ from rlctl.reward.code import CodeScorer
 from rlctl.reward.graders import GRADERS, GraderName, SourceGrader, answer_of, grader_for
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.pool import GradingPool
-from rlctl.reward.protocol import Failure, FailureKind, Reward, RewardResult, Sample, Scorer, Verdict
+from rlctl.reward.protocol import Failure, FailureKind, Grade, Reward, RewardResult, Sample, Scorer
 from rlctl.reward.sandbox.run import Limits
 from rlctl.spec.reward import RewardSpec, RewardTerm
 
@@ -30,7 +30,7 @@ NEEDS_DEADLINE = frozenset[GraderName]({"maths"})
 FUNCTION_DEADLINE_S = 30.0
 MAX_ERRORS_KEPT = 5
 
-_Judged = tuple[Verdict, str | None]
+_Graded = tuple[Grade, str | None]
 
 
 def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
@@ -132,14 +132,14 @@ class CombinedReward:
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             if read_answers and not answers and isinstance(scorer, GradedScorer):
-                verdicts, answers = scorer.judge_and_read(samples)
+                grades, answers = scorer.grade_and_read(samples)
             else:
-                verdicts = scorer.judge(samples)
-            scored = [verdict.score if isinstance(verdict, Failure) else verdict for verdict in verdicts]
-            failures = [v.text for v in verdicts if isinstance(v, Failure) and v.score is None]
-            for row, verdict in enumerate(verdicts):
-                if isinstance(verdict, Failure) and verdict.score is not None:
-                    ended[row] = verdict.kind
+                grades = scorer.grade(samples)
+            scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]
+            failures = [v.text for v in grades if isinstance(v, Failure) and v.score is None]
+            for row, grade in enumerate(grades):
+                if isinstance(grade, Failure) and grade.score is not None:
+                    ended[row] = grade.kind
             parts[label] = torch.tensor([0.0 if score is None else score for score in scored])
             valid &= torch.tensor([score is not None for score in scored], dtype=torch.bool)
             total += weight * parts[label].double()
@@ -180,27 +180,27 @@ class GradedScorer:
         self._code: CodeScorer | None = None
         self._pools: dict[GraderName, GradingPool] = {}
 
-    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One verdict per sample, in order."""
-        return [verdict for verdict, _ in self._map(samples, read_answers=False)]
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade per sample, in order."""
+        return [grade for grade, _ in self._map(samples, read_answers=False)]
 
-    def judge_and_read(self, samples: Sequence[Sample]) -> tuple[list[Verdict], list[str | None]]:
-        """Verdicts, and what the responses answer; see `rlctl.reward.graders.answer_of`."""
-        judged = self._map(samples, read_answers=True)
-        return [verdict for verdict, _ in judged], [answer for _, answer in judged]
+    def grade_and_read(self, samples: Sequence[Sample]) -> tuple[list[Grade], list[str | None]]:
+        """Grades, and what the responses answer; see `rlctl.reward.graders.answer_of`."""
+        graded = self._map(samples, read_answers=True)
+        return [grade for grade, _ in graded], [answer for _, answer in graded]
 
     def close(self) -> None:
         """End the grading processes."""
         for pool in self._pools.values():
             pool.close()
 
-    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[_Judged]:
-        judged: list[_Judged] = [(0.0, None)] * len(samples)
+    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[_Graded]:
+        graded: list[_Graded] = [(0.0, None)] * len(samples)
         for grader, positions in self._positions_by_grader(samples).items():
             found = self._grade(grader, [samples[i] for i in positions], read_answers)
             for position, value in zip(positions, found, strict=True):
-                judged[position] = value
-        return judged
+                graded[position] = value
+        return graded
 
     def _positions_by_grader(self, samples: Sequence[Sample]) -> dict[SourceGrader, list[int]]:
         positions: dict[SourceGrader, list[int]] = {}
@@ -208,18 +208,18 @@ class GradedScorer:
             positions.setdefault(self._grader or grader_for(sample.data_source), []).append(position)
         return positions
 
-    def _grade(self, grader: SourceGrader, samples: Sequence[Sample], read_answers: bool) -> list[_Judged]:
+    def _grade(self, grader: SourceGrader, samples: Sequence[Sample], read_answers: bool) -> list[_Graded]:
         if grader == "code":
             self._code = self._code or CodeScorer(self._limits)
-            return [(verdict, None) for verdict in self._code.judge(samples)]
+            return [(grade, None) for grade in self._code.grade(samples)]
         if grader in NEEDS_DEADLINE:
             pool = self._pools.setdefault(grader, GradingPool(grader))
             if read_answers:
-                return pool.judge_and_read(samples)
-            return [(verdict, None) for verdict in pool.judge(samples)]
-        verdicts = [_grade_here(grader, sample) for sample in samples]
+                return pool.grade_and_read(samples)
+            return [(grade, None) for grade in pool.grade(samples)]
+        grades = [_grade_here(grader, sample) for sample in samples]
         answers = [answer_of(grader, sample.response) if read_answers else None for sample in samples]
-        return list(zip(verdicts, answers, strict=True))
+        return list(zip(grades, answers, strict=True))
 
 
 def _scorer(term: RewardTerm, spec: RewardSpec, device: torch.device) -> Scorer:
@@ -251,7 +251,7 @@ def _samples(rollouts: Rollouts) -> list[Sample]:
     return [Sample(*values) for values in zip(*fields, strict=True)]
 
 
-def _grade_here(grader: GraderName, sample: Sample) -> Verdict:
+def _grade_here(grader: GraderName, sample: Sample) -> Grade:
     try:
         score = GRADERS[grader](sample.response, sample.ground_truth)
     except Exception:

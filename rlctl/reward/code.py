@@ -1,4 +1,4 @@
-"""Programs, judged by running them against the ground truth's tests in a sandbox.
+"""Programs, graded by running them against the ground truth's tests in a sandbox.
 
 What the tests expect stays in this process wherever it can: the program is asked for values, and they
 are compared here. Only test code that is not of the form `assert CALL == LITERAL` runs beside the program.
@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlctl.reward.pool import share_of_cores
-from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.reward.protocol import Failure, Grade, Sample
 from rlctl.reward.sandbox.jail import encode
 from rlctl.reward.sandbox.run import Limits, Outcome, Step, check_sandbox, run_program
 
@@ -43,15 +43,15 @@ class CodeScorer:
         check_sandbox(limits)
         self._limits = limits
 
-    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One verdict per sample, in order; as many programs at once as this rank has cores."""
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade per sample, in order; as many programs at once as this rank has cores."""
         with ThreadPoolExecutor(share_of_cores()) as threads:
             return list(threads.map(self._grade, samples))
 
     def close(self) -> None:
         """Nothing outlives a grading."""
 
-    def _grade(self, sample: Sample) -> Verdict:
+    def _grade(self, sample: Sample) -> Grade:
         try:
             tests = parse_tests(sample.ground_truth)
         except ValueError as error:
@@ -73,7 +73,7 @@ class ScriptTests:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def run(self, program: str, limits: Limits) -> Verdict:
+    def run(self, program: str, limits: Limits) -> Grade:
         """One process per input, up to the first that is wrong; the time limit is for all together."""
         end = time.monotonic() + limits.timeout_s
         for given, wanted in zip(self.inputs, self.outputs, strict=True):
@@ -97,7 +97,7 @@ class StepTests:
     #: As in JSON: tuples are lists, keys are text.
     as_json: bool
 
-    def run(self, program: str, limits: Limits) -> Verdict:
+    def run(self, program: str, limits: Limits) -> Grade:
         """All steps in one process."""
         outcome = run_program(program, limits, steps=self.steps)
         if outcome.refused:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
-from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.reward.protocol import Failure, Grade, Sample
 from rlctl.spec.reward import RewardModelSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,18 +51,18 @@ class ModelScorer:
         self._max_length = spec.max_length
 
     @torch.no_grad()
-    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """One logit per sample, in order; a `Failure` where it is not finite.
 
         Raises:
             RunFailure: the device has too little memory.
         """
-        verdicts: list[Verdict] = [0.0] * len(samples)
+        grades: list[Grade] = [0.0] * len(samples)
         ids: dict[int, list[int]] = {}
         for place, sample in enumerate(samples):
             tokens = self._tokens(sample)
             if isinstance(tokens, Failure):
-                verdicts[place] = tokens
+                grades[place] = tokens
             else:
                 ids[place] = tokens
         readable = sorted(ids, key=lambda place: len(ids[place]))  # like lengths waste the least padding
@@ -72,10 +72,10 @@ class ModelScorer:
                 {"input_ids": [ids[row] for row in rows]}, padding_side="right", return_tensors="pt"
             ).to(self._device)
             for row, score in zip(rows, self._scores(batch), strict=True):
-                verdicts[row] = (
+                grades[row] = (
                     score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
                 )
-        return verdicts
+        return grades
 
     def _scores(self, batch: Any) -> list[float]:
         try:

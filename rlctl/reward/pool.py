@@ -16,7 +16,7 @@ from typing import Any
 import rlctl
 from rlctl.errors import UsageError
 from rlctl.reward.graders import GRADERS
-from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.reward.protocol import Failure, Grade, Sample
 
 DEADLINE_S = 5.0
 MAX_WORKERS = 8
@@ -27,7 +27,7 @@ _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
 #: Ground truths whose self-test is remembered.
 _MAX_TESTED = 100_000
 
-_Graded = tuple[Verdict, str | None]
+_Graded = tuple[Grade, str | None]
 
 
 class GradingPool:
@@ -36,7 +36,7 @@ class GradingPool:
     A grading that runs into `deadline_s` or the memory limit, or brings its process down, is a `Failure`
     of that sample only. The response has caused it, and is scored like a wrong one, if the same grader
     gives the ground truth itself, as a response, 1 within the limits; otherwise the grader or the ground
-    truth has. An exception of a grader of ours is judged in the same way; one of a user's function is the
+    truth has. An exception of a grader of ours is graded in the same way; one of a user's function is the
     function's fault.
 
     Args:
@@ -62,12 +62,12 @@ class GradingPool:
         """
         self._workers[0].start()
 
-    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One verdict per sample, in order."""
-        return [verdict for verdict, _ in self._map(samples, read_answers=False)]
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade per sample, in order."""
+        return [grade for grade, _ in self._map(samples, read_answers=False)]
 
-    def judge_and_read(self, samples: Sequence[Sample]) -> list[tuple[Verdict, str | None]]:
-        """Verdicts, and what the responses answer (None: nothing, or the grader reads no answers)."""
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[tuple[Grade, str | None]]:
+        """Grades, and what the responses answer (None: nothing, or the grader reads no answers)."""
         return self._map(samples, read_answers=True)
 
     def close(self) -> None:
@@ -81,9 +81,9 @@ class GradingPool:
             # The server that a function asks may be down now and up later: nothing is remembered.
             self._wrong_scores.clear()
         blamed = {
-            place: verdict
-            for place, (verdict, _) in enumerate(graded)
-            if isinstance(verdict, Failure) and verdict.kind in self._kinds_of_responses
+            place: grade
+            for place, (grade, _) in enumerate(graded)
+            if isinstance(grade, Failure) and grade.kind in self._kinds_of_responses
         }
         self._test_ground_truths(samples[place] for place in blamed)
         for place, failure in blamed.items():
@@ -116,13 +116,13 @@ class GradingPool:
         right: dict[str, Sample] = {}
         for form in _AS_RESPONSE:
             asked = [replace(s, response=form.format(s.ground_truth)) for s in untested.values()]
-            for key, (verdict, _) in zip(list(untested), self._grade(asked, read_answers=False), strict=True):
-                if isinstance(verdict, float) and verdict >= RIGHT:
+            for key, (grade, _) in zip(list(untested), self._grade(asked, read_answers=False), strict=True):
+                if isinstance(grade, float) and grade >= RIGHT:
                     right[key] = untested.pop(key)
-                elif isinstance(verdict, Failure) and verdict.kind == "time-out":
+                elif isinstance(grade, Failure) and grade.kind == "time-out":
                     del untested[key]
         empty = [] if self._is_ours else [replace(sample, response="") for sample in right.values()]
-        scores = [verdict for verdict, _ in self._grade(empty, read_answers=False)] or [0.0] * len(right)
+        scores = [grade for grade, _ in self._grade(empty, read_answers=False)] or [0.0] * len(right)
         for key, score in zip(right, scores, strict=True):
             self._wrong_scores[key] = min(0.0, score) if isinstance(score, float) else 0.0
 

@@ -50,13 +50,13 @@ class Failure:
     score: float | None = None
 
 
-Verdict = float | Failure
+Grade = float | Failure
 
 
 class Scorer(Protocol):
     """One term of a reward."""
 
-    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """A finite score or a `Failure` for each sample, in order."""
         ...
 
@@ -70,7 +70,7 @@ class RewardResult:
     """Scores of one batch of B responses, what they are made of, and what could not be graded."""
 
     scores: Tensor  # (B,) float32: weighted sum of the terms plus any overlong penalty; 0.0 where not `valid`
-    valid: Tensor  # (B,) bool: every term judged it; the others are left out, not scored 0
+    valid: Tensor  # (B,) bool: every term graded it; the others are left out, not scored 0
     #: term → its own scores (B,) float32 before the weight, and `overlong` when that is on. Meant to be
     #: read where `valid`; 0.0 where this term failed.
     parts: dict[str, Tensor] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Reward(Protocol):
         """One score per response, in order. Failures are reported, never raised: see `refuse_errors`.
 
         Args:
-            rollouts: B responses and what they are judged by.
+            rollouts: B responses and what they are graded by.
             read_answers: also say what each response answers, see `RewardResult.answers`.
         """
         ...

@@ -11,10 +11,10 @@ from rlctl.reward import maths
 from rlctl.reward.code import parse_tests
 from rlctl.reward.countdown import parse_task
 from rlctl.reward.pool import GradingPool
-from rlctl.reward.protocol import Failure, Sample, Verdict
+from rlctl.reward.protocol import Failure, Grade, Sample
 from rlctl.reward.sources import SourceGrader, grader_for
 
-#: Ground truths whose verdict is remembered.
+#: Ground truths whose grade is remembered.
 MAX_KNOWN = 100_000
 #: Characters of a response in a reason.
 MAX_CHARS = 60
@@ -92,13 +92,13 @@ class _RoundTrips:
         for truth in doubtful:
             responses = ((right_answer(grader, truth), 1.0), (wrong_answer(grader, truth), 0.0), ("", 0.0))
             asked += [(Sample(text, truth), wanted) for text, wanted in responses if text is not None]
-        verdicts: list[Verdict] = []
+        grades: list[Grade] = []
         if asked:
             pool = self._pools.setdefault(grader, GradingPool(grader))
-            verdicts = pool.judge([sample for sample, _ in asked])
+            grades = pool.grade([sample for sample, _ in asked])
         found: dict[str, str] = {}
-        for (sample, wanted), verdict in zip(asked, verdicts, strict=True):
-            found[sample.ground_truth] = found.get(sample.ground_truth) or _reason(sample, wanted, verdict)
+        for (sample, wanted), grade in zip(asked, grades, strict=True):
+            found[sample.ground_truth] = found.get(sample.ground_truth) or _reason(sample, wanted, grade)
         return [found.get(truth, "") for truth in truths]
 
 
@@ -115,12 +115,12 @@ def _unreadable(read: Callable[[str], object], truth: str) -> str:
     return ""
 
 
-def _reason(sample: Sample, wanted: float, verdict: Verdict) -> str:
-    if isinstance(verdict, Failure):
-        if verdict.score is None:
-            return verdict.text.strip().splitlines()[-1]
-        verdict = verdict.score
-    if verdict == wanted:
+def _reason(sample: Sample, wanted: float, grade: Grade) -> str:
+    if isinstance(grade, Failure):
+        if grade.score is None:
+            return grade.text.strip().splitlines()[-1]
+        grade = grade.score
+    if grade == wanted:
         return ""
     response = repr(sample.response[:MAX_CHARS]) if sample.response else "an empty response"
-    return f"the grader gives {response} {verdict:g}, not {wanted:g}"
+    return f"the grader gives {response} {grade:g}, not {wanted:g}"

@@ -139,26 +139,26 @@ def try_reward(
         progress(done, len(cases))
         asked = {name: sample for name in terms if (sample := _sample(graders[name], case))}
         started = time.perf_counter()
-        verdicts = {name: terms[name][1].judge([sample])[0] for name, sample in asked.items()}
+        grades = {name: terms[name][1].grade([sample])[0] for name, sample in asked.items()}
         if asked:
             seconds.append(time.perf_counter() - started)
         is_stored = case.kind == "stored response"
         total = 0.0
-        for name, verdict in verdicts.items():
+        for name, grade in grades.items():
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
             tally.num += 1
-            if isinstance(verdict, Failure) and verdict.score is not None:  # wrong: it ended its own grading
-                verdict = verdict.score  # noqa: PLW2901
-            if isinstance(verdict, Failure):
+            if isinstance(grade, Failure) and grade.score is not None:  # wrong: it ended its own grading
+                grade = grade.score  # noqa: PLW2901
+            if isinstance(grade, Failure):
                 tally.num_errors += 1
-                trial.errors += [f"{name}, {case.where}: {verdict.text.strip()}"][
+                trial.errors += [f"{name}, {case.where}: {grade.text.strip()}"][
                     : MAX_SHOWN - len(trial.errors)
                 ]
                 total = math.nan
                 continue
-            total += terms[name][0] * verdict
+            total += terms[name][0] * grade
             if not is_stored and graders[name] != "model":
-                _compare(trial, tally, replace(case, sample=asked[name]), verdict)
+                _compare(trial, tally, replace(case, sample=asked[name]), grade)
         if is_stored and case.expected is not None and not math.isnan(total):
             name = SUM if len(terms) > 1 else next(iter(terms))
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
@@ -174,7 +174,7 @@ def _warm_up(terms: Mapping[str, tuple[float, Scorer]], cases: Sequence[Case]) -
     """Start what is started late, so that the first call's time is like the others'."""
     samples = list({case.sample.data_source: case.sample for case in cases}.values())
     for _, scorer in terms.values():
-        scorer.judge(samples)
+        scorer.grade(samples)
 
 
 def _key(term: str, case: Case) -> tuple[str, Kind, str]:

@@ -172,15 +172,15 @@ def test_too_many_failures_are_refused_with_the_first_text():
 
 def test_a_grading_process_that_dies_is_replaced(pool):
     one = pairs(("#### 1", "1"))
-    assert pool.judge(one) == [1.0]
+    assert pool.grade(one) == [1.0]
     process = pool._workers[0]._process  # a single grading goes to the first
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert pool.judge(one) == [1.0]
+    assert pool.grade(one) == [1.0]
 
 
 def test_closing_leaves_no_process(pool):
-    pool.judge(pairs(("#### 1", "1"), ("#### 1", "1")))
+    pool.grade(pairs(("#### 1", "1"), ("#### 1", "1")))
     processes = [worker._process for worker in pool._workers]
     pool.close()
     assert all(process.returncode is not None for process in processes)
@@ -188,4 +188,4 @@ def test_closing_leaves_no_process(pool):
 
 def test_odd_text_survives_the_way_to_the_process(pool):
     odd = pairs(("\ud800\n\r\u2028\x00 #### 7", "7"), ("naïve €\n#### 7", "7"))
-    assert pool.judge(odd) == [1.0, 1.0]
+    assert pool.grade(odd) == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Programs judged by their tests: right, wrong, unjudgeable; nothing a program says of itself counts."""
+"""Programs graded by their tests: right, wrong, unjudgeable; nothing a program says of itself counts."""
 
 import json
 
@@ -23,7 +23,7 @@ def scorer():
 
 
 def grade(scorer, program, tests):
-    return scorer.judge([Sample(program, tests)])[0]
+    return scorer.grade([Sample(program, tests)])[0]
 
 
 RIGHT = [
@@ -83,7 +83,7 @@ def test_wrong(scorer, program, tests):
 def test_forged_verdicts_are_wrong(scorer):
     asserts = ("assert f(1) == 2", "assert f(1) + 0 == 2", "assert f(1, 2) == 3\nassert not f(1)")
     samples = [Sample(program, tests) for program in FORGERIES for tests in (DOUBLE, CALLS, *asserts[:2])]
-    assert scorer.judge(samples) == [0.0] * len(samples)
+    assert scorer.grade(samples) == [0.0] * len(samples)
 
 
 @pytest.mark.parametrize(

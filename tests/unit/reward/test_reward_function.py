@@ -63,7 +63,7 @@ def judged(name, deadline_s=5.0):
     pool = GradingPool(name, deadline_s=deadline_s, num_workers=1)
     try:
         pool.check()
-        return pool.judge([SAMPLE])[0]
+        return pool.grade([SAMPLE])[0]
     finally:
         pool.close()
 

@@ -68,13 +68,13 @@ def test_scores_do_not_depend_on_the_batch(saved, batch_size):
     model, folders = saved
     texts = ["<s> ab c", "<s> a b c d e fd", "<s> h", "<s> g ga b c"]
     wanted = [logits(model, " ".join(w if w in WORDS else "<unk>" for w in text.split())) for text in texts]
-    assert scorer(folders["plain"], batch_size=batch_size).judge(SAMPLES) == pytest.approx(wanted, abs=1e-5)
+    assert scorer(folders["plain"], batch_size=batch_size).grade(SAMPLES) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_chat_template_makes_turns_of_prompt_and_response(saved):
     model, folders = saved
     wanted = [logits(model, f"user {s.prompt} </s> assistant {s.response} </s>") for s in SAMPLES]
-    assert scorer(folders["chat"], batch_size=2).judge(SAMPLES) == pytest.approx(wanted, abs=1e-5)
+    assert scorer(folders["chat"], batch_size=2).grade(SAMPLES) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_messages_go_through_the_reward_models_own_template(saved):
@@ -82,30 +82,30 @@ def test_messages_go_through_the_reward_models_own_template(saved):
     turns = ({"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"})
     asked = Sample("d", "", "<s> other markup", messages=(*turns, {"role": "user", "content": "e"}))
     wanted = logits(model, "user a b </s> assistant c </s> user e </s> assistant d </s>")
-    assert scorer(folders["chat"]).judge([asked]) == pytest.approx([wanted], abs=1e-5)
+    assert scorer(folders["chat"]).grade([asked]) == pytest.approx([wanted], abs=1e-5)
 
 
 def test_what_is_too_long_loses_its_start(saved):
     model, folders = saved
     wanted = logits(model, "</s> assistant d </s>")
-    assert scorer(folders["chat"], max_length=4).judge(SAMPLES)[1] == pytest.approx(wanted, abs=1e-5)
+    assert scorer(folders["chat"], max_length=4).grade(SAMPLES)[1] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_score_that_is_not_finite_is_a_failure(saved):
     broken = scorer(saved[1]["plain"])
     broken._model.score.weight.data.fill_(torch.nan)
-    assert broken.judge(SAMPLES[:1]) == [Failure("the reward model's score is nan")]
+    assert broken.grade(SAMPLES[:1]) == [Failure("the reward model's score is nan")]
 
 
 def test_too_little_memory_says_what_to_lower(saved, monkeypatch):
-    judge = scorer(saved[1]["plain"], batch_size=2)
+    model = scorer(saved[1]["plain"], batch_size=2)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    monkeypatch.setattr(judge._model, "forward", full)
+    monkeypatch.setattr(model._model, "forward", full)
     with pytest.raises(RunFailure, match="out of memory on cpu with 2 ×") as caught:
-        judge.judge(SAMPLES)
+        model.grade(SAMPLES)
     assert "reward.model.batch_size" in str(caught.value.fix)
 
 

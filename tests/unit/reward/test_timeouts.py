@@ -94,7 +94,7 @@ def kinds(verdicts):
 
 
 def test_a_response_that_takes_too_long_is_wrong(maths):
-    verdicts = maths.judge(pairs(("\\boxed{x+1}", "x+1"), (HANGS, "x+1"), ("\\boxed{x}", "x+1")))
+    verdicts = maths.grade(pairs(("\\boxed{x+1}", "x+1"), (HANGS, "x+1"), ("\\boxed{x}", "x+1")))
     assert scores(verdicts) == [1.0, 0.0, 0.0]
     assert verdicts[1].text == "the grading took longer than 2 s"
     assert verdicts[1].kind == "time-out"
@@ -102,14 +102,14 @@ def test_a_response_that_takes_too_long_is_wrong(maths):
 
 def test_a_ground_truth_that_takes_too_long_excludes_its_responses(maths):
     gold = "\\int_0^1 x^{x^{\\sin(x)}} dx \\cdot \\int_0^1 \\frac{\\sin(x^3)}{1+e^x} dx"
-    verdicts = maths.judge(pairs(("\\boxed{x^2+y}", gold), ("\\boxed{1}", "1")))
+    verdicts = maths.grade(pairs(("\\boxed{x^2+y}", gold), ("\\boxed{1}", "1")))
     if isinstance(verdicts[0], Failure):  # else sympy has learnt to compare with it
         assert verdicts[0].score is None
     assert verdicts[1] == 1.0
 
 
 def test_an_unreadable_ground_truth_excludes_its_responses(maths):
-    [verdict] = maths.judge(pairs(("\\boxed{1}", "€")))
+    [verdict] = maths.grade(pairs(("\\boxed{1}", "€")))
     assert (verdict.kind, verdict.score) == ("error", None)
 
 
@@ -125,31 +125,31 @@ def test_an_unreadable_ground_truth_excludes_its_responses(maths):
 def test_limits_and_crashes_of_a_function_are_the_responses_where_the_gold_gets_1(
     grader, response, kind, words
 ):
-    verdicts = grader("grade").judge(pairs((response, "gold"), ("gold", "gold"), (response, "broken")))
+    verdicts = grader("grade").grade(pairs((response, "gold"), ("gold", "gold"), (response, "broken")))
     assert scores(verdicts) == [0.0, 1.0, None]
     assert kinds(verdicts) == [kind, kind]
     assert words in verdicts[0].text
 
 
 def test_an_exception_of_a_function_is_the_functions_fault(grader):
-    [verdict] = grader("grade").judge(pairs(("raise", "gold")))
+    [verdict] = grader("grade").grade(pairs(("raise", "gold")))
     assert (verdict.kind, verdict.score) == ("error", None)
     assert "no such response" in verdict.text
 
 
 def test_a_ground_truth_that_crashes_the_grader_excludes_its_responses(grader):
-    verdicts = grader("grade").judge(pairs(("segfault", "crashing"), ("1", "crashing")))
+    verdicts = grader("grade").grade(pairs(("segfault", "crashing"), ("1", "crashing")))
     assert scores(verdicts) == [None, None]
 
 
 def test_where_wrong_means_less_than_0_so_does_this(grader):
     """As in functions that return −1 or 1: 0 would be a reward for not being graded."""
-    verdicts = grader("boxed").judge(pairs(("segfault", "7"), ("\\boxed{7}", "7"), ("8", "7")))
+    verdicts = grader("boxed").grade(pairs(("segfault", "7"), ("\\boxed{7}", "7"), ("8", "7")))
     assert scores(verdicts) == [-1.0, 1.0, -1.0]
 
 
 def test_a_function_that_does_not_give_the_gold_1_says_nothing_of_its_responses(grader):
-    assert scores(grader("brevity").judge(pairs(("segfault", "7")))) == [None]
+    assert scores(grader("brevity").grade(pairs(("segfault", "7")))) == [None]
 
 
 def test_a_server_that_is_down_excludes_responses_until_it_is_back(grader, tmp_path):
@@ -157,24 +157,24 @@ def test_a_server_that_is_down_excludes_responses_until_it_is_back(grader, tmp_p
     pool = grader("server")
     right = pairs((str(down), str(down)))
     down.touch()
-    assert scores(pool.judge(right)) == [None]
+    assert scores(pool.grade(right)) == [None]
     down.unlink()
-    assert scores(pool.judge(right)) == [1.0]
+    assert scores(pool.grade(right)) == [1.0]
     down.touch()  # what was seen a minute ago does not count
-    assert scores(pool.judge(right)) == [None]
+    assert scores(pool.grade(right)) == [None]
 
 
 def test_a_crash_that_does_not_happen_again_is_not_the_responses(grader, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
     pool = grader("once")
-    assert pool.judge(pairs((str(flag), str(flag)))) == [1.0]
+    assert pool.grade(pairs((str(flag), str(flag)))) == [1.0]
     flag.unlink()
-    assert pool.judge(pairs((str(flag), str(flag)))) == [1.0]
+    assert pool.grade(pairs((str(flag), str(flag)))) == [1.0]
 
 
 def test_memory_that_earlier_responses_took_is_not_the_later_ones_fault(grader):
-    assert grader("leaks").judge(pairs(*[("7", "7")] * 10)) == [1.0] * 10
+    assert grader("leaks").grade(pairs(*[("7", "7")] * 10)) == [1.0] * 10
 
 
 def test_the_gold_is_tested_once(maths, monkeypatch):
@@ -185,7 +185,7 @@ def test_the_gold_is_tested_once(maths, monkeypatch):
         worker, "grade", lambda sample, read: asked.append(sample.response) or grade(sample, read)
     )
     for _ in range(2):
-        assert scores(maths.judge(pairs((HANGS, gold)))) == [0.0]
+        assert scores(maths.grade(pairs((HANGS, gold)))) == [0.0]
     assert asked == [HANGS, gold, HANGS]
 
 
@@ -200,7 +200,7 @@ def test_an_answer_that_cannot_be_read_in_time_leaves_the_score(tmp_path, monkey
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool("maths", deadline_s=2.0, num_workers=1)
-    graded = pool.judge_and_read(pairs(("slow \\boxed{7}", "7"), ("\\boxed{7}", "7")))
+    graded = pool.grade_and_read(pairs(("slow \\boxed{7}", "7"), ("\\boxed{7}", "7")))
     pool.close()
     assert graded == [(1.0, None), (1.0, "7")]
 
@@ -223,7 +223,7 @@ def test_of_our_graders_exceptions_count_like_crashes_and_a_busy_machine_does_no
     (tmp_path / "sitecustomize.py").write_text(OURS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool("maths", deadline_s=0.5, num_workers=1)
-    verdicts = pool.judge(pairs(("raise", "7"), ("wait", "7"), ("raise", "€"), ("\\boxed{7}", "7")))
+    verdicts = pool.grade(pairs(("raise", "7"), ("wait", "7"), ("raise", "€"), ("\\boxed{7}", "7")))
     pool.close()
     assert scores(verdicts) == [0.0, None, None, 1.0]
     assert kinds(verdicts) == ["error", "machine", "error"]

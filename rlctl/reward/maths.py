@@ -93,7 +93,8 @@ def answer_of(response: str) -> str | None:
             return str(answer.value)
         if answer is not None:
             return expressions.as_text(answer)
-        unread = unread or (_spelling(place.text) if place.is_whole else None)
+        if place.is_whole and place.text.strip() != response.strip():  # a text that was announced
+            unread = unread or _spelling(place.text)
         if place.is_marked:
             break
     return unread or None

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test check docs setup setup-dev verl system bench mutants gpu clean
+.PHONY: help train test test-fast check docs setup setup-dev verl system bench mutants gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -18,6 +18,9 @@ train: setup  ## Set everything up and train the built-in model (RLOO, sequence 
 
 test: setup-dev verl system check  ## Set everything up; lint, types, room boundaries, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties
 
 check: setup-dev  ## Format, lint, types, import directions and the documentation site only
 	$(BIN)/ruff check .

@@ -89,7 +89,10 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
     if evaluation.timeouts:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(evaluation.timeouts.items()))
         count = sum(evaluation.timeouts.values())
-        yield f"{count:,} responses ended their own grading ({kinds}); they are wrong"
+        if count == 1:
+            yield f"1 response ended its own grading ({kinds}); it is wrong"
+        else:
+            yield f"{count:,} responses ended their own grading ({kinds}); they are wrong"
     if (num_short := evaluation.scores[-1].num_short) and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {evaluation.n} graded samples: avg and maj take those "

@@ -102,11 +102,13 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
             fix="evaluate both models with the same --data",
         )
     sources = sorted({question.data_source for question in (*questions_a.values(), *questions_b.values())})
+    limits = (_max_error_fraction(about_a), _max_error_fraction(about_b))
     comparisons = [
-        _comparison(source, _of(source, questions_a), _of(source, questions_b), ks, n) for source in sources
+        _comparison(source, _of(source, questions_a), _of(source, questions_b), ks, n, limits)
+        for source in sources
     ]
     if len(sources) > 1:
-        comparisons.append(_comparison(OVERALL, questions_a, questions_b, ks, n))
+        comparisons.append(_comparison(OVERALL, questions_a, questions_b, ks, n, limits))
     warnings = [
         *_warnings(about_a, about_b),
         *_ungraded("A", about_a, samples_a),
@@ -136,7 +138,12 @@ def _of(source: str, questions: Mapping[_Identity, Question]) -> dict[_Identity,
 
 
 def _comparison(
-    source: str, a: Mapping[_Identity, Question], b: Mapping[_Identity, Question], ks: Sequence[int], n: int
+    source: str,
+    a: Mapping[_Identity, Question],
+    b: Mapping[_Identity, Question],
+    ks: Sequence[int],
+    n: int,
+    limits: tuple[float, float],
 ) -> Comparison:
     shared = [(a[key], b[key]) for key in a if key in b]
     measures: dict[str, Callable[[Question], float | None]] = {"avg": Question.avg}
@@ -146,13 +153,19 @@ def _comparison(
     figures = [
         figure for name, measure in measures.items() if (figure := _figure(name, measure, shared)) is not None
     ]
+    is_known = all(
+        sum(len(pair[side].samples) - len(pair[side].graded) for pair in shared)
+        <= limits[side] * sum(len(pair[side].samples) for pair in shared)
+        for side in (0, 1)
+    )
+    verdict = _verdict(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
     return Comparison(
         data_source=source,
         num_shared=len(shared),
         num_only_a=len(a) - len(shared),
         num_only_b=len(b) - len(shared),
         figures=figures,
-        verdict=_verdict(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare",
+        verdict=verdict if is_known else "no conclusion: too many responses could not be graded",
     )
 
 
@@ -209,8 +222,12 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         yield "graded differently: use `--regrade` with one --reward for both"
 
 
+def _max_error_fraction(about: Mapping[str, Any]) -> float:
+    return RewardSpec.model_validate(about["reward"]).max_error_fraction
+
+
 def _ungraded(side: str, about: Mapping[str, Any], samples: Sequence[EvalSample]) -> Iterator[str]:
-    limit = RewardSpec.model_validate(about["reward"]).max_error_fraction
+    limit = _max_error_fraction(about)
     count = sum(sample.reward is None for sample in samples)
     if count > limit * len(samples):
         yield (

@@ -20,6 +20,8 @@ from rlctl.evaluate.scores import OVERALL, Question, Score, questions_of
 
 DIRECTORY = "lm_eval"
 _FILTER = "none"
+#: Bytes of a task's name, which becomes part of a file name.
+_LONGEST_NAME = 150
 #: Figures of which less is better.
 _LOWER_IS_BETTER = ("truncated", "response_length")
 
@@ -72,6 +74,7 @@ def _tasks(document: Mapping[str, Any], scores: Sequence[Score]) -> dict[str, st
         if score.data_source == OVERALL and len(scores) > 1:
             continue
         name = known.get(score.data_source) or re.sub(r"[^\w.-]+", "_", score.data_source)
+        name = name.encode("utf-8", "replace")[:_LONGEST_NAME].decode(errors="ignore") or "task"
         while name in tasks.values() or name == OVERALL:
             name += "+"
         tasks[score.data_source] = name

@@ -163,3 +163,10 @@ def test_strangers_are_refused(stored, make_samples, tmp_path):
         (damaged / "results.json").write_text(text)
         with pytest.raises(UsageError, match="not the results of an evaluation"):
             compare(a, damaged)
+
+
+def test_nothing_is_concluded_from_what_could_not_be_graded(stored, make_samples):
+    a = stored("a", make_samples("x", [[0.0]] * 8 + [[None]] * 2))
+    b = stored("b", make_samples("x", [[1.0]] * 6 + [[0.0]] * 2 + [[1.0]] * 2))
+    assert "no conclusion" in compare(a, b).comparisons[0].verdict
+    assert "no conclusion" in compare(b, a).comparisons[0].verdict

@@ -121,3 +121,11 @@ def test_samples_have_what_its_viewers_read(written):
     assert (first["target"], first["filter"]) == ("1", "none")
     assert set(first["metrics"]) <= first.keys()
     assert all(len(first[f"{part}_hash"]) == 64 for part in ("doc", "prompt", "target"))
+
+
+def test_sources_with_names_too_long_for_files_are_told_apart(make_samples, tmp_path):
+    samples = make_samples("数" * 300 + "a", [[1.0]]) + make_samples("数" * 300 + "b", [[0.0]], first=1)
+    samples += make_samples("n" * 400, [[1.0]], first=2)
+    evaluation = Evaluation(ABOUT, RewardSpec(), summarise(samples, [1], 2), [], 1.5)
+    write_evaluation(tmp_path / "out", evaluation, samples)
+    assert len(list((tmp_path / "out" / "lm_eval" / "org__model").glob("samples_*.jsonl"))) == 3

@@ -41,7 +41,12 @@ def test_results_are_those_of_the_stored_samples(run_dir, task, tmp_path):
     request = EvaluateRequest(str(run_dir), n=4, ks=[1, 4], reward=f"{reward}:even")
     out, _ = evaluate(request, lambda *p: told.append(p))
     assert out.parent == run_dir / "evaluations"
-    assert {file.name for file in out.iterdir()} == {"results.json", "samples.parquet", "samples.html"}
+    assert {file.name for file in out.iterdir()} == {
+        "results.json",
+        "samples.parquet",
+        "samples.html",
+        "lm_eval",
+    }
     results = json.loads((out / "results.json").read_text())
     samples = samples_of(out)
     assert len(samples) == 150 * 4

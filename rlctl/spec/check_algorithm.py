@@ -257,17 +257,17 @@ def bypass_drifts(spec: RunSpec) -> Problems:
 
 @reads(_BYPASS, LOSS, _IS, RS_KEY, "rollout.staleness", "rollout.max_staleness")
 def staleness_is_corrected(spec: RunSpec) -> Problems:
-    """Stale data without correction optimise the wrong objective; sequence weights alone, which are small
-    for most of it, learn slowly (docs/explanation/off-policy.md)."""
+    """Stale data without correction optimise the wrong objective. With sequence weights alone, measured runs
+    ended below those with token weights (docs/explanation/off-policy.md)."""
     rollout, correction = spec.rollout, spec.algorithm.rollout_correction
     age, key = max((rollout.staleness, "rollout.staleness"), (rollout.max_staleness, "rollout.max_staleness"))
     if _has_ratio(spec):
         return
     if rollout.max_staleness > 1 and correction.rollout_is == "sequence" and not correction.rollout_rs:
-        what = f"sequence weights alone learn slowly from responses that are up to {age} batches old"
-        yield warning(
-            key, what, "set bypass_mode: false and loss_type: ppo_clip in algorithm.rollout_correction"
-        )
+        what = f"responses are up to {age} batches old; on such data, runs with sequence weights alone ended "
+        what += "below runs with token weights and below the decoupled form"
+        fix = "set rollout_is: token, or bypass_mode: false and loss_type: ppo_clip"
+        yield warning(key, what, fix)
     elif age and not _is_corrected(spec):
         what = f"responses are up to {age} batches old and nothing corrects for it"
         yield warning(key, what, "set rollout_is: sequence, unless you study uncorrected training")

@@ -102,7 +102,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.spec.embedded import RECIPE
     from rlctl.spec.model import ALL_LINEAR
     from rlctl.tiny.model import build_tokenizer
-    from rlctl.train.prepare import as_train_batch
+    from rlctl.train.score_batch import as_train_batch
 
     ranks, dtype = join_ranks(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model, tokenizer = policy_model().to(dtype), build_tokenizer(RECIPE)

@@ -76,7 +76,7 @@ MODULES = {
     "rlctl.algos.metric_sums": [f"{ALGOS}/test_metric_sums.py", *CORRECTION],
     "rlctl.algos.token_advantages": [f"{ALGOS}/test_token_advantages.py", VERL, *ESTIMATORS],
     "rlctl.algos.value_loss": [f"{ALGOS}/test_value_loss.py", "tests/unit/train/test_update_critic.py"],
-    "rlctl.train.prepare": [
+    "rlctl.train.score_batch": [
         "tests/unit/train/test_score_batch.py",
         "tests/unit/train/test_micro_batches.py",
         "tests/unit/train/test_schedule_and_prepare.py",

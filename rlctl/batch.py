@@ -86,7 +86,7 @@ class ScoredBatch:
     baseline_scores: Tensor | None = None  # (B,) of the prompt's greedy response; for ReMax
 
     @property
-    def counted(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """(B, T) bool: response tokens of samples that were graded."""
         return self.rollouts.response_mask & self.score_valid[:, None]
 
@@ -109,7 +109,7 @@ class TrainBatch:
     returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
 
     @property
-    def counted(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """(B, T) bool: response tokens of samples that were graded."""
         return self.response_mask & self.sample_mask[:, None]
 

@@ -30,13 +30,13 @@ class Denominators:
 
 
 def aggregate(
-    values: Tensor, counted: Tensor, denominators: Denominators, mode: AggMode, *, horizon: int
+    values: Tensor, denominator_mask: Tensor, denominators: Denominators, mode: AggMode, *, horizon: int
 ) -> Tensor:
     """This part's share of the mini-batch loss, a () tensor.
 
     Args:
         values: (B, T) per-token losses, 0.0 outside the loss mask.
-        counted: (B, T) bool, the tokens the denominators count.
+        denominator_mask: (B, T) bool, the tokens the denominators count.
         denominators: counts of the whole mini-batch.
         mode: `token-mean` Σ/tokens (DAPO); `seq-mean-token-sum` Σ/sequences; `seq-mean-token-mean`
             mean over sequences of each sequence's mean (GRPO); `seq-mean-token-sum-norm`
@@ -49,6 +49,6 @@ def aggregate(
     if mode == "seq-mean-token-sum":
         return values.sum() / num_sequences
     if mode == "seq-mean-token-mean":
-        lengths = counted.sum(-1).clamp(min=1)
+        lengths = denominator_mask.sum(-1).clamp(min=1)
         return (values.sum(-1) / lengths).sum() / num_sequences
     return values.sum() / (num_sequences * horizon)

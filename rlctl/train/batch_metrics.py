@@ -40,8 +40,8 @@ def batch_sums(
         "advantage": moments_of(batch.advantages, batch.response_mask),
     }
     if batch.values is not None and batch.returns is not None:
-        moments["value"] = moments_of(batch.values, batch.counted)
-        moments["return"] = moments_of(batch.returns, batch.counted)
+        moments["value"] = moments_of(batch.values, batch.valid_mask)
+        moments["return"] = moments_of(batch.returns, batch.valid_mask)
     sums = {
         "truncated": rollouts.truncated.double().sum(),
         "aborted": rollouts.aborted.double().sum(),

@@ -63,7 +63,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
             f"advantage estimator {part.name} gives shape {tuple(advantages.shape)}",
             fix=f"return (B,) = {tuple(mask.shape[:1])} or (B, T) = {tuple(mask.shape)}",
         )
-    return Estimate(torch.where(scored.counted, advantages.float(), 0.0), result.returns)
+    return Estimate(torch.where(scored.valid_mask, advantages.float(), 0.0), result.returns)
 
 
 def _whitened(values: Tensor, mask: Tensor, *, ranks: Ranks) -> Tensor:

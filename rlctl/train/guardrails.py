@@ -18,7 +18,7 @@ from rlctl.diagnose.readers.framework_names import MetricFilter
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
-from rlctl.train.update_guard import DRIFT_LIMIT, UpdateGuard, Verdict
+from rlctl.train.update_guard import DRIFT_LIMIT, UpdateDecision, UpdateGuard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,22 +84,24 @@ class Guardrails:
         last = self._log.last(LR_SCALE)[-1:]
         return float(last[0]) if self._acts and np.isfinite(last).any() else 1.0
 
-    def look(self, step: int, metrics: Mapping[str, float], verdicts: Sequence[Verdict]) -> dict[str, float]:
-        """Judge one batch and decide about the next.
+    def observe(
+        self, step: int, metrics: Mapping[str, float], decisions: Sequence[UpdateDecision]
+    ) -> dict[str, float]:
+        """Check one batch and decide about the next.
 
         Args:
             metrics: of the step, reduced over ranks.
-            verdicts: on the updates the batch was to make.
+            decisions: on the updates the batch was to make.
 
         Returns:
             the step's `guardrails/*`; nothing where they are off.
         """
         if self._spec.mode == "off":
             return {}
-        own = _counted(verdicts) | {TIGHTENED: float(self.is_tight), LR_SCALE: self.updates.scale}
+        own = _counted(decisions) | {TIGHTENED: float(self.is_tight), LR_SCALE: self.updates.scale}
         own[INTERVENTIONS] += self.is_tight
         self._log.add(step, {**metrics, **own})
-        self._tell_updates(step, verdicts)
+        self._tell_updates(step, decisions)
         heavy = self._tail_is_heavy()
         if heavy:
             what = f"median raw effective sample size of {WINDOW} batches under {self.updates.floor:g}"
@@ -152,22 +154,22 @@ class Guardrails:
             return ()
         return tuple(finding for finding in found if finding.severity != "info")
 
-    def _tell_updates(self, step: int, verdicts: Sequence[Verdict]) -> None:
-        if low := [verdict.ess for verdict in verdicts if verdict.is_low]:
+    def _tell_updates(self, step: int, decisions: Sequence[UpdateDecision]) -> None:
+        if low := [decision.ess for decision in decisions if decision.is_low]:
             what = f"raw effective sample size {min(low):.2g} of an update, under {self.updates.floor:g}"
             self._voice.tell("low ESS", step, what, self._spec.on_low_ess)
-        if far := [verdict.drift for verdict in verdicts if verdict.has_drifted]:
+        if far := [decision.drift for decision in decisions if decision.has_drifted]:
             what = f"{max(far):.2g} nats per token between the policy and its samples', over {DRIFT_LIMIT:g}"
             self._voice.tell("drift", step, what, self._spec.on_drift)
 
 
-def _counted(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    changed = [verdict for verdict in verdicts if verdict.skip or verdict.lr_scale < 1.0]
+def _counted(decisions: Sequence[UpdateDecision]) -> dict[str, float]:
+    changed = [decision for decision in decisions if decision.skip or decision.lr_scale < 1.0]
     return {
-        ALARMS: float(sum(verdict.is_low or verdict.has_drifted for verdict in verdicts)),
+        ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
         INTERVENTIONS: float(len(changed)),
-        SKIPPED: float(sum(verdict.skip for verdict in verdicts)),
-        UPDATES: float(len(verdicts)),
+        SKIPPED: float(sum(decision.skip for decision in decisions)),
+        UPDATES: float(len(decisions)),
     }
 
 

@@ -39,8 +39,8 @@ def with_kl_in_reward(
     if scored.ref_log_probs is None:
         raise RunFailure("the KL penalty needs reference log-probs, and the batch has none")
     kl = kl_estimate(algorithm.kl_penalty, scored.old_log_probs, scored.ref_log_probs)
-    kl = torch.where(scored.counted & kl.isfinite(), kl, 0.0)
-    lengths = scored.counted.sum(-1)
+    kl = torch.where(scored.valid_mask & kl.isfinite(), kl, 0.0)
+    lengths = scored.valid_mask.sum(-1)
     mean_kl = moments_of(kl.double().sum(-1) / lengths.clamp(min=1), lengths > 0)
     moments = ranks.to_host(MetricSums(moments={"kl": mean_kl})).moments["kl"]
     metrics = {

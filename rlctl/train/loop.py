@@ -19,12 +19,12 @@ import torch
 
 from rlctl.reward.build import refuse_errors
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
-from rlctl.train.draw import greedy_baseline
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
-from rlctl.train.prepare import score_batch, with_advantages
 from rlctl.train.run import Run
+from rlctl.train.sample_prompts import greedy_baseline
 from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
+from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
 from rlctl.train.sync import sync_weights
 from rlctl.train.timing import StepTimer
@@ -88,12 +88,12 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        warner.look(step, metrics, outcome.nonfinite, rewards.timeouts)
+        warner.observe(step, metrics, outcome.nonfinite, rewards.timeouts)
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, ranks) | saving.metrics()
-        metrics |= guardrails.look(step, metrics, outcome.verdicts)
+        metrics |= guardrails.observe(step, metrics, outcome.decisions)
         # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
         # seconds of saving stand in the next line.
         log(run, step, metrics)

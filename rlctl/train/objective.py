@@ -20,7 +20,7 @@ from rlctl.train.settings import UpdateSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class BatchNormalizers:
     """Figures of a whole mini-batch that its loss divides by."""
 
     denominators: Denominators
@@ -31,7 +31,7 @@ def actor_loss(
     micro: TrainBatch,
     output: PolicyOutput,
     correction: Correction,
-    settled: Settled,
+    normalizers: BatchNormalizers,
     settings: UpdateSettings,
 ) -> tuple[Tensor, MetricSums[Tensor]]:
     """The share of the mini-batch loss with gradient, and the sums behind the `actor/*` metrics.
@@ -41,16 +41,18 @@ def actor_loss(
     Raises:
         RunFailure: KL is in the loss and the batch has no reference log-probs.
     """
-    mask = micro.counted
+    mask = micro.valid_mask
     loss_mask = mask & correction.keep_mask
-    counted = loss_mask if settings.rules.loss_denominator == "after_rejection" else mask
+    denominator_mask = loss_mask if settings.rules.loss_denominator == "after_rejection" else mask
 
     def mean(values: Tensor) -> Tensor:
-        return aggregate(values, counted, settled.denominators, settings.agg_mode, horizon=settings.horizon)
+        return aggregate(
+            values, denominator_mask, normalizers.denominators, settings.agg_mode, horizon=settings.horizon
+        )
 
     weights = correction.weights if settings.weights_are_applied else None
     if weights is not None:
-        weights = weights / settled.factor
+        weights = weights / normalizers.factor
     policy = POLICY_LOSSES[settings.loss.name](
         settings.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
     )

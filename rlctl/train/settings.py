@@ -68,7 +68,7 @@ class UpdateSettings:
         return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
 
     @property
-    def needs_settling(self) -> bool:
+    def needs_batch_statistics(self) -> bool:
         """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
         return normalizes or self.rules.loss_denominator == "after_rejection"

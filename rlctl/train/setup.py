@@ -22,10 +22,10 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.draw import sample_batch
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
 from rlctl.train.run import Run
+from rlctl.train.sample_prompts import sample_batch
 from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
 from rlctl.train.stream import RolloutStream

@@ -9,8 +9,8 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
-from rlctl.train.prepare import as_train_batch
 from rlctl.train.schedule import is_due
+from rlctl.train.score_batch import as_train_batch
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ The only fork between the modes is which policy the correction compares with the
 A mini-batch is one optimizer step however it is cut into micro-batches and ranks. Its counts of
 tokens and sequences are known beforehand. Its mean weight and number of survivors depend on π_θ in
 bypass mode: with one micro-batch per rank they come from the forward pass that is needed anyway,
-with several from one more pass without gradient (`_settle`).
+with several from one more pass without gradient (`_batch_normalizers`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.micro_batches import in_batch_order, micro_batches
-from rlctl.train.objective import Settled, actor_loss, nonfinite_rows
+from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
-from rlctl.train.update_guard import UpdateGuard, Verdict
+from rlctl.train.update_guard import UpdateDecision, UpdateGuard
 
 if TYPE_CHECKING:
     from rlctl.batch import Rows
@@ -55,7 +55,7 @@ class Updated:
             and no weight is applied.
         keep_mask: (B, T) bool, of the last pass.
         nonfinite: (B,) bool, rows with a NaN or infinite log-prob, of any policy and in any pass.
-        verdicts: the guardrails', one per optimizer step that was to be taken.
+        decisions: the guardrails', one per optimizer step that was to be taken.
     """
 
     metrics: dict[str, float]
@@ -64,10 +64,10 @@ class Updated:
     weights: Tensor
     keep_mask: Tensor
     nonfinite: Tensor
-    verdicts: list[Verdict]
+    decisions: list[UpdateDecision]
 
 
-_Judge = Callable[[CorrectionSums[float], CorrectionRules], Verdict]
+CheckUpdate = Callable[[CorrectionSums[float], CorrectionRules], UpdateDecision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _MiniResult:
     grad_norm: float
     lr: float
     skipped: bool
-    verdict: Verdict
+    decision: UpdateDecision
 
 
 def update(
@@ -98,31 +98,42 @@ def update(
         batch: this rank's rows, mini-batches in order.
         lr_at: learning rate by the number of the optimizer update.
         first_update: number of the first one here.
-        guard: judges every step before it is taken.
+        guard: checks every step before it is taken.
         hold: measure everything, change nothing (while a critic warms up).
 
     Raises:
         RunFailure: too many sequences have non-finite log-probs.
     """
-    seen = _Seen.like(batch)
+    dumped = RolloutDump.like(batch)
     fixed = None
     if not settings.bypass:
         fixed = [_correct(part, part.old_log_probs, settings) for part in batch.split(settings.mini_rows)]
-    judge = (guard or UpdateGuard(GuardrailsSpec(mode="off"))).judge
+    check_update = (guard or UpdateGuard(GuardrailsSpec(mode="off"))).check_update
     results: list[_MiniResult] = []
     for _ in range(settings.ppo_epochs):
         for place, mini in enumerate(batch.split(settings.mini_rows)):
-            known = fixed[place] if fixed else None
-            seen_here = seen.rows(place * settings.mini_rows, len(mini))
+            fixed_correction = fixed[place] if fixed else None
+            dumped_rows = dumped.rows(place * settings.mini_rows, len(mini))
             lr = lr_at(first_update + len(results))
-            results.append(_mini_batch(mini, actor, ranks, settings, known, lr, seen_here, judge, hold=hold))
-    once = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
-    metrics = _metrics(results, once, settings)
-    [num_nonfinite] = ranks.sum([float(seen.nonfinite.sum())])  # once each, however often a row is passed
+            results.append(
+                _mini_batch(
+                    mini, actor, ranks, settings, fixed_correction, lr, dumped_rows, check_update, hold=hold
+                )
+            )
+    distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
+    metrics = _metrics(results, distinct, settings)
+    # Each sequence once, however often a row is passed.
+    [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
-    verdicts = [] if hold else [result.verdict for result in results]
+    decisions = [] if hold else [result.decision for result in results]
     return Updated(
-        metrics, len(verdicts), seen.log_probs, seen.weights, seen.keep_mask, seen.nonfinite, verdicts
+        metrics,
+        len(decisions),
+        dumped.log_probs,
+        dumped.weights,
+        dumped.keep_mask,
+        dumped.nonfinite,
+        decisions,
     )
 
 
@@ -131,10 +142,10 @@ def _mini_batch(
     actor: TrainEngine,
     ranks: Ranks,
     settings: UpdateSettings,
-    known: Correction | None,
+    fixed_correction: Correction | None,
     lr: float,
-    seen: _Seen,
-    judge: _Judge,
+    dumped: RolloutDump,
+    check_update: CheckUpdate,
     *,
     hold: bool,
 ) -> _MiniResult:
@@ -142,38 +153,39 @@ def _mini_batch(
     places = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
     micros = [mini.pick(rows) for rows in places]
     policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
-    first = _first_pass(micros, policy, settings, is_known=known is not None)
-    if known is None and first is not None:
+    first = _first_pass(micros, policy, settings, is_fixed=fixed_correction is not None)
+    correction_of_all = fixed_correction
+    if correction_of_all is None and first is not None:
         log_probs = in_batch_order([output.log_probs for output in first], places)
-        known = _correct(mini, log_probs, settings)
-    sums = None if known is None else ranks.to_host(known.sums)
-    settled = _settle(mini, ranks, sums, settings)
+        correction_of_all = _correct(mini, log_probs, settings)
+    sums = None if correction_of_all is None else ranks.to_host(correction_of_all.sums)
+    normalizers = _batch_normalizers(mini, ranks, sums, settings)
 
     parts: list[CorrectionSums[Tensor]] = []
     stats: list[MetricSums[Tensor]] = []
     for index, (rows, micro) in enumerate(zip(places, micros, strict=True)):
         output = first[0] if first is not None and len(micros) == 1 else policy(micro)
-        if known is None:
+        if correction_of_all is None:
             correction = _correct(micro, output.log_probs.detach(), settings)
             parts.append(correction.sums)
         else:
-            correction = _rows_of(known, rows)
-        loss, stat = actor_loss(micro, output, correction, settled, settings)
+            correction = _rows_of(correction_of_all, rows)
+        loss, stat = actor_loss(micro, output, correction, normalizers, settings)
         actor.backward(loss, last=index == len(micros) - 1)
         stats.append(stat)
-        seen.write(rows, micro, output, correction, settings, settled.factor)
+        dumped.write(rows, micro, output, correction, settings, normalizers.factor)
 
     sums = sums or ranks.to_host(CorrectionSums.merged(parts))
     losses = ranks.to_host(MetricSums.merged(stats))
     _refuse_nonfinite(sums, losses, settings)
     skip = hold or sums.kept_tokens == 0 or not math.isfinite(losses.sums["loss"])
-    verdict = Verdict() if skip else judge(sums, settings.rules)
-    lr *= verdict.lr_scale
-    result = actor.step(lr=lr, skip=skip or verdict.skip)
+    decision = UpdateDecision() if skip else check_update(sums, settings.rules)
+    lr *= decision.lr_scale
+    result = actor.step(lr=lr, skip=skip or decision.skip)
     factor = normalization_factor(sums, settings.rules)
     logged = normalized(sums, factor, settings.rules)
-    skipped = not (result.applied or verdict.skip or hold)
-    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped, verdict)
+    skipped = not (result.applied or decision.skip or hold)
+    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped, decision)
 
 
 def _first_pass(
@@ -181,42 +193,42 @@ def _first_pass(
     policy: Callable[[TrainBatch], PolicyOutput],
     settings: UpdateSettings,
     *,
-    is_known: bool,
+    is_fixed: bool,
 ) -> list[PolicyOutput] | None:
     """π_θ's log-probs ahead of the loss, if they must or may as well be known.
 
     One micro-batch: its only forward pass, with gradient, is used for the loss as well. Several: a
     pass without gradient, only if the loss needs figures of all of them.
     """
-    if is_known:
+    if is_fixed:
         return None
     if len(micros) == 1:
         return [policy(micros[0])]
-    if settings.needs_settling:
+    if settings.needs_batch_statistics:
         with torch.no_grad():
             return [policy(micro) for micro in micros]
     return None
 
 
-def _settle(
+def _batch_normalizers(
     mini: TrainBatch, ranks: Ranks, sums: CorrectionSums[float] | None, settings: UpdateSettings
-) -> Settled:
+) -> BatchNormalizers:
     """Denominators and weight factor of the whole mini-batch."""
     after = settings.rules.loss_denominator == "after_rejection"
     if sums is not None:
         counts = [sums.kept_tokens, sums.kept_sequences] if after else [sums.tokens, sums.sequences]
     else:
-        mask = mini.counted
+        mask = mini.valid_mask
         counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     factor = 1.0
     if sums is not None and settings.weights_are_applied:
         factor = normalization_factor(sums, settings.rules)
-    return Settled(Denominators(*counts), factor)
+    return BatchNormalizers(Denominators(*counts), factor)
 
 
 def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
     return correct(
-        log_probs, part.rollout_log_probs, part.counted, settings.rules, advantages=part.advantages
+        log_probs, part.rollout_log_probs, part.valid_mask, settings.rules, advantages=part.advantages
     )
 
 
@@ -243,7 +255,7 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class RolloutDump:
     """Buffers of what the loss used, (B, T) and for `nonfinite` (B,), for the rollout dump."""
 
     log_probs: Tensor
@@ -252,14 +264,18 @@ class _Seen:
     nonfinite: Tensor
 
     @classmethod
-    def like(cls, batch: TrainBatch) -> _Seen:
+    def like(cls, batch: TrainBatch) -> RolloutDump:
+        """Empty buffers for the rows of `batch`."""
         zeros = torch.zeros_like(batch.rollout_log_probs)
         masks = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.sample_mask)
         return cls(zeros, zeros.clone(), *masks)
 
-    def rows(self, start: int, count: int) -> _Seen:
+    def rows(self, start: int, count: int) -> RolloutDump:
+        """Some rows, as views."""
         rows = slice(start, start + count)
-        return _Seen(self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows])
+        return RolloutDump(
+            self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
+        )
 
     def write(
         self,
@@ -275,21 +291,21 @@ class _Seen:
         weights = correction.weights if settings.weights_are_applied else None
         self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
         self.keep_mask[rows] = correction.keep_mask
-        self.nonfinite[rows] |= correction.nonfinite | nonfinite_rows(output.log_probs, micro.counted)
+        self.nonfinite[rows] |= correction.nonfinite | nonfinite_rows(output.log_probs, micro.valid_mask)
 
 
 def _metrics(
-    results: list[_MiniResult], once: list[_MiniResult], settings: UpdateSettings
+    results: list[_MiniResult], distinct: list[_MiniResult], settings: UpdateSettings
 ) -> dict[str, float]:
-    correction, stats = once[0].correction, results[0].stats
-    for result in once[1:]:
+    correction, stats = distinct[0].correction, results[0].stats
+    for result in distinct[1:]:
         correction = correction + result.correction
     for result in results[1:]:
         stats = stats + result.stats
     count = len(results)
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
-        factor = sum(result.factor for result in once) / len(once)
+        factor = sum(result.factor for result in distinct) / len(distinct)
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = stats.sums["kl_loss"] / count

@@ -39,7 +39,7 @@ def update_critic(
         RunFailure: the batch has no values or returns.
     """
     values, returns = _targets(batch)
-    explained = ranks.to_host(explained_variance_sums(returns, values, batch.counted))
+    explained = ranks.to_host(explained_variance_sums(returns, values, batch.valid_mask))
     sums: list[ReducedSums] = []
     steps: list[StepResult] = []
     for _ in range(settings.ppo_epochs):
@@ -65,7 +65,7 @@ def update_critic(
 
 def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> ReducedSums:
     """Accumulate the gradient of one mini-batch; its sums over all ranks."""
-    mask = mini.counted
+    mask = mini.valid_mask
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     parts = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
     total: MetricSums[Tensor] | None = None
@@ -73,10 +73,10 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
         micro = mini.pick(rows)
         old_values, returns = _targets(micro)
         values = critic.values(micro)
-        losses = value_loss(values, old_values, returns, micro.counted, clip=settings.cliprange_value)
+        losses = value_loss(values, old_values, returns, micro.valid_mask, clip=settings.cliprange_value)
         loss = aggregate(
             losses.values,
-            micro.counted,
+            micro.valid_mask,
             Denominators(*counts),
             settings.agg_mode,
             horizon=settings.horizon,
@@ -92,8 +92,8 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
 def _sums(micro: TrainBatch, values: Tensor, loss: Tensor, clipped: Tensor | None) -> MetricSums[Tensor]:
     sums = {
         "vf_loss": loss.detach(),
-        "tokens": micro.counted.sum(),
-        "values": torch.where(micro.counted, values, 0.0).sum(),
+        "tokens": micro.valid_mask.sum(),
+        "values": torch.where(micro.valid_mask, values, 0.0).sum(),
         "clipped": torch.zeros_like(loss) if clipped is None else clipped.sum(),
     }
     return MetricSums({name: value.double() for name, value in sums.items()})

@@ -25,7 +25,7 @@ LEAST_SCALE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class UpdateDecision:
     """What the guardrails make of one update.
 
     Attributes:
@@ -63,7 +63,7 @@ class UpdateGuard:
         self._is_on, self._acts = spec.mode != "off", spec.mode == "act"
         self._on_low_ess, self._on_drift = spec.on_low_ess, spec.on_drift
 
-    def judge(self, correction: CorrectionSums[float], rules: CorrectionRules) -> Verdict:
+    def check_update(self, correction: CorrectionSums[float], rules: CorrectionRules) -> UpdateDecision:
         """Judge the next update.
 
         Args:
@@ -71,12 +71,12 @@ class UpdateGuard:
             rules: by which they were made.
         """
         if not self._is_on or not correction.finite_tokens:
-            return Verdict()
+            return UpdateDecision()
         measured = correction_metrics(correction, rules)
         ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])
         is_low, has_drifted = ess < self.floor, drift > DRIFT_LIMIT
         if not self._acts:
-            return Verdict(ess, drift, is_low, has_drifted)
+            return UpdateDecision(ess, drift, is_low, has_drifted)
         acts_on = {self._on_low_ess} if is_low else set()
         acts_on |= {self._on_drift} if has_drifted else set()
         lr_scale = self.scale * (ess / self.floor if "scale_lr" in acts_on else 1.0)
@@ -84,4 +84,4 @@ class UpdateGuard:
             self.scale = max(self.scale / 2.0, LEAST_SCALE)
         else:
             self.scale = min(self.scale * 2.0 ** (1.0 / WINDOW), 1.0)
-        return Verdict(ess, drift, is_low, has_drifted, lr_scale, "skip_step" in acts_on)
+        return UpdateDecision(ess, drift, is_low, has_drifted, lr_scale, "skip_step" in acts_on)

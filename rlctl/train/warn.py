@@ -23,7 +23,7 @@ class Warner:
         self._show = show
         self._times: Counter[str] = Counter()
 
-    def look(
+    def observe(
         self, step: int, metrics: dict[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
     ) -> None:
         """Look at one step.

@@ -53,17 +53,17 @@ def skipping(ranks: Ranks, micro: int):
     settings = settings_of(correction, mini_rows=share, micro_rows=micro)
     guard = UpdateGuard(GuardrailsSpec(mode="act", on_low_ess="warn"))
     guarded, spared = engine_of(ranks), engine_of(ranks)
-    verdicts, skipped_updates = [], 0.0
+    decisions, skipped_updates = [], 0.0
     for number, part in enumerate(parts):
         outcome = update(part, guarded, ranks, settings, lambda _: 1e-3, number, guard=guard)
-        verdicts += outcome.verdicts
+        decisions += outcome.decisions
         skipped_updates += outcome.metrics["rollout_corr/skipped_updates"]
-    for number, (part, verdict) in enumerate(zip(parts, verdicts, strict=True)):
-        if not verdict.skip:
-            rate = 1e-3 * verdict.lr_scale
+    for number, (part, decision) in enumerate(zip(parts, decisions, strict=True)):
+        if not decision.skip:
+            rate = 1e-3 * decision.lr_scale
             update(part, spared, ranks, settings, lambda _, rate=rate: rate, number)
     return {
-        "verdicts": verdicts,
+        "decisions": decisions,
         "skipped_updates": skipped_updates,
         "guarded": {name: weight.detach().clone() for name, weight in guarded.weights()},
         "spared": {name: weight.detach().clone() for name, weight in spared.weights()},
@@ -95,6 +95,6 @@ def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str,
     decided = [(guardrails.is_tight, guardrails.updates.scale)]
     for row in rows:
         metrics = row if ranks.is_main else {"rollout_corr/rollout_is_raw_eff_sample_size": 1.0}
-        guardrails.look(int(row["step"]), metrics, ())
+        guardrails.observe(int(row["step"]), metrics, ())
         decided.append((guardrails.is_tight, run.stopped_because))
     return decided

@@ -9,7 +9,7 @@ import torch
 from rlctl.batch import Rollouts, ScoredBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.prepare import with_advantages
+from rlctl.train.score_batch import with_advantages
 
 ROWS, PROMPT, HORIZON = 12, 3, 6
 #: Whose sample each row is; siblings are not adjacent.

@@ -13,7 +13,7 @@ from rlctl.batch import ScoredBatch
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS as ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.prepare import with_advantages
+from rlctl.train.score_batch import with_advantages
 from tests.processes import on_ranks
 from tests.reference import advantages as slow
 from tests.unit.train.scored import (
@@ -104,8 +104,8 @@ def test_it_gives_what_the_formula_gives(estimator: str) -> None:
         rtol=1e-4,
         atol=1e-5,
     )
-    assert (batch.advantages[~batch.counted] == 0.0).all()
-    assert (batch.advantages[batch.counted] != 0.0).float().mean() > 0.7
+    assert (batch.advantages[~batch.valid_mask] == 0.0).all()
+    assert (batch.advantages[batch.valid_mask] != 0.0).float().mean() > 0.7
     assert torch.equal(batch.sample_mask, scored.score_valid)
     for name in ("old_log_probs", "ref_log_probs", "values"):
         assert getattr(batch, name) is getattr(scored, name)

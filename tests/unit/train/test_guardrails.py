@@ -25,7 +25,7 @@ from rlctl.train import guardrails as module
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.tighten import tighter_criterion, tighter_weight
-from rlctl.train.update_guard import DRIFT_LIMIT, ESS_FLOOR, LEAST_SCALE, UpdateGuard, Verdict
+from rlctl.train.update_guard import DRIFT_LIMIT, ESS_FLOOR, LEAST_SCALE, UpdateDecision, UpdateGuard
 from tests.processes import on_ranks
 from tests.unit.diagnose.logs import healthy_rows
 from tests.unit.train.guardrail_jobs import FAR, deciding, guardrails_of, run_of, skipping
@@ -46,8 +46,8 @@ def sums(log_ratios, level="sequence"):
     return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).sums.to_host(), RULES_OF[level]
 
 
-def judge(log_ratios, level="sequence", **spec) -> Verdict:
-    return UpdateGuard(GuardrailsSpec(**{"mode": "act", **spec})).judge(*sums(log_ratios, level))
+def check_update(log_ratios, level="sequence", **spec) -> UpdateDecision:
+    return UpdateGuard(GuardrailsSpec(**{"mode": "act", **spec})).check_update(*sums(log_ratios, level))
 
 
 def kish(weights: list[float]) -> float:
@@ -61,9 +61,9 @@ def test_it_sees_the_effective_sample_size_of_the_level_and_the_kl(level) -> Non
         "sequence": [math.exp(sum(row)) for row in rows],
         "geometric": [math.exp(sum(row) / 2) for row in rows],
     }.get(level, [math.exp(x) for row in rows for x in row])
-    verdict = judge(rows, level)
-    assert verdict.ess == pytest.approx(kish(weights), rel=1e-5)
-    assert verdict.drift == pytest.approx(abs(sum(x for row in rows for x in row)) / 8, rel=1e-5)
+    decision = check_update(rows, level)
+    assert decision.ess == pytest.approx(kish(weights), rel=1e-5)
+    assert decision.drift == pytest.approx(abs(sum(x for row in rows for x in row)) / 8, rel=1e-5)
 
 
 #: One sequence has all the weight while the mean log-ratio stays at zero.
@@ -73,56 +73,58 @@ WELL = [[0.05], [-0.05], [0.02]]
 
 
 def test_low_ess_scales_the_rate_in_proportion() -> None:
-    verdict = judge(LOPSIDED)
-    assert verdict.is_low
-    assert not verdict.has_drifted
-    assert verdict.ess == pytest.approx(kish([math.exp(row[0]) for row in LOPSIDED]), rel=1e-5)
-    assert verdict.lr_scale == pytest.approx(verdict.ess / ESS_FLOOR)
-    assert not verdict.skip
-    assert judge(LOPSIDED, ess_floor=0.9).lr_scale == pytest.approx(verdict.ess / 0.9)
+    decision = check_update(LOPSIDED)
+    assert decision.is_low
+    assert not decision.has_drifted
+    assert decision.ess == pytest.approx(kish([math.exp(row[0]) for row in LOPSIDED]), rel=1e-5)
+    assert decision.lr_scale == pytest.approx(decision.ess / ESS_FLOOR)
+    assert not decision.skip
+    assert check_update(LOPSIDED, ess_floor=0.9).lr_scale == pytest.approx(decision.ess / 0.9)
 
 
 def test_the_rate_follows_the_ess_of_weights_that_are_all_tiny() -> None:
     tiny = [[row[0] - 16.0] for row in LOPSIDED]
-    verdict = judge(tiny, on_drift="warn")
-    assert verdict.ess == pytest.approx(kish([math.exp(row[0]) for row in tiny]), rel=1e-4)
-    assert verdict.lr_scale == pytest.approx(judge(LOPSIDED).lr_scale, rel=1e-4)
+    decision = check_update(tiny, on_drift="warn")
+    assert decision.ess == pytest.approx(kish([math.exp(row[0]) for row in tiny]), rel=1e-4)
+    assert decision.lr_scale == pytest.approx(check_update(LOPSIDED).lr_scale, rel=1e-4)
 
 
 def test_a_policy_far_from_its_samples_is_not_moved() -> None:
-    assert judge(FAR_AWAY) == Verdict(pytest.approx(1.0), pytest.approx(0.4), has_drifted=True, skip=True)
-    assert not judge([[0.9 * DRIFT_LIMIT]] * 3).skip
-    assert judge([[-1.1 * DRIFT_LIMIT]] * 3).skip
+    assert check_update(FAR_AWAY) == UpdateDecision(
+        pytest.approx(1.0), pytest.approx(0.4), has_drifted=True, skip=True
+    )
+    assert not check_update([[0.9 * DRIFT_LIMIT]] * 3).skip
+    assert check_update([[-1.1 * DRIFT_LIMIT]] * 3).skip
 
 
 @pytest.mark.parametrize("log_ratios", [LOPSIDED, FAR_AWAY])
 @pytest.mark.parametrize("spec", [{"mode": "warn"}, {"on_low_ess": "warn", "on_drift": "warn"}])
 def test_warning_changes_nothing(log_ratios, spec) -> None:
     guard = UpdateGuard(GuardrailsSpec(**{"mode": "act", **spec}))
-    verdict = guard.judge(*sums(log_ratios))
-    assert verdict.is_low or verdict.has_drifted
-    assert (verdict.lr_scale, verdict.skip, guard.scale) == (1.0, False, 1.0)
+    decision = guard.check_update(*sums(log_ratios))
+    assert decision.is_low or decision.has_drifted
+    assert (decision.lr_scale, decision.skip, guard.scale) == (1.0, False, 1.0)
 
 
 def test_off_and_empty_mini_batches_are_let_pass() -> None:
-    assert judge(LOPSIDED, mode="off") == Verdict()
-    assert judge([[math.nan], [math.nan]]) == Verdict()
-    assert judge(LOPSIDED, on_low_ess="skip_step").skip
+    assert check_update(LOPSIDED, mode="off") == UpdateDecision()
+    assert check_update([[math.nan], [math.nan]]) == UpdateDecision()
+    assert check_update(LOPSIDED, on_low_ess="skip_step").skip
 
 
 def test_the_rate_stays_halved_until_a_window_of_updates_was_well() -> None:
     guard = UpdateGuard(GuardrailsSpec(mode="act"))
-    guard.judge(*sums(FAR_AWAY))
+    guard.check_update(*sums(FAR_AWAY))
     assert guard.scale == 0.5
-    scales = [guard.judge(*sums(WELL)).lr_scale for _ in range(WINDOW + 1)]
+    scales = [guard.check_update(*sums(WELL)).lr_scale for _ in range(WINDOW + 1)]
     assert scales[0] == 0.5
     assert scales == sorted(scales)
     assert scales[-2] < 1.0
     assert scales[-1] == pytest.approx(1.0)
     for _ in range(20):
-        guard.judge(*sums(FAR_AWAY))
+        guard.check_update(*sums(FAR_AWAY))
     assert guard.scale == LEAST_SCALE
-    assert guard.judge(*sums(LOPSIDED)).lr_scale < LEAST_SCALE
+    assert guard.check_update(*sums(LOPSIDED)).lr_scale < LEAST_SCALE
 
 
 @pytest.mark.slow
@@ -131,8 +133,8 @@ def test_a_withheld_update_leaves_weights_and_optimizer_as_they_were(tmp_path, w
     """Later updates, which read Adam's moments, are bit for bit those of a run without it."""
     found = on_ranks(world_size, skipping, 2, where=tmp_path)
     for result in found:
-        assert [verdict.skip for verdict in result["verdicts"]] == [n == FAR for n in range(4)]
-        assert result["verdicts"] == found[0]["verdicts"]
+        assert [decision.skip for decision in result["decisions"]] == [n == FAR for n in range(4)]
+        assert result["decisions"] == found[0]["decisions"]
         assert result["skipped_updates"] == 0.0  # those are the ones that could not be made
         for name, weight in result["guarded"].items():
             assert torch.equal(weight, result["spared"][name]), name
@@ -194,7 +196,7 @@ def test_what_decides_nothing_is_not_tightened() -> None:
 # --- batch by batch -----------------------------------------------------------------------------------
 
 
-WELL_VERDICT = Verdict()
+WELL_VERDICT = UpdateDecision()
 #: What diagnosis says of a run that is well.
 NOTHING = SimpleNamespace(findings=())
 
@@ -208,13 +210,13 @@ def rows_with(count: int, seed: int = 0, **columns):
     return [{key: value for key, value in row.items() if key != "timestamp"} for row in rows]
 
 
-def followed(rows, *overrides, verdicts=(WELL_VERDICT, WELL_VERDICT), history=()):
+def followed(rows, *overrides, decisions=(WELL_VERDICT, WELL_VERDICT), history=()):
     """(guardrails, run, notes, metrics by step) after these steps, or until it stops."""
     notes: list[str] = []
     run = run_of(alone(), f"{G}mode=act", *overrides, history=history, notes=notes)
     guardrails, logged = guardrails_of(run), []
     for row in rows:
-        logged.append(guardrails.look(row["step"], row, verdicts))
+        logged.append(guardrails.observe(row["step"], row, decisions))
         if run.stopped_because:
             break
     return guardrails, run, notes, logged
@@ -289,20 +291,20 @@ def test_rewards_that_came_back_end_nothing() -> None:
 
 
 def test_a_run_without_updates_is_ended() -> None:
-    skipping_all = (Verdict(skip=True, has_drifted=True, drift=0.5),) * 2
-    _, run, _, logged = followed(rows_with(60), verdicts=skipping_all)
+    skipping_all = (UpdateDecision(skip=True, has_drifted=True, drift=0.5),) * 2
+    _, run, _, logged = followed(rows_with(60), decisions=skipping_all)
     assert "no update was made" in run.stopped_because
     assert len(logged) == WINDOW
     withheld = rows_with(60, **{"rollout_corr/skipped_updates": 2.0})
     assert "no update was made" in followed(withheld)[1].stopped_because
     one_of_two = rows_with(60, **{"rollout_corr/skipped_updates": 1.0})
     assert followed(one_of_two)[1].stopped_because == ""
-    assert followed(rows_with(60), verdicts=())[1].stopped_because == ""  # a critic warming up
+    assert followed(rows_with(60), decisions=())[1].stopped_because == ""  # a critic warming up
 
 
 def test_each_kind_is_said_once_with_figures() -> None:
-    low = Verdict(ess=0.05, is_low=True, lr_scale=0.17)
-    _, _, notes, logged = followed(rows_with(30), verdicts=(Verdict(), low))
+    low = UpdateDecision(ess=0.05, is_low=True, lr_scale=0.17)
+    _, _, notes, logged = followed(rows_with(30), decisions=(UpdateDecision(), low))
     [note] = notes
     assert "step 1: raw effective sample size 0.05 of an update, under 0.3" in note
     assert [metrics["guardrails/alarms"] for metrics in logged] == [1.0] * 30
@@ -373,8 +375,8 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
     def follow(guardrails, part):
         found = []
         for row in part:
-            verdict = guardrails.updates.judge(*sums(judged[row["step"]]))
-            own = guardrails.look(row["step"], row, (verdict,))
+            decision = guardrails.updates.check_update(*sums(judged[row["step"]]))
+            own = guardrails.observe(row["step"], row, (decision,))
             found.append({**row, **own})
         return found
 
@@ -396,7 +398,7 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
 )
 def test_the_factor_on_the_rate_is_carried_on_where_it_is_used(mode, logged, carried) -> None:
     history = [{**row, **logged} for row in rows_with(3)]
-    guardrails, _, _, own = followed(rows_with(4)[3:], f"{G}mode={mode}", verdicts=(), history=history)
+    guardrails, _, _, own = followed(rows_with(4)[3:], f"{G}mode={mode}", decisions=(), history=history)
     assert guardrails.updates.scale == own[0]["guardrails/lr_scale"] == carried
     assert guardrails_of(run_of(alone(), f"{G}mode={mode}")).updates.scale == 1.0
 

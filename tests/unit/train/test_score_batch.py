@@ -16,8 +16,8 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
-from rlctl.train.draw import greedy_baseline
-from rlctl.train.prepare import score_batch, with_advantages
+from rlctl.train.sample_prompts import greedy_baseline
+from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.timing import StepTimer
 from tests.unit.train.scored import GROUPS, HORIZON, ROWS, rollouts_of
 from tests.unit.train.updates import alone
@@ -141,7 +141,7 @@ def test_an_ungraded_response_is_left_out_of_the_update() -> None:
     scored = scored_by(spec_of("rloo"), valid=valid)
     batch = with_advantages(scored, spec_of("rloo").algorithm, alone())
     assert torch.equal(batch.sample_mask, valid)
-    assert not batch.counted[4].any()
+    assert not batch.valid_mask[4].any()
     # Its siblings 0 and 2 are compared with each other only; row 2 is empty and has no reward.
     assert batch.advantages[0].tolist() == pytest.approx([1.0] * HORIZON)
 

@@ -84,7 +84,7 @@ def test_figures_of_the_policy_are_means_over_all_response_tokens(micro: int) ->
     ungraded = torch.arange(ROWS) != 3
     batch = replaced(batch, old_log_probs=old, sample_mask=ungraded, advantages=-torch.ones_like(old))
     outcome, engine, _ = updated(DECOUPLED | CLIP | RS | {"rollout_is": None}, batch, micro_rows=micro)
-    counted = batch.counted
+    counted = batch.valid_mask
     assert 0.05 < outcome.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.95
     assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own)[counted].mean().item(), rel=1e-4)
     assert outcome.metrics["actor/ppo_kl"] > 0.0
@@ -142,7 +142,7 @@ def test_logged_metrics_are_the_oracles(name: str) -> None:
 
 def test_one_forward_pass_where_one_is_enough() -> None:
     for correction, micro, passes in [
-        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, ROWS, 1),  # settled by the pass of the loss
+        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, ROWS, 1),  # normalizers by the pass of the loss
         (BYPASS | REINFORCE | {"rollout_is": "sequence"}, 4, 8),  # normalising needs one more, without grad
         (BYPASS | REINFORCE | {"rollout_is": "sequence", "rollout_is_batch_normalize": False}, 4, 4),
         (BYPASS | CLIP | RS | {"rollout_is": "token"}, 4, 4),

@@ -64,7 +64,7 @@ def slow_update(name: str):
                     parameter.sub_(lr_of(len(losses)) * parameter.grad)
             losses.append(loss.item())
             seen, clipped = seen + values, clipped + bound
-    returns, old = batch.returns[batch.counted].tolist(), batch.values[batch.counted].tolist()
+    returns, old = batch.returns[batch.valid_mask].tolist(), batch.values[batch.valid_mask].tolist()
     residuals = [r - v for r, v in zip(returns, old, strict=True)]
     return module, {
         "critic/vf_loss": fmean(losses),
@@ -114,7 +114,7 @@ def test_same_result_however_cut(found, world_size: int, name: str, micro: Micro
 def test_explained_variance(seen: str, explained: float) -> None:
     batch = batch_of()
     if seen == "returns":
-        batch = replaced(batch, values=torch.where(batch.counted, batch.returns, 99.0))
+        batch = replaced(batch, values=torch.where(batch.valid_mask, batch.returns, 99.0))
     elif seen == "constant":
         batch = replaced(batch, values=torch.full_like(batch.returns, 0.7))
     else:  # to explain

@@ -12,7 +12,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.prepare import rank_positions
+from rlctl.train.score_batch import rank_positions
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ def compare(
 
       rlctl diagnose compare good.log bad.log --format html --out compared.html
     """
-    from rlctl.cli.diagnose import as_json, check_out, reading, text_console, write_out
+    from rlctl.cli.diagnose_output import as_json, check_out, reading, text_console, write_out
 
     check_out([a, b], out, is_page=output_format is ComparisonFormat.HTML)
     from rlctl.diagnose.compare import compare as run_comparison

@@ -12,7 +12,7 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlctl.cli.diagnose import DiagnosisFormat
+    from rlctl.cli.diagnose_output import DiagnosisFormat
     from rlctl.diagnose.selftest import SelftestResult
 
 
@@ -30,7 +30,7 @@ def selftest(output_format: DiagnosisFormat, out: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    from rlctl.cli.diagnose import DiagnosisFormat, as_json, check_out, text_console, write_out
+    from rlctl.cli.diagnose_output import DiagnosisFormat, as_json, check_out, text_console, write_out
     from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
 
     if output_format not in {DiagnosisFormat.TEXT, DiagnosisFormat.JSON}:

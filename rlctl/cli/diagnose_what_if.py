@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.cli.diagnose import DiagnosisFormat
+    from rlctl.cli.diagnose_output import DiagnosisFormat
 
 
 def what_if(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
@@ -23,7 +23,7 @@ def what_if(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | N
     Raises:
         UsageError: there is nothing to replay, `out` cannot be written, or a replay has no such format.
     """
-    from rlctl.cli.diagnose import DiagnosisFormat, as_json, check_out, text_console, write_out
+    from rlctl.cli.diagnose_output import DiagnosisFormat, as_json, check_out, text_console, write_out
 
     if output_format is DiagnosisFormat.MARKDOWN:
         raise UsageError("--what-if writes text, json or html", where=f"--format {output_format.value}")

@@ -17,7 +17,7 @@ from rlctl.evaluate.samples import SAMPLES_FILE
 if TYPE_CHECKING:
     from rlctl.evaluate.compare import CompareReport, Comparison, Figure
     from rlctl.evaluate.evaluate_report import Evaluation
-    from rlctl.evaluate.intervals import Estimate
+    from rlctl.evaluate.intervals import IntervalFigure
     from rlctl.evaluate.scores import Score
 
 
@@ -60,7 +60,7 @@ def _figures(score: Score, n: int) -> Table:
     return table
 
 
-def _shown(estimate: Estimate | None, number: str = ".3f") -> tuple[str, str, str]:
+def _shown(estimate: IntervalFigure | None, number: str = ".3f") -> tuple[str, str, str]:
     """A figure, its standard error and its interval: `0.412`, `0.017`, `0.380 – 0.445`."""
     if estimate is None:
         return "—", "", "too few graded samples"

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import TrainBatch
-    from rlctl.engine.lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,22 @@ class StepResult:
     applied: bool
 
 
+class AdapterSnapshot(Protocol):
+    """A LoRA adapter's values at one moment."""
+
+    def save(self, directory: Path) -> None:
+        """Write it in PEFT's format."""
+        ...
+
+
 class Trained(Protocol):
-    """What actor and critic have in common: backward, step, save."""
+    """What actor and critic have in common: backward, step, save.
+
+    Attributes:
+        zero_stage: the one in effect, by which checkpoints are cut up.
+    """
+
+    zero_stage: int
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradient; `last` closes the mini-batch.
@@ -100,7 +113,7 @@ class TrainEngine(Trained, Protocol):
         """
         ...
 
-    def adapter(self) -> Adapter:
+    def adapter(self) -> AdapterSnapshot:
         """Under LoRA: A and B in full, on every rank."""
         ...
 

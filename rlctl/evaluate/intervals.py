@@ -20,7 +20,7 @@ _ALIKE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class IntervalFigure:
     """A mean over questions and its 95 % confidence interval.
 
     Attributes:
@@ -37,7 +37,7 @@ class Estimate:
     stderr: float | None = None
 
 
-def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estimate | None:
+def estimate(per_question: Sequence[float], *, is_length: bool = False) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without any.
 
     Values in [0, 1], unless they are lengths, get Wilson's interval with the effective sample size of the
@@ -50,7 +50,7 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estim
         return None
     mean = math.fsum(per_question) / count
     if count == 1:
-        return Estimate(mean, None, None, count)
+        return IntervalFigure(mean, None, None, count)
     from scipy.stats import t
 
     quantile = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1))
@@ -59,11 +59,11 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Estim
     variance = 0.0 if is_alike else deviations / (count - 1) / count
     stderr = math.sqrt(variance)
     if not is_length and min(per_question) >= 0.0 and max(per_question) <= 1.0:
-        return Estimate(mean, *_wilson(mean, variance, count, quantile), count, stderr)
+        return IntervalFigure(mean, *_wilson(mean, variance, count, quantile), count, stderr)
     if variance == 0.0:
-        return Estimate(mean, None, None, count, stderr)
+        return IntervalFigure(mean, None, None, count, stderr)
     reach = quantile * stderr
-    return Estimate(mean, mean - reach, mean + reach, count, stderr)
+    return IntervalFigure(mean, mean - reach, mean + reach, count, stderr)
 
 
 @dataclass(frozen=True, slots=True)

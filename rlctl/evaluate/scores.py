@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlctl.evaluate.intervals import Estimate, estimate
+from rlctl.evaluate.intervals import IntervalFigure, estimate
 from rlctl.evaluate.samples import EvalSample, by_question
 
 #: A response is right, for pass@k, at this reward or more.
@@ -121,12 +121,12 @@ class Score:
     num_samples: int
     num_grader_errors: int
     num_short: int
-    avg: Estimate | None
-    pass_at: dict[int, Estimate | None]
-    majority: Estimate | None
-    truncated_fraction: Estimate | None
-    mean_length: Estimate | None
-    grader_error_fraction: Estimate | None
+    avg: IntervalFigure | None
+    pass_at: dict[int, IntervalFigure | None]
+    majority: IntervalFigure | None
+    truncated_fraction: IntervalFigure | None
+    mean_length: IntervalFigure | None
+    grader_error_fraction: IntervalFigure | None
     worst_case: dict[str, float] | None = None
     best_case: dict[str, float] | None = None
 
@@ -229,7 +229,7 @@ def _assumed(question: Question, reward: float) -> Question:
     )
 
 
-def _over(per_question: Sequence[float | None]) -> Estimate | None:
+def _over(per_question: Sequence[float | None]) -> IntervalFigure | None:
     return estimate([value for value in per_question if value is not None])
 
 

@@ -23,6 +23,7 @@ from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import greedy_baseline
+from rlctl.train.saving import save_checkpoint
 from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
 from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
@@ -101,7 +102,7 @@ def train(run: Run) -> None:
         stopping = ranks.max(float(run.stop.signal_number is not None)) > 0 or bool(run.stopped_because)
         if stopping or step == run.total_steps or is_due(step, spec.trainer.save_freq):
             with saving("save_checkpoint"):
-                run.saver.save(run, step)
+                save_checkpoint(run, step)
         if stopping:
             break
 

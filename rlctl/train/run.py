@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
-    from rlctl.train.saving import Saver
     from rlctl.train.stop import StopRequest
     from rlctl.train.stream import RolloutStream
 
@@ -42,7 +41,6 @@ class Run:
     stream: RolloutStream
     tracker: Tracker
     rollout_writer: RolloutWriter | None  # rank 0 only
-    saver: Saver
     stop: StopRequest
     kl: KLController  # of the penalty in the reward, for the next batch
     total_steps: int

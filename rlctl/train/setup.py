@@ -26,7 +26,6 @@ from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import sample_batch
-from rlctl.train.saving import Saver
 from rlctl.train.stop import StopRequest
 from rlctl.train.stream import RolloutStream
 from rlctl.train.summary import past_metrics
@@ -96,9 +95,6 @@ def _build(
         stream=stream,
         tracker=tracker,
         rollout_writer=writer,
-        saver=Saver(
-            run_dir, ranks, tokenizer, writer, models.actor.zero_stage, spec.trainer.max_ckpt_to_keep
-        ),
         stop=stop,
         kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
         total_steps=total_steps,

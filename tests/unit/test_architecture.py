@@ -1,12 +1,16 @@
-"""The house is as drawn: imports point down, packages are empty, the wheel brings its presets."""
+"""The architecture is as documented: imports point down and in no circle, packages are empty, class names are
+unique, the wheel brings its presets."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +28,31 @@ def test_imports_point_down_only() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
+
+
+def test_imports_form_no_circle() -> None:
+    """Within packages too, and whether an import stands at the top, in a function or for types only."""
+    graph = grimp.build_graph("rlctl", cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    left = dict(imported)
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    # What is left imports a circle or is part of one: leave out what nothing left imports.
+    while unused := set(left) - {needed for needs in left.values() for needed in needs}:
+        for module in unused:
+            del left[module]
+    assert sorted(left) == []
+
+
+def test_a_class_name_means_one_class() -> None:
+    names = Counter(
+        name
+        for path in (ROOT / "rlctl").rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+        if not name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_packages_are_empty() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.cli.diagnose import DiagnosisFormat
+from rlctl.cli.diagnose_output import DiagnosisFormat
 from rlctl.cli.diagnose_what_if import what_if as command
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec

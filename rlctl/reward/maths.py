@@ -93,7 +93,8 @@ def answer_of(response: str) -> str | None:
             return str(answer.value)
         if answer is not None:
             return expressions.as_text(answer)
-        if place.is_whole and place.text.strip() != response.strip():  # a text that was announced
+        is_bare = place.text.strip() == response.strip() and not MATHS.fullmatch(response.strip())
+        if place.is_whole and not is_bare:  # announced, or set as mathematics
             unread = unread or _spelling(place.text)
         if place.is_marked:
             break

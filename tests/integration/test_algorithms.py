@@ -100,7 +100,9 @@ PLANS = {
     "token baseline, sapo, stale": Plan(
         "optimal_token_baseline", "sapo", False, ("rollout.staleness=2",), steps=5
     ),
-    "token baseline, reinforce": Plan("optimal_token_baseline", "reinforce", True),
+    "token baseline, reinforce": Plan(
+        "optimal_token_baseline", "reinforce", True, (*IN_LOSS, "actor.kl_loss_type=sequence")
+    ),
     "rloo, dppo, adapters, stale": Plan(
         "rloo",
         "dppo",

@@ -16,7 +16,7 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-test: setup-dev verl system check  ## Set everything up; lint, types, room boundaries, all tests
+test: setup-dev verl system check  ## Set everything up; lint, types, import directions, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work

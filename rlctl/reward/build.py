@@ -83,7 +83,7 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
         raise RunFailure(
             f"the grader failed on {num_failed:g} of {num_total:g} responses{known}",
             where="reward",
-            fix=f"mend the ground truths or the grader, or raise reward.max_error_fraction (now {limit:g})",
+            fix=f"fix the ground truths or the grader, or raise reward.max_error_fraction (now {limit:g})",
         )
 
 

@@ -71,7 +71,7 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         what = f"importing it failed: {type(error).__name__}: {error}"
-        raise UsageError(what, where=_place(error, path), fix="mend the file") from error
+        raise UsageError(what, where=_place(error, path), fix="correct the file") from error
     return module
 
 

@@ -133,5 +133,5 @@ def _failure(path: Path, error: OSError) -> RunFailure:
     return RunFailure(
         f"the metrics log cannot be written: {error.strerror or error}",
         where=str(path),
-        fix="free space or mend the permissions, then run again with --resume",
+        fix="free space or correct the permissions, then run again with --resume",
     )

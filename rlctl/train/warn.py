@@ -68,5 +68,5 @@ class Warner:
 
 def _why(metrics: dict[str, float]) -> str:
     if metrics["rollout_corr/rollout_rs_masked_fraction"] >= 1.0:
-        return "every response was rejected; widen rollout_rs_threshold or mend the mismatch"
+        return "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
     return "nothing was left after rejection, or loss or gradient was not finite"

@@ -162,11 +162,11 @@ def test_too_many_failures_are_refused_with_the_first_text():
     refuse_errors(1.0, 2.0, lambda: "boom\n", 0.5)
     refuse_errors(0.0, 0.0, str, 0.0)
     with pytest.raises(
-        RunFailure, match=r"failed on 1 of 2 responses; the first failure:\nboom \(mend"
+        RunFailure, match=r"failed on 1 of 2 responses; the first failure:\nboom \(fix"
     ) as caught:
         refuse_errors(1.0, 2.0, lambda: "boom\n", 0.4)
     assert "max_error_fraction" in caught.value.fix
-    with pytest.raises(RunFailure, match=r"failed on 3 of 4 responses \(mend"):
+    with pytest.raises(RunFailure, match=r"failed on 3 of 4 responses \(fix"):
         refuse_errors(3.0, 4.0, str, 0.4)  # they were all on another rank
 
 

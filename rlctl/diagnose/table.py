@@ -16,7 +16,20 @@ if TYPE_CHECKING:
 
 #: Stands for standard input.
 STDIN = Path("-")
-Framework = Literal["rlctl", "verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl", "unknown"]
+Framework = Literal[
+    "rlctl",
+    "verl",
+    "trl",
+    "ms-swift",
+    "llama-factory",
+    "openrlhf",
+    "slime",
+    "prime-rl",
+    "nemo-rl",
+    "skyrl",
+    "areal",
+    "unknown",
+]
 Level = Literal["token", "sequence", "geometric", "off"]
 
 
@@ -165,6 +178,23 @@ def facts_of(spec: RunSpec) -> Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedException:
+    """The exception that a log ends with: no row follows it.
+
+    Attributes:
+        text: type and message as printed, one line: `ValueError: …`.
+        where: the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none.
+        line: its line in the log, from 1.
+        step: the last one logged before it; None if there is none.
+    """
+
+    text: str
+    where: str
+    line: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunLog:
     """What is diagnosed.
 
@@ -176,6 +206,10 @@ class RunLog:
         framework: what wrote the log.
         origins: canonical metric → what the log called it, for every column.
         facts: what is known of the run; rules read these and the columns, never the framework's name.
+        fact_origins: fact → where it comes from, one clause: `the configuration in the log`, …; for every
+            fact that is known.
+        exception: what the log ends with, if that is an exception.
+        unread: names of numbers in the log that stand for no known metric, sorted.
     """
 
     path: Path
@@ -185,6 +219,9 @@ class RunLog:
     framework: Framework = "rlctl"
     origins: Mapping[str, MetricOrigin] = field(default_factory=dict)
     facts: Facts = Facts()
+    fact_origins: Mapping[str, str] = field(default_factory=dict)
+    exception: LoggedException | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def gap_is_mismatch(self) -> bool:

@@ -21,6 +21,7 @@ from rlctl.reward.build import refuse_errors
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
+from rlctl.train.notices import Notices, step_warnings
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import greedy_baseline
 from rlctl.train.saving import save_checkpoint
@@ -32,7 +33,6 @@ from rlctl.train.timing import StepTimer
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
-from rlctl.train.warn import Warner
 
 if TYPE_CHECKING:
     from rlctl.batch import ScoredBatch, TrainBatch
@@ -46,7 +46,7 @@ def train(run: Run) -> None:
     spec, ranks, algorithm = run.spec, run.ranks, run.spec.algorithm
     guardrails, critic_settings = Guardrails(run, UpdateSettings.of(spec)), CriticSettings.of(spec)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
-    warner, saving = Warner(run.tracker.note), StepTimer(ranks.device)
+    warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
         log(run, 0, validate(run, 0))
 
@@ -80,7 +80,8 @@ def train(run: Run) -> None:
                     guardrails.settings,
                     lr_at,
                     run.policy_version,
-                    guard=guardrails.updates,
+                    guard=guardrails.spec,
+                    lr_scale=guardrails.lr_scale,
                     hold=hold,
                 )
             run.policy_version += outcome.num_updates
@@ -89,12 +90,19 @@ def train(run: Run) -> None:
         dump(run, step, scored, outcome)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        warner.observe(step, metrics, outcome.nonfinite, rewards.timeouts)
+        for kind, text in step_warnings(step, metrics, outcome.nonfinite, rewards.timeouts):
+            warnings.doubling(kind, text)
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, ranks) | saving.metrics()
-        metrics |= guardrails.observe(step, metrics, outcome.decisions)
+        metrics |= guardrails.observe(
+            step,
+            metrics,
+            num_updates=outcome.num_updates,
+            decisions=outcome.decisions,
+            lr_scale=outcome.lr_scale,
+        )
         # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
         # seconds of saving stand in the next line.
         log(run, step, metrics)

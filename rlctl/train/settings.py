@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from rlctl.algos.aggregate import AggMode
-from rlctl.algos.rules import CorrectionRules, LossRule
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.tighten import tighter_criterion, tighter_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,26 @@ class CriticSettings:
             micro_rows=spec.critic_micro_batch_size,
             micro_tokens=spec.critic_max_token_len,
         )
+
+
+def tighter_weight(rule: WeightRule) -> WeightRule:
+    """Bounds half as far from ρ = 1 in log ρ: [lower, upper] becomes [√lower, √upper]."""
+    return replace(rule, lower=math.sqrt(rule.lower), upper=math.sqrt(rule.upper))
+
+
+def tighter_criterion(rule: RejectRule) -> RejectRule:
+    """The same criterion with the band of ρ that it accepts half as wide in log ρ.
+
+    k3 = ρ − 1 − log ρ is not symmetric: its upper side is halved exactly, the lower side follows.
+    """
+    if rule.statistic == "ratio":
+        lower, upper = (None if bound is None else math.sqrt(bound) for bound in (rule.lower, rule.upper))
+    elif rule.statistic == "k1":
+        lower, upper = (None if bound is None else bound / 2 for bound in (rule.lower, rule.upper))
+    elif rule.statistic == "k2":
+        lower, upper = rule.lower, None if rule.upper is None else rule.upper / 4
+    else:
+        _, highest = rule.band()
+        upper = rule.upper if math.isinf(highest) else math.sqrt(highest) - 1 - math.log(highest) / 2
+        lower = rule.lower
+    return replace(rule, lower=lower, upper=upper)

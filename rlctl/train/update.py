@@ -1,21 +1,21 @@
 """One batch's optimizer steps: correction → loss → backward → step, per mini-batch.
 
-The only fork between the modes is which policy the correction compares with the rollout's:
+A mini-batch is one optimizer step however it is cut into micro-batches and ranks. Which policy the correction
+compares with the rollout policy, and what the loss needs of the whole mini-batch, decide its strategy:
 
-- decoupled: π_old, known before the first step, so weights and `keep_mask` are fixed for all epochs;
-- bypass: π_θ itself, so they are computed anew in every mini-batch.
-
-A mini-batch is one optimizer step however it is cut into micro-batches and ranks. Its counts of
-tokens and sequences are known beforehand. Its mean weight and number of survivors depend on π_θ in
-bypass mode: with one micro-batch per rank they come from the forward pass that is needed anyway,
-with several from one more pass without gradient (`_batch_normalizers`).
+- `FixedCorrection`: of π_old (decoupled mode), computed before the first step, the same in every epoch;
+- `OnePass`: of π_θ (bypass mode), with one micro-batch: its only pass gives the correction, then the loss;
+- `TwoPasses`: of π_θ, where the loss needs the mean weight or the survivors of all micro-batches: they first
+  go through a pass without gradient;
+- `PerMicroBatch`: of π_θ, where the loss needs counts only, known beforehand: each micro-batch by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,17 +26,16 @@ from rlctl.algos.aggregate import Denominators
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
-from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.train.guardrail_decisions import UpdateDecision, decide_update, observe_update
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
-from rlctl.train.update_guard import UpdateDecision, UpdateGuard
 
 if TYPE_CHECKING:
     from rlctl.batch import Rows
@@ -55,7 +54,8 @@ class Updated:
             and no weight is applied.
         keep_mask: (B, T) bool, of the last pass.
         nonfinite: (B,) bool, rows with a NaN or infinite log-prob, of any policy and in any pass.
-        decisions: the guardrails', one per optimizer step that was to be taken.
+        decisions: the guardrails', one per update that they checked.
+        lr_scale: factor from which the guardrails let the next update start.
     """
 
     metrics: dict[str, float]
@@ -65,9 +65,7 @@ class Updated:
     keep_mask: Tensor
     nonfinite: Tensor
     decisions: list[UpdateDecision]
-
-
-CheckUpdate = Callable[[CorrectionSums[float], CorrectionRules], UpdateDecision]
+    lr_scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,8 @@ class _MiniResult:
     factor: float
     grad_norm: float
     lr: float
-    skipped: bool
-    decision: UpdateDecision
+    could_not_step: bool
+    decision: UpdateDecision | None
 
 
 def update(
@@ -89,7 +87,8 @@ def update(
     lr_at: Callable[[int], float],
     first_update: int,
     *,
-    guard: UpdateGuard | None = None,
+    guard: GuardrailsSpec | None = None,
+    lr_scale: float = 1.0,
     hold: bool = False,
 ) -> Updated:
     """Take every optimizer step of one batch.
@@ -98,148 +97,238 @@ def update(
         batch: this rank's rows, mini-batches in order.
         lr_at: learning rate by the number of the optimizer update.
         first_update: number of the first one here.
-        guard: checks every step before it is taken.
+        guard: checks every step before it is taken; None: nothing does.
+        lr_scale: factor that the guardrails left for the first update.
         hold: measure everything, change nothing (while a critic warms up).
 
     Raises:
         RunFailure: too many sequences have non-finite log-probs.
     """
+    guard = guard or GuardrailsSpec(mode="off")
     dumped = RolloutDump.like(batch)
-    fixed = None
-    if not settings.bypass:
-        fixed = [_correct(part, part.old_log_probs, settings) for part in batch.split(settings.mini_rows)]
-    check_update = (guard or UpdateGuard(GuardrailsSpec(mode="off"))).check_update
+    parts = batch.split(settings.mini_rows)
+    fixed = [] if settings.bypass else [_correct(part, part.old_log_probs, settings) for part in parts]
     results: list[_MiniResult] = []
     for _ in range(settings.ppo_epochs):
-        for place, mini in enumerate(batch.split(settings.mini_rows)):
-            fixed_correction = fixed[place] if fixed else None
-            dumped_rows = dumped.rows(place * settings.mini_rows, len(mini))
+        for place, part in enumerate(parts):
+            mini = MiniBatch.of(part, actor, ranks, settings)
+            strategy = strategy_of(mini, fixed[place] if fixed else None)
+            dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
             lr = lr_at(first_update + len(results))
-            results.append(
-                _mini_batch(
-                    mini, actor, ranks, settings, fixed_correction, lr, dumped_rows, check_update, hold=hold
-                )
-            )
+            result = _step(mini, strategy, actor, lr, dumped_rows, guard, lr_scale, hold=hold)
+            lr_scale = lr_scale if result.decision is None else result.decision.next_scale
+            results.append(result)
     distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, distinct, settings)
     # Each sequence once, however often a row is passed.
     [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
-    decisions = [] if hold else [result.decision for result in results]
     return Updated(
-        metrics,
-        len(decisions),
-        dumped.log_probs,
-        dumped.weights,
-        dumped.keep_mask,
-        dumped.nonfinite,
-        decisions,
+        metrics=metrics,
+        num_updates=0 if hold else len(results),
+        training_log_probs=dumped.log_probs,
+        weights=dumped.weights,
+        keep_mask=dumped.keep_mask,
+        nonfinite=dumped.nonfinite,
+        decisions=[result.decision for result in results if result.decision is not None],
+        lr_scale=lr_scale,
     )
 
 
-def _mini_batch(
-    mini: TrainBatch,
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer step's rows, and how they are run.
+
+    Attributes:
+        batch: all rows of this rank.
+        places: the rows of each micro-batch.
+        policy: the trained policy's forward pass.
+    """
+
+    batch: TrainBatch
+    places: list[Rows]
+    policy: Callable[[TrainBatch], PolicyOutput]
+    ranks: Ranks
+    settings: UpdateSettings
+
+    @classmethod
+    def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
+        """Cut `batch` into micro-batches (all ranks call this)."""
+        places = micro_batches(batch, settings.micro_rows, settings.micro_tokens, ranks)
+        policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
+        return cls(batch, places, policy, ranks, settings)
+
+    def micros(self) -> Iterator[tuple[Rows, TrainBatch]]:
+        """The rows of each micro-batch, and the micro-batch."""
+        return ((rows, self.batch.pick(rows)) for rows in self.places)
+
+    def corrected(self, outputs: Sequence[PolicyOutput]) -> Correction:
+        """The correction of all rows by π_θ's log-probs, given by micro-batch."""
+        log_probs = in_batch_order([output.log_probs for output in outputs], self.places)
+        return _correct(self.batch, log_probs, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch after its forward pass with gradient."""
+
+    rows: Rows
+    micro: TrainBatch
+    output: PolicyOutput
+    correction: Correction
+
+
+class Strategy(ABC):
+    """Where a mini-batch's correction comes from, and when.
+
+    Attributes:
+        normalizers: denominators and weight factor of the whole mini-batch.
+    """
+
+    normalizers: BatchNormalizers
+
+    @abstractmethod
+    def passes(self) -> Iterator[Pass]:
+        """One forward pass with gradient per micro-batch, each run when it is asked for."""
+
+    @abstractmethod
+    def sums(self) -> CorrectionSums[float]:
+        """The correction's sums over all ranks, after all passes."""
+
+
+class FixedCorrection(Strategy):
+    """The correction of the whole mini-batch is known before the passes with gradient."""
+
+    def __init__(self, mini: MiniBatch, correction: Correction) -> None:
+        self._mini, self._correction = mini, correction
+        sums, settings = mini.ranks.to_host(correction.sums), mini.settings
+        self._sums = sums
+        after = settings.rules.loss_denominator == "after_rejection"
+        counts = (sums.kept_tokens, sums.kept_sequences) if after else (sums.tokens, sums.sequences)
+        factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor)
+
+    def passes(self) -> Iterator[Pass]:
+        """See `Strategy.passes`."""
+        whole = self._correction
+        for rows, micro in self._mini.micros():
+            weights = None if whole.weights is None else whole.weights[rows]
+            part = replace(
+                whole, weights=weights, keep_mask=whole.keep_mask[rows], nonfinite=whole.nonfinite[rows]
+            )
+            yield Pass(rows, micro, self._output(micro), part)
+
+    def _output(self, micro: TrainBatch) -> PolicyOutput:
+        return self._mini.policy(micro)
+
+    def sums(self) -> CorrectionSums[float]:
+        """See `Strategy.sums`."""
+        return self._sums
+
+
+class OnePass(FixedCorrection):
+    """The only micro-batch's only pass gives the correction, and then the loss."""
+
+    def __init__(self, mini: MiniBatch) -> None:
+        [(_, micro)] = mini.micros()
+        self._only = mini.policy(micro)
+        super().__init__(mini, mini.corrected([self._only]))
+
+    def _output(self, micro: TrainBatch) -> PolicyOutput:
+        return self._only
+
+
+class TwoPasses(FixedCorrection):
+    """A pass without gradient over all micro-batches gives the correction."""
+
+    def __init__(self, mini: MiniBatch) -> None:
+        with torch.no_grad():
+            outputs = [mini.policy(micro) for _, micro in mini.micros()]
+        super().__init__(mini, mini.corrected(outputs))
+
+
+class PerMicroBatch(Strategy):
+    """Each micro-batch is corrected by its own pass."""
+
+    def __init__(self, mini: MiniBatch) -> None:
+        self._mini = mini
+        self._parts: list[CorrectionSums[Tensor]] = []
+        mask = mini.batch.valid_mask
+        counts = mini.ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor=1.0)
+
+    def passes(self) -> Iterator[Pass]:
+        """See `Strategy.passes`."""
+        for rows, micro in self._mini.micros():
+            output = self._mini.policy(micro)
+            correction = _correct(micro, output.log_probs.detach(), self._mini.settings)
+            self._parts.append(correction.sums)
+            yield Pass(rows, micro, output, correction)
+
+    def sums(self) -> CorrectionSums[float]:
+        """See `Strategy.sums`."""
+        return self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
+
+
+def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
+    """The cheapest strategy that knows all that the loss needs; the same on every rank.
+
+    Args:
+        mini: the mini-batch.
+        of_old_policy: its correction by π_old in decoupled mode; None in bypass mode.
+    """
+    if of_old_policy is not None:
+        return FixedCorrection(mini, of_old_policy)
+    if len(mini.places) == 1:
+        return OnePass(mini)
+    return TwoPasses(mini) if mini.settings.needs_batch_statistics else PerMicroBatch(mini)
+
+
+def _step(
+    mini: MiniBatch,
+    strategy: Strategy,
     actor: TrainEngine,
-    ranks: Ranks,
-    settings: UpdateSettings,
-    fixed_correction: Correction | None,
     lr: float,
     dumped: RolloutDump,
-    check_update: CheckUpdate,
+    guard: GuardrailsSpec,
+    lr_scale: float,
     *,
     hold: bool,
 ) -> _MiniResult:
     """One optimizer step, or with `hold` all of it but the step."""
-    places = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
-    micros = [mini.pick(rows) for rows in places]
-    policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
-    first = _first_pass(micros, policy, settings, is_fixed=fixed_correction is not None)
-    correction_of_all = fixed_correction
-    if correction_of_all is None and first is not None:
-        log_probs = in_batch_order([output.log_probs for output in first], places)
-        correction_of_all = _correct(mini, log_probs, settings)
-    sums = None if correction_of_all is None else ranks.to_host(correction_of_all.sums)
-    normalizers = _batch_normalizers(mini, ranks, sums, settings)
-
-    parts: list[CorrectionSums[Tensor]] = []
+    settings, normalizers = mini.settings, strategy.normalizers
     stats: list[MetricSums[Tensor]] = []
-    for index, (rows, micro) in enumerate(zip(places, micros, strict=True)):
-        output = first[0] if first is not None and len(micros) == 1 else policy(micro)
-        if correction_of_all is None:
-            correction = _correct(micro, output.log_probs.detach(), settings)
-            parts.append(correction.sums)
-        else:
-            correction = _rows_of(correction_of_all, rows)
-        loss, stat = actor_loss(micro, output, correction, normalizers, settings)
-        actor.backward(loss, last=index == len(micros) - 1)
+    for done in strategy.passes():
+        loss, stat = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
         stats.append(stat)
-        dumped.write(rows, micro, output, correction, settings, normalizers.factor)
+        actor.backward(loss, last=len(stats) == len(mini.places))
+        dumped.write(done, settings, normalizers.factor)
 
-    sums = sums or ranks.to_host(CorrectionSums.merged(parts))
-    losses = ranks.to_host(MetricSums.merged(stats))
+    sums, losses = strategy.sums(), mini.ranks.to_host(MetricSums.merged(stats))
     _refuse_nonfinite(sums, losses, settings)
-    skip = hold or sums.kept_tokens == 0 or not math.isfinite(losses.sums["loss"])
-    decision = UpdateDecision() if skip else check_update(sums, settings.rules)
-    lr *= decision.lr_scale
-    result = actor.step(lr=lr, skip=skip or decision.skip)
+    is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
+    decision = None
+    if is_possible and not hold and guard.mode != "off":
+        observed = observe_update(sums, settings.rules)
+        decision = None if observed is None else decide_update(observed, lr_scale, guard)
+    lr *= decision.lr_scale if decision else 1.0
+    is_withheld = hold or (decision is not None and decision.skip)
+    result = actor.step(lr=lr, skip=is_withheld or not is_possible)
     factor = normalization_factor(sums, settings.rules)
-    logged = normalized(sums, factor, settings.rules)
-    skipped = not (result.applied or decision.skip or hold)
-    return _MiniResult(logged, losses, factor, result.grad_norm, lr, skipped, decision)
-
-
-def _first_pass(
-    micros: list[TrainBatch],
-    policy: Callable[[TrainBatch], PolicyOutput],
-    settings: UpdateSettings,
-    *,
-    is_fixed: bool,
-) -> list[PolicyOutput] | None:
-    """π_θ's log-probs ahead of the loss, if they must or may as well be known.
-
-    One micro-batch: its only forward pass, with gradient, is used for the loss as well. Several: a
-    pass without gradient, only if the loss needs figures of all of them.
-    """
-    if is_fixed:
-        return None
-    if len(micros) == 1:
-        return [policy(micros[0])]
-    if settings.needs_batch_statistics:
-        with torch.no_grad():
-            return [policy(micro) for micro in micros]
-    return None
-
-
-def _batch_normalizers(
-    mini: TrainBatch, ranks: Ranks, sums: CorrectionSums[float] | None, settings: UpdateSettings
-) -> BatchNormalizers:
-    """Denominators and weight factor of the whole mini-batch."""
-    after = settings.rules.loss_denominator == "after_rejection"
-    if sums is not None:
-        counts = [sums.kept_tokens, sums.kept_sequences] if after else [sums.tokens, sums.sequences]
-    else:
-        mask = mini.valid_mask
-        counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
-    factor = 1.0
-    if sums is not None and settings.weights_are_applied:
-        factor = normalization_factor(sums, settings.rules)
-    return BatchNormalizers(Denominators(*counts), factor)
+    return _MiniResult(
+        correction=normalized(sums, factor, settings.rules),
+        stats=losses,
+        factor=factor,
+        grad_norm=result.grad_norm,
+        lr=lr,
+        could_not_step=not (result.applied or is_withheld),
+        decision=decision,
+    )
 
 
 def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
     return correct(
         log_probs, part.rollout_log_probs, part.valid_mask, settings.rules, advantages=part.advantages
-    )
-
-
-def _rows_of(correction: Correction, rows: Rows) -> Correction:
-    """The rows of one micro-batch; the sums stay those of the whole."""
-    weights = correction.weights
-    return Correction(
-        weights=None if weights is None else weights[rows],
-        keep_mask=correction.keep_mask[rows],
-        nonfinite=correction.nonfinite[rows],
-        sums=correction.sums,
     )
 
 
@@ -277,16 +366,9 @@ class RolloutDump:
             self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
         )
 
-    def write(
-        self,
-        rows: Rows,
-        micro: TrainBatch,
-        output: PolicyOutput,
-        correction: Correction,
-        settings: UpdateSettings,
-        factor: float,
-    ) -> None:
+    def write(self, done: Pass, settings: UpdateSettings, factor: float) -> None:
         """Store one micro-batch. A loss that weights are not applied to multiplies what is kept by 1."""
+        rows, micro, output, correction = done.rows, done.micro, done.output, done.correction
         self.log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
         weights = correction.weights if settings.weights_are_applied else None
         self.weights[rows] = correction.keep_mask.float() if weights is None else weights / factor
@@ -311,7 +393,7 @@ def _metrics(
         metrics["actor/kl_loss"] = stats.sums["kl_loss"] / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef
     return metrics | {
-        "rollout_corr/skipped_updates": float(sum(result.skipped for result in results)),
+        "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
         "actor/pg_loss": stats.sums["pg_loss"] / count,
         "actor/pg_clipfrac": stats.per("clipped", "tokens"),
         "actor/pg_clipfrac_lower": stats.per("clipped_lower", "tokens"),

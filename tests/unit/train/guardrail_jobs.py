@@ -13,7 +13,6 @@ from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
-from rlctl.train.update_guard import UpdateGuard
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.unit.train.updates import BYPASS, REINFORCE, ROWS, batch_of, select, settings_of
 
@@ -51,11 +50,12 @@ def skipping(ranks: Ranks, micro: int):
     ]
     correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}
     settings = settings_of(correction, mini_rows=share, micro_rows=micro)
-    guard = UpdateGuard(GuardrailsSpec(mode="act", on_low_ess="warn"))
+    guard = GuardrailsSpec(mode="act", on_low_ess="warn")
     guarded, spared = engine_of(ranks), engine_of(ranks)
-    decisions, skipped_updates = [], 0.0
+    decisions, skipped_updates, scale = [], 0.0, 1.0
     for number, part in enumerate(parts):
-        outcome = update(part, guarded, ranks, settings, lambda _: 1e-3, number, guard=guard)
+        outcome = update(part, guarded, ranks, settings, lambda _: 1e-3, number, guard=guard, lr_scale=scale)
+        scale = outcome.lr_scale
         decisions += outcome.decisions
         skipped_updates += outcome.metrics["rollout_corr/skipped_updates"]
     for number, (part, decision) in enumerate(zip(parts, decisions, strict=True)):
@@ -92,9 +92,9 @@ def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str,
     """Decisions step by step; only the main rank has the history."""
     run = run_of(ranks, "trainer.guardrails.mode=act", history=history if ranks.is_main else [])
     guardrails = guardrails_of(run)
-    decided = [(guardrails.is_tight, guardrails.updates.scale)]
+    decided = [(guardrails.is_tight, guardrails.lr_scale)]
     for row in rows:
         metrics = row if ranks.is_main else {"rollout_corr/rollout_is_raw_eff_sample_size": 1.0}
-        guardrails.observe(int(row["step"]), metrics, ())
+        guardrails.observe(int(row["step"]), metrics, num_updates=0, decisions=(), lr_scale=1.0)
         decided.append((guardrails.is_tight, run.stopped_because))
     return decided

@@ -22,10 +22,20 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.resolve import correction_rules
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train import guardrails as module
+from rlctl.train.guardrail_decisions import (
+    DRIFT_LIMIT,
+    ESS_FLOOR,
+    FATAL,
+    LEAST_SCALE,
+    BatchDecision,
+    BatchObservation,
+    UpdateDecision,
+    decide_batch,
+    decide_update,
+    observe_update,
+)
 from rlctl.train.resume import refuse_unsafe
-from rlctl.train.settings import UpdateSettings
-from rlctl.train.tighten import tighter_criterion, tighter_weight
-from rlctl.train.update_guard import DRIFT_LIMIT, ESS_FLOOR, LEAST_SCALE, UpdateDecision, UpdateGuard
+from rlctl.train.settings import UpdateSettings, tighter_criterion, tighter_weight
 from tests.processes import on_ranks
 from tests.unit.diagnose.logs import healthy_rows
 from tests.unit.train.guardrail_jobs import FAR, deciding, guardrails_of, run_of, skipping
@@ -46,8 +56,9 @@ def sums(log_ratios, level="sequence"):
     return correct(rollout + log_ratio, rollout, mask, RULES_OF[level]).sums.to_host(), RULES_OF[level]
 
 
-def check_update(log_ratios, level="sequence", **spec) -> UpdateDecision:
-    return UpdateGuard(GuardrailsSpec(**{"mode": "act", **spec})).check_update(*sums(log_ratios, level))
+def check_update(log_ratios, level="sequence", scale=1.0, **spec) -> UpdateDecision:
+    observed = observe_update(*sums(log_ratios, level))
+    return decide_update(observed, scale, GuardrailsSpec(**{"mode": "act", **spec}))
 
 
 def kish(weights: list[float]) -> float:
@@ -91,7 +102,7 @@ def test_the_rate_follows_the_ess_of_weights_that_are_all_tiny() -> None:
 
 def test_a_policy_far_from_its_samples_is_not_moved() -> None:
     assert check_update(FAR_AWAY) == UpdateDecision(
-        pytest.approx(1.0), pytest.approx(0.4), has_drifted=True, skip=True
+        pytest.approx(1.0), pytest.approx(0.4), has_drifted=True, skip=True, next_scale=0.5
     )
     assert not check_update([[0.9 * DRIFT_LIMIT]] * 3).skip
     assert check_update([[-1.1 * DRIFT_LIMIT]] * 3).skip
@@ -100,31 +111,31 @@ def test_a_policy_far_from_its_samples_is_not_moved() -> None:
 @pytest.mark.parametrize("log_ratios", [LOPSIDED, FAR_AWAY])
 @pytest.mark.parametrize("spec", [{"mode": "warn"}, {"on_low_ess": "warn", "on_drift": "warn"}])
 def test_warning_changes_nothing(log_ratios, spec) -> None:
-    guard = UpdateGuard(GuardrailsSpec(**{"mode": "act", **spec}))
-    decision = guard.check_update(*sums(log_ratios))
+    decision = check_update(log_ratios, **spec)
     assert decision.is_low or decision.has_drifted
-    assert (decision.lr_scale, decision.skip, guard.scale) == (1.0, False, 1.0)
+    assert (decision.lr_scale, decision.skip, decision.next_scale) == (1.0, False, 1.0)
 
 
-def test_off_and_empty_mini_batches_are_let_pass() -> None:
-    assert check_update(LOPSIDED, mode="off") == UpdateDecision()
-    assert check_update([[math.nan], [math.nan]]) == UpdateDecision()
+def test_a_mini_batch_without_finite_tokens_is_not_observed() -> None:
+    assert observe_update(*sums([[math.nan], [math.nan]])) is None
     assert check_update(LOPSIDED, on_low_ess="skip_step").skip
 
 
 def test_the_rate_stays_halved_until_a_window_of_updates_was_well() -> None:
-    guard = UpdateGuard(GuardrailsSpec(mode="act"))
-    guard.check_update(*sums(FAR_AWAY))
-    assert guard.scale == 0.5
-    scales = [guard.check_update(*sums(WELL)).lr_scale for _ in range(WINDOW + 1)]
+    scale, scales = check_update(FAR_AWAY).next_scale, []
+    assert scale == 0.5
+    for _ in range(WINDOW + 1):
+        decision = check_update(WELL, scale=scale)
+        scale = decision.next_scale
+        scales.append(decision.lr_scale)
     assert scales[0] == 0.5
     assert scales == sorted(scales)
     assert scales[-2] < 1.0
     assert scales[-1] == pytest.approx(1.0)
     for _ in range(20):
-        guard.check_update(*sums(FAR_AWAY))
-    assert guard.scale == LEAST_SCALE
-    assert guard.check_update(*sums(LOPSIDED)).lr_scale < LEAST_SCALE
+        scale = check_update(FAR_AWAY, scale=scale).next_scale
+    assert scale == LEAST_SCALE
+    assert check_update(LOPSIDED, scale=scale).lr_scale < LEAST_SCALE
 
 
 @pytest.mark.slow
@@ -210,13 +221,21 @@ def rows_with(count: int, seed: int = 0, **columns):
     return [{key: value for key, value in row.items() if key != "timestamp"} for row in rows]
 
 
+def observed(guardrails, row, decisions):
+    """The guardrails' metrics of a step that made these decisions."""
+    scale = decisions[-1].next_scale if decisions else guardrails.lr_scale
+    return guardrails.observe(
+        row["step"], row, num_updates=len(decisions), decisions=decisions, lr_scale=scale
+    )
+
+
 def followed(rows, *overrides, decisions=(WELL_VERDICT, WELL_VERDICT), history=()):
     """(guardrails, run, notes, metrics by step) after these steps, or until it stops."""
     notes: list[str] = []
     run = run_of(alone(), f"{G}mode=act", *overrides, history=history, notes=notes)
     guardrails, logged = guardrails_of(run), []
     for row in rows:
-        logged.append(guardrails.observe(row["step"], row, decisions))
+        logged.append(observed(guardrails, row, decisions))
         if run.stopped_because:
             break
     return guardrails, run, notes, logged
@@ -347,7 +366,7 @@ def test_a_fault_in_a_rule_does_not_end_the_run(monkeypatch) -> None:
 
 
 def test_fatal_rules_exist() -> None:
-    assert {rule.name for rule in RULES} >= module.FATAL
+    assert {rule.name for rule in RULES} >= FATAL
 
 
 def wild_rows(seed: int, count: int = 45):
@@ -375,9 +394,9 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
     def follow(guardrails, part):
         found = []
         for row in part:
-            decision = guardrails.updates.check_update(*sums(judged[row["step"]]))
-            own = guardrails.observe(row["step"], row, (decision,))
-            found.append({**row, **own})
+            update = observe_update(*sums(judged[row["step"]]))
+            decision = decide_update(update, guardrails.lr_scale, guardrails.spec)
+            found.append({**row, **observed(guardrails, row, (decision,))})
         return found
 
     whole = follow(guardrails_of(run_of(alone(), f"{G}mode=act")), rows)
@@ -399,8 +418,8 @@ def test_a_resumed_run_decides_as_the_whole_one(seed) -> None:
 def test_the_factor_on_the_rate_is_carried_on_where_it_is_used(mode, logged, carried) -> None:
     history = [{**row, **logged} for row in rows_with(3)]
     guardrails, _, _, own = followed(rows_with(4)[3:], f"{G}mode={mode}", decisions=(), history=history)
-    assert guardrails.updates.scale == own[0]["guardrails/lr_scale"] == carried
-    assert guardrails_of(run_of(alone(), f"{G}mode={mode}")).updates.scale == 1.0
+    assert guardrails.lr_scale == own[0]["guardrails/lr_scale"] == carried
+    assert guardrails_of(run_of(alone(), f"{G}mode={mode}")).lr_scale == 1.0
 
 
 @pytest.mark.slow
@@ -411,6 +430,29 @@ def test_every_rank_does_what_the_main_one_decides(tmp_path) -> None:
     assert main == other
     assert any(tight for tight, _ in main[1:])
     assert any(reason for _, reason in main[1:])
+
+
+@pytest.mark.parametrize("mode", ["warn", "act"])
+def test_a_batch_is_decided_from_its_observation_alone(mode) -> None:
+    """No log, no ranks: what is observed is all there is; deciding twice gives the same."""
+    spec = GuardrailsSpec(mode=mode)
+    heavy = BatchObservation(7, tail_is_heavy=True)
+    decision = decide_batch(heavy, spec, can_tighten=True)
+    assert decision == decide_batch(heavy, spec, can_tighten=True)
+    assert decision.tighten == (mode == "act")
+    assert not decide_batch(heavy, spec, can_tighten=False).tighten
+    assert [kind for kind, _ in decision.notices] == ["tail"]
+    idle = decide_batch(BatchObservation(7, is_idle=True), spec, can_tighten=True)
+    assert bool(idle.stop_reason) == (mode == "act")
+    assert [kind for kind, _ in idle.notices] == ["collapse"]
+    assert decide_batch(BatchObservation(7), spec, can_tighten=True) == BatchDecision()
+
+
+def test_updates_are_counted_not_decisions() -> None:
+    """Two updates that could not be checked are two updates all the same."""
+    guardrails = guardrails_of(run_of(alone(), f"{G}mode=act"))
+    logged = guardrails.observe(1, rows_with(1)[0], num_updates=2, decisions=(), lr_scale=1.0)
+    assert logged["guardrails/updates"] == 2.0
 
 
 # --- the spec ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from rlctl.errors import RunFailure
 from rlctl.spec.trainer import GuardrailsSpec
 from rlctl.train.update import update
-from rlctl.train.update_guard import UpdateGuard
 from tests.models import naive_log_probs, replaced, tiny_model
 from tests.reference.correction import reference
 from tests.unit.train.slow import slow_loss
@@ -165,7 +164,7 @@ def test_a_guard_scales_the_rate_of_a_step_or_withholds_it() -> None:
     for action in ("warn", "scale_lr", "skip_step"):
         engine = PlainEngine(tiny_model())
         before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-        guard = UpdateGuard(GuardrailsSpec(mode="act", ess_floor=0.999, on_low_ess=action, on_drift="warn"))
+        guard = GuardrailsSpec(mode="act", ess_floor=0.999, on_low_ess=action, on_drift="warn")
         batch, settings = batch_of(tiny_model()), settings_of(correction)
         outcome = update(batch, engine, alone(), settings, lambda _: LR, 0, guard=guard)
         ess = outcome.metrics["rollout_corr/rollout_is_raw_eff_sample_size"]

@@ -1,0 +1,215 @@
+"""What the guardrails decide: pure functions from observations to decisions.
+
+Observations come from `rlctl.train.guardrails` (of a batch) and `rlctl.train.update` (of one update); both
+carry the decisions out. Nothing here reads a log, talks to other ranks or changes anything.
+
+An update that is scaled or withheld also halves the learning rate of those after it: the next batch starts
+with a step as large as the one before. `WINDOW` updates without an alarm undo one halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlctl.algos.correction_records import CorrectionSums
+from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.statistics import correction_metrics
+from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
+
+if TYPE_CHECKING:
+    from rlctl.diagnose.finding import Finding
+    from rlctl.spec.trainer import GuardrailsSpec
+
+#: |KL| in nats per token, and raw effective sample size, where diagnosis raises its gravest alarm.
+DRIFT_LIMIT = KL.tiers[-1][1]
+ESS_FLOOR = RAW_ESS.tiers[-1][1]
+#: Past alarms never scale the learning rate below this: a gap of another cause would stop the run.
+LEAST_SCALE = 1 / 16
+#: Rules whose critical finding, while it lasts, means that the run no longer learns.
+FATAL = frozenset({"zero-reward", "gibberish"})
+
+_ACTIONS = {
+    "scale_lr": "scaled its learning rate by ESS / floor, and halved the rate after it",
+    "skip_step": "withheld the update, and halved the learning rate after it",
+    "tighten": "halved the bounds in log ρ until it recovers",
+    "checkpoint_and_stop": "saved and stopped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateObservation:
+    """One mini-batch before its optimizer step, over all ranks.
+
+    Attributes:
+        ess: raw effective sample size, in [0, 1].
+        drift: |KL| of the trained policy from the sampling policy, nats per token. In decoupled mode π_old is
+            the trained policy: PPO's clip bounds how far π_θ leaves π_old, and PPO is meant to leave it.
+    """
+
+    ess: float
+    drift: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDecision:
+    """What is done with one update.
+
+    Attributes:
+        ess, drift: as observed.
+        is_low: `ess` is below its floor.
+        has_drifted: `drift` is above its limit.
+        lr_scale: factor of this update's learning rate.
+        skip: withhold the update.
+        next_scale: factor from which the next update starts.
+    """
+
+    ess: float = 1.0
+    drift: float = 0.0
+    is_low: bool = False
+    has_drifted: bool = False
+    lr_scale: float = 1.0
+    skip: bool = False
+    next_scale: float = 1.0
+
+    @property
+    def changes_update(self) -> bool:
+        """Whether the update is not the one that it would be without guardrails."""
+        return self.skip or self.lr_scale < 1.0
+
+
+def observe_update(correction: CorrectionSums[float], rules: CorrectionRules) -> UpdateObservation | None:
+    """What the correction's sums say of one mini-batch; None: it has no finite token.
+
+    Args:
+        correction: sums of the whole mini-batch over all ranks, so that every rank observes the same.
+        rules: by which they were made.
+    """
+    if not correction.finite_tokens:
+        return None
+    measured = correction_metrics(correction, rules)
+    return UpdateObservation(measured[RAW_ESS.key], abs(measured[KL.key]))
+
+
+def decide_update(observed: UpdateObservation, scale: float, spec: GuardrailsSpec) -> UpdateDecision:
+    """Decide about one update.
+
+    Args:
+        observed: its mini-batch.
+        scale: `next_scale` of the update before; 1 at the start.
+        spec: the guardrails' settings.
+    """
+    ess, drift = observed.ess, observed.drift
+    floor = ess_floor(spec)
+    is_low, has_drifted = ess < floor, drift > DRIFT_LIMIT
+    if spec.mode != "act":
+        return UpdateDecision(ess, drift, is_low, has_drifted, next_scale=scale)
+    actions = {spec.on_low_ess} if is_low else set()
+    actions |= {spec.on_drift} if has_drifted else set()
+    if actions - {"warn"}:
+        next_scale = max(scale / 2.0, LEAST_SCALE)
+    else:
+        next_scale = min(scale * 2.0 ** (1.0 / WINDOW), 1.0)
+    lr_scale = scale * (ess / floor if "scale_lr" in actions else 1.0)
+    return UpdateDecision(ess, drift, is_low, has_drifted, lr_scale, "skip_step" in actions, next_scale)
+
+
+def ess_floor(spec: GuardrailsSpec) -> float:
+    """Raw effective sample size below which an update is far off-policy."""
+    return ESS_FLOOR if spec.ess_floor is None else spec.ess_floor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchObservation:
+    """The run after one batch.
+
+    Attributes:
+        step: the batch's number.
+        updates: the decisions on its updates.
+        tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
+        is_idle: none of `WINDOW` batches changed the policy, though each was to.
+        findings: of diagnosis's rules, worst first, without mere information; empty between two examinations.
+    """
+
+    step: int
+    updates: tuple[UpdateDecision, ...] = ()
+    tail_is_heavy: bool = False
+    is_idle: bool = False
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDecision:
+    """What is done after one batch.
+
+    Attributes:
+        tighten: train the next batch with tightened bounds.
+        stop_reason: why the run ends now; "": it goes on.
+        notices: (kind, text) to show; each kind is shown once in a run.
+    """
+
+    tighten: bool = False
+    stop_reason: str = ""
+    notices: tuple[tuple[str, str], ...] = ()
+
+
+def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighten: bool) -> BatchDecision:
+    """Decide about the run after one batch.
+
+    Args:
+        observed: the run so far.
+        spec: the guardrails' settings.
+        can_tighten: the correction has bounds that can be tightened.
+    """
+    reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
+    for finding in filter(lambda finding: _is_fatal(finding, observed.step), observed.findings):
+        reason = finding.what
+    stops = spec.mode == "act" and spec.on_collapse == "checkpoint_and_stop"
+    return BatchDecision(
+        tighten=tightens(spec, tail_is_heavy=observed.tail_is_heavy, can_tighten=can_tighten),
+        stop_reason=reason if stops else "",
+        notices=tuple(_notices(observed, spec, reason, can_tighten=can_tighten)),
+    )
+
+
+def tightens(spec: GuardrailsSpec, *, tail_is_heavy: bool, can_tighten: bool) -> bool:
+    """Whether the next batch is trained with tightened bounds."""
+    return tail_is_heavy and can_tighten and spec.mode == "act" and spec.on_heavy_tail == "tighten"
+
+
+def _is_fatal(finding: Finding, step: int) -> bool:
+    """The finding means that nothing is learned any more, and it still holds at this step."""
+    lasts = any(evidence.last_step == step for evidence in finding.evidence)
+    return lasts and finding.rule in FATAL and finding.severity == "critical"
+
+
+def _notices(
+    observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
+) -> Iterator[tuple[str, str]]:
+    def told(kind: str, what: str, action: str) -> tuple[str, str]:
+        """What was observed, and the action that is taken or that `act` would take."""
+        done = ""
+        if action != "warn":
+            does = _ACTIONS[action]
+            done = f": {does}" if spec.mode == "act" else f" (mode=act would have {does})"
+        return kind, f"step {observed.step}: {what}{done}"
+
+    floor = ess_floor(spec)
+    if low := [update.ess for update in observed.updates if update.is_low]:
+        what = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
+        yield told("low ESS", what, spec.on_low_ess)
+    if far := [update.drift for update in observed.updates if update.has_drifted]:
+        what = (
+            f"{max(far):.2g} nats per token between the trained and the sampling policy, over {DRIFT_LIMIT:g}"
+        )
+        yield told("drift", what, spec.on_drift)
+    if observed.tail_is_heavy:
+        what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
+        yield told("tail", what, spec.on_heavy_tail if can_tighten else "warn")
+    for finding in observed.findings:
+        if not _is_fatal(finding, observed.step):
+            tried = f"; try {finding.fixes[0]}" if finding.fixes else ""
+            yield f"{finding.rule} {finding.severity}", f"{finding.what} [{finding.rule}]{tried}"
+    if reason:
+        yield told("collapse", reason, spec.on_collapse)

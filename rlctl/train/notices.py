@@ -1,0 +1,74 @@
+"""Lines above the display while training goes on: few enough to be read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+from rlctl.reward.protocol import FailureKind
+
+_MAX_NAMED = 8
+
+
+class Notices:
+    """Shows lines and counts how often each kind came up.
+
+    Args:
+        show: shows one line.
+        label: begins every line.
+    """
+
+    def __init__(self, show: Callable[[str], None], label: str) -> None:
+        self._show, self._label = show, label
+        self._times: Counter[str] = Counter()
+
+    def once(self, kind: str, text: str) -> None:
+        """Show the first line of its kind."""
+        self._times[kind] += 1
+        if self._times[kind] == 1:
+            self._show(f"{self._label}: {text}")
+
+    def doubling(self, kind: str, text: str) -> None:
+        """Show the 1st, 2nd, 4th, 8th … line of its kind."""
+        self._times[kind] += 1
+        times = self._times[kind]
+        if times & (times - 1) == 0:  # a power of two
+            self._show(f"{self._label}: {text}" + (f" ({times} times so far)" if times > 1 else ""))
+
+
+def step_warnings(
+    step: int, metrics: Mapping[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
+) -> Iterator[tuple[str, str]]:
+    """(kind, text) of what went wrong in one step.
+
+    Args:
+        step: its number.
+        metrics: its metrics.
+        nonfinite: (B,) bool, this rank's sequences with non-finite log-probs.
+        timeouts: of this rank, see `RewardResult.timeouts`.
+    """
+    if skipped := metrics["rollout_corr/skipped_updates"]:
+        why = "nothing was left after rejection, or loss or gradient was not finite"
+        if metrics["rollout_corr/rollout_rs_masked_fraction"] >= 1.0:
+            why = "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
+        yield "skipped", f"step {step}: {skipped:.0f} updates withheld: {why}"
+    if count := metrics["rollout_corr/nonfinite_sequences"]:
+        rows = nonfinite.nonzero().flatten().tolist()
+        named = ", ".join(map(str, rows[:_MAX_NAMED])) + (", …" if len(rows) > _MAX_NAMED else "")
+        where = f" (on this rank rows {named})" if rows else ""
+        yield "nonfinite", f"step {step}: {count:.0f} sequences with NaN or infinite log-probs{where}"
+    if missed := metrics.get("critic/skipped_updates", 0.0):
+        what = "loss or gradient was not finite; lower critic.lr"
+        yield "critic", f"step {step}: {missed:.0f} updates of the critic withheld: {what}"
+    if metrics.get("reward/zero_spread_groups") == 1.0:
+        what = "every prompt's responses got equal rewards, so there is nothing to learn from"
+        yield "flat", f"step {step}: {what}"
+    if errors := metrics["reward/num_errors"]:
+        yield "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are left out"
+    if count := metrics["reward/num_timeouts"]:
+        kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
+        where = f" (on this rank {kinds})" if kinds else ""
+        what = f"{count:.0f} responses ended their own grading{where}; they count as wrong"
+        yield "timeouts", f"step {step}: {what}"

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import BaseModel
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from rlctl.cli.messages import print_problems
+from rlctl.errors import Problem
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import model_size
-from rlctl.spec.paths import missing_paths
 from rlctl.spec.run_spec import RunSpec
+from rlctl.train.preflight import check_inputs
 
 
-def print_dry_run(loaded: LoadedSpec) -> None:
-    """Print the resolved spec with origins, bands, batch arithmetic, memory and warnings to stdout."""
-    console = Console(soft_wrap=True, highlight=False)
-    _print_values(loaded, console)
+def print_dry_run(loaded: LoadedSpec, *, show_all: bool) -> int:
+    """Print bands, batch arithmetic, memory, warnings and the values of the spec to stdout.
+
+    Args:
+        loaded: the checked spec.
+        show_all: every value; otherwise only those that are not defaults.
+
+    Returns:
+        The exit code: 2 if a file that the run needs is missing or cannot be used, else 0.
+    """
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal  # piped lines are never wrapped
     _print_correction(loaded.spec, console)
     _print_batch(loaded.spec, console)
     _print_memory(loaded.spec, console)
-    if problems := [*loaded.warnings, *missing_paths(loaded.spec)]:
+    _print_values(loaded, console, show_all=show_all)
+    unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
+    if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)
     console.print("\nDry run. Nothing was started.")
+    return 2 if any(problem.severity == "error" for problem in unusable) else 0
+
+
+def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
+    """A path that a preset names is an example: only a warning until the run starts."""
+    origin = loaded.origins.get(problem.key)
+    return replace(problem, severity="warning") if origin and origin.layer == "preset" else problem
 
 
 def show(value: object) -> str:
@@ -51,29 +72,48 @@ def show_bytes(num_bytes: float | None) -> str:
     return f"{gib:,.1f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def _print_values(loaded: LoadedSpec, console: Console) -> None:
-    """Every value and its origin, by section; defaults are dimmed."""
-    _print_title("Spec: every value, and where it comes from", console)
+def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> None:
+    """Values and their origins, by section; defaults only with `show_all`, dimmed."""
+    defaults = [key for key in known_leaves() if loaded.origins[key].layer == "default"]
+    title = "every value" if show_all else "values that are not defaults"
+    _print_title(f"Spec: {title}, and where they come from", console)
     section = ""
     for key in known_leaves():
+        if key in defaults and not show_all:
+            continue
         parent, _, name = key.rpartition(".")
         if parent != section:
             section = parent
             console.print(Text(f"  {section}", "bold"))
-        origin = loaded.origins[key]
         value = show(value_of(loaded.spec, key))
-        style = "dim" if origin.layer == "default" else ""
-        console.print(Text(f"    {name:<30}{value:<22} {origin}", style))
+        text = f"{name:<30}{value:<22} {loaded.origins[key]}"
+        _print_indented(Text(text, "dim" if key in defaults else ""), 4, console)
+    if not show_all:
+        _print_indented(
+            Text(f"{len(defaults)} more keys hold their defaults: --all shows them", "dim"), 2, console
+        )
+
+
+def _print_indented(text: Text, indent: int, console: Console, head: Text | None = None) -> None:
+    """Print `head` and `text` in one line; on a terminal `text` wraps below its own beginning."""
+    line = Text.assemble(" " * indent, head or "")
+    if console.is_terminal:
+        grid = Table.grid()
+        grid.add_column(no_wrap=True)
+        grid.add_row(line, text)
+        console.print(grid)
+    else:
+        console.print(Text.assemble(line, text))
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:
     """Thresholds as intervals of ρ."""
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
-        console.print(Text.assemble("  ", (band.name, "bold"), f": {band.interval}"))
-        console.print(Text(f"      ρ here: {band.bounds}; outside: {band.outside}", "dim"))
+        _print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
+        _print_indented(Text(f"ρ here: {band.bounds}; outside: {band.outside}", "dim"), 6, console)
     for note in notes(spec):
-        console.print(Text(f"  {note}"))
+        _print_indented(Text(note), 2, console)
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:
@@ -102,7 +142,7 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
     else:
         lines.append(f"batches in the run: {batch.num_batches:,} ({batch.total_steps:,} optimizer steps)")
     for line in lines:
-        console.print(Text(f"  {line}"))
+        _print_indented(Text(line), 2, console)
 
 
 def _print_memory(spec: RunSpec, console: Console) -> None:
@@ -114,14 +154,14 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
     parts = memory_parts(spec, size)
     for part in parts:
         phase = f" [{', '.join(part.phases)}]" if part.phases else ""
-        amount = f"  {part.name:<31}{show_bytes(part.num_bytes):>12}   "
-        console.print(Text.assemble(amount, (f"{part.formula}{phase}", "dim")))
+        amount = f"{part.name:<31}{show_bytes(part.num_bytes):>12}   "
+        _print_indented(Text(f"{part.formula}{phase}", "dim"), 2, console, head=Text(amount))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
-    peak = f"  {'peak':<31}{total:>12}   "
+    peak = Text(f"{'peak':<31}{total:>12}   ", "bold")
     words = "parts held always, and the largest phase [in brackets]"
-    console.print(Text.assemble((peak, "bold"), (words, "dim")))
+    _print_indented(Text(words, "dim"), 2, console, head=peak)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.errors import UsageError
+from rlctl.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
@@ -41,8 +41,12 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the resolved spec, bands of ρ, batch arithmetic, memory; then stop."
+            "--dry-run",
+            help="Print bands of ρ, batch arithmetic, memory, changed keys; check the files; then stop.",
         ),
+    ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="With --dry-run: every key, defaults included.")
     ] = False,
     print_command: Annotated[
         bool,
@@ -83,8 +87,7 @@ def train(
     if dry_run:
         from rlctl.cli.dry_run import print_dry_run
 
-        print_dry_run(loaded)
-        return
+        raise typer.Exit(print_dry_run(loaded, show_all=show_all))
     if print_command:
         from rlctl.cli.print_command import print_commands
 
@@ -97,8 +100,11 @@ def train(
 def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     """Train; heavy packages are imported here."""
     from rlctl.cli.messages import print_problems
+    from rlctl.train.preflight import check_inputs
 
     print_problems(loaded.warnings)
+    if unusable := check_inputs(loaded.spec):
+        raise SpecError(unusable)
 
     from rlctl.cli.train_output import announcing, print_summary
     from rlctl.train.start import start_run

@@ -28,6 +28,26 @@ def load_rows(files: Sequence[str]) -> list[Row]:
     return [row for path in _parquet_files(files) for row in _read_file(path)]
 
 
+def check_files(files: Sequence[str]) -> None:
+    """Check the footers of Parquet files: they exist, have rows and the columns.
+
+    Raises:
+        UsageError: as `load_rows`, without what only reading the rows shows.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for path in _parquet_files(files):
+        try:
+            footer = pq.read_metadata(path)
+            names = footer.schema.to_arrow_schema().names
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, 1, error) from error
+        _check_columns(path, names)
+        if not footer.num_rows:
+            raise _without_rows(path)
+
+
 def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
     from rlctl.spec.paths import (
         matches,
@@ -69,10 +89,17 @@ def _read_file(path: Path) -> Iterator[Row]:
                     number += 1
                     yield _row(path, number, values)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"cannot be read as Parquet: {reason}", where=f"{path}:{number + 1}") from error
+        raise _unreadable(path, number + 1, error) from error
     if number == 0:
-        raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
+        raise _without_rows(path)
+
+
+def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
+    return UsageError(f"cannot be read as Parquet: {str(error).splitlines()[0]}", where=f"{path}:{number}")
+
+
+def _without_rows(path: Path) -> UsageError:
+    return UsageError("the file has no rows", where=str(path), fix=PREPARE)
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:

@@ -1,38 +1,12 @@
-"""Local files and directories that a spec names: missing ones, and their absolute paths."""
+"""Local files and directories that a spec names: what a pattern matches, and absolute paths."""
 
 from __future__ import annotations
 
 import glob
 from pathlib import Path
 
-from rlctl.errors import Problem
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run_spec import RunSpec
-
-
-def missing_paths(spec: RunSpec) -> list[Problem]:
-    """One warning for every local path of `spec` that does not exist; hub ids are not looked up."""
-    models = {
-        "model.path": None if spec.is_embedded else spec.model.path,
-        "critic.path": spec.critic.path,
-        "ref.path": spec.ref.path,
-        "reward.model.path": spec.reward.model.path,
-    }
-    found = [
-        Problem("warning", key, f"{path} is not a directory here", "create it, or correct the path")
-        for key, path in models.items()
-        if path is not None and _looks_local(path) and not Path(path).expanduser().is_dir()
-    ]
-    files = {"data.train_files": spec.data.train_files, "data.val_files": spec.data.val_files}
-    functions = [term.name.rpartition(":")[0] for term in spec.reward.all_terms if ":" in term.name]
-    files["reward.terms" if spec.reward.terms else "reward.name"] = functions
-    found += [
-        Problem("warning", key, f"{path} is not here", "create it, or correct the path")
-        for key, paths in files.items()
-        for path in paths
-        if not matches(path)
-    ]
-    return found
 
 
 def matches(name: str) -> list[Path]:
@@ -66,8 +40,3 @@ def _absolute(path: str | None) -> str | None:
     if path is None or path == EMBEDDED or not matches(path):
         return path
     return str(Path(path).expanduser().resolve())
-
-
-def _looks_local(path: str) -> bool:
-    """Not `owner/name`, which is a hub id unless such a directory exists."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1

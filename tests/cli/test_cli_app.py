@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import rlctl
@@ -25,11 +28,20 @@ def _wide_plain_terminal(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
 
 
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory) -> Path:
+    """A Parquet file with one row that can be trained on."""
+    row = {"data_source": "t", "prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    path = tmp_path_factory.mktemp("prompts") / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    return path
+
+
 @pytest.mark.parametrize("name", list(all_presets()))
-def test_every_preset_dry_runs(name, capsys):
+def test_every_preset_dry_runs(name, capsys, prompts):
     of_a_model = all_presets()[name].kind == "models" and name != "embedded"
-    prompts = ["data.train_files=prompts.parquet"] if of_a_model else []
-    assert run(["train", "--preset", name, "--dry-run", *prompts]) == 0
+    given = [f"data.train_files={prompts}"] if of_a_model else []
+    assert run(["train", "--preset", name, "--dry-run", *given]) == 0
     out = capsys.readouterr().out
     assert f"preset {name}:" in out
     assert "Memory per GPU" in out
@@ -39,7 +51,7 @@ def test_every_preset_dry_runs(name, capsys):
 def test_dry_run_prints_origins_bands_and_arithmetic(capsys, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("rollout:\n  n: 4\n")
-    code = run(["train", "-p", "grpo-rs-only", "-s", str(file), "--dry-run", "trainer.seed=5"])
+    code = run(["train", "-p", "grpo-rs-only", "-s", str(file), "--dry-run", "--all", "trainer.seed=5"])
     lines = capsys.readouterr().out.splitlines()
 
     def row(name: str) -> list[str]:
@@ -152,10 +164,77 @@ def test_a_full_disk_is_no_bug(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: No space left on device\n"
 
 
-def test_the_memory_of_an_unknown_model_is_unknown(capsys):
-    assert run(["train", "model.path=nobody/nothing", "data.train_files=a.parquet", "--dry-run"]) == 0
+def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):
+    assert run(["train", "model.path=nobody/nothing", f"data.train_files={prompts}", "--dry-run"]) == 0
     peak = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["peak"])
     assert peak.split()[1] == "unknown"
+
+
+def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
+    assert run(["train", "actor.lr=2e-3", "--dry-run"]) == 0
+    changed = capsys.readouterr().out
+    assert run(["train", "actor.lr=2e-3", "--dry-run", "--all"]) == 0
+    every = capsys.readouterr().out
+    assert re.search(r"^ +lr +0\.002 +command line$", changed, re.MULTILINE)
+    assert "clip_ratio_c" in every
+    assert "clip_ratio_c" not in changed
+    assert int(re.search(r"(\d+) more keys", changed)[1]) == every.count(" default\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["model.path=./gone", "data.train_files={prompts}"],
+            ["model.path: not a Hugging Face model directory"],
+        ),
+        (["model.path={tmp}", "data.train_files={prompts}"], ["no config.json in it"]),
+        (["model.path={tmp}/broken", "data.train_files={prompts}"], ["config.json cannot be read"]),
+        (["model.path={tmp}/bare", "data.train_files={prompts}"], ["holds no weights"]),
+        (["model.path={tmp}/mute", "data.train_files={prompts}"], ["holds no tokenizer"]),
+        (["model.path=a/b", "data.train_files=[no.parquet,{prompts}]"], ["no such file or directory"]),
+        (["model.path=a/b", "data.train_files={tmp}/empty.parquet"], ["the file has no rows"]),
+        (
+            ["model.path=a/b", "data.train_files={tmp}/other.parquet"],
+            ["columns data_source, reward_model missing"],
+        ),
+        (["model.path=a/b", "data.train_files={tmp}/torn.parquet"], ["cannot be read as Parquet"]),
+        (["reward.terms=[{{name: exact}},{{name: 'gone.py:f'}}]"], ["reward.terms: no such file: gone.py"]),
+        (["algorithm.adv_estimator=gae", "critic.path=/gone/c"], ["critic.path: not a Hugging Face model"]),
+        (["actor.use_kl_loss=true", "ref.path=~/gone/r"], ["ref.path: not a Hugging Face model"]),
+        (
+            [
+                "model.path=./gone",
+                "data.train_files=x.parquet",
+                "data.val_files=y.parquet",
+                "trainer.test_freq=5",
+            ],
+            ["model.path: ", "data.train_files: ", "data.val_files: ", "3 problems"],
+        ),
+    ],
+)
+def test_missing_and_unusable_files_are_refused_before_torch(overrides, messages, prompts, tmp_path, capsys):
+    for name, files in {"broken": ["w.bin"], "bare": [], "mute": ["model.safetensors"]}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{" if name == "broken" else "{}")
+        for file in files:
+            (tmp_path / name / file).touch()
+    table = pq.read_table(prompts)
+    pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
+    pq.write_table(table.select(["prompt"]), tmp_path / "other.parquet")
+    (tmp_path / "torn.parquet").write_bytes(prompts.read_bytes()[:-9])
+    given = [each.format(prompts=prompts, tmp=tmp_path) for each in overrides]
+    program = (
+        "import sys, rlctl.cli.app as a; c = a.run(sys.argv[1:]); sys.exit(c + 90 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", *given], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert [message for message in messages if message not in done.stderr] == []
+    assert run(["train", "--dry-run", *given]) == 2
+    out = capsys.readouterr().out
+    assert [message for message in messages if message not in out and "problems" not in message] == []
 
 
 def test_schema_describes_every_section(capsys):

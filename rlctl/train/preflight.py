@@ -1,0 +1,73 @@
+"""Files that a run reads, checked before torch is imported: a missing one is refused within a second."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rlctl.data.read import check_files
+from rlctl.engine.model_files import check_directory
+from rlctl.errors import Problem, UsageError
+from rlctl.spec.paths import matches
+from rlctl.spec.run_spec import RunSpec
+
+#: One of these must be there for a tokenizer to load.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_inputs(spec: RunSpec) -> list[Problem]:
+    """Every local model, data file and reward file of `spec` that cannot be used; not hub ids."""
+    checks: list[tuple[str, Callable[[], None]]] = []
+    if not spec.is_embedded:
+        checks.append(("model.path", lambda: _check_model(spec.model.path, needs_tokenizer=True)))
+    others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
+    others["reward.model.path"] = spec.reward.model.path
+    checks += [(key, lambda path=path: _check_model(path)) for key, path in others.items() if path]  # type: ignore[misc]
+    for key, files in (("train_files", spec.data.train_files), ("val_files", spec.data.val_files)):
+        checks += [(f"data.{key}", lambda file=file: check_files([file])) for file in files]  # type: ignore[misc]
+    of_rewards = "reward.terms" if spec.reward.terms else "reward.name"
+    for term in spec.reward.all_terms:
+        file = term.name.rpartition(":")[0]
+        if file and not matches(file):
+            checks.append((of_rewards, lambda file=file: _refuse(f"no such file: {file}")))  # type: ignore[misc]
+    return [problem for key, check in checks for problem in _problem_of(key, check)]
+
+
+def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
+    try:
+        check()
+    except UsageError as error:
+        return [Problem("error", key, error.what, error.fix, error.where)]
+    return []
+
+
+def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
+    """Refuse a directory without configuration, weights or tokenizer; anything else may be a hub id.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    check_directory(os.path.expanduser(path), path)  # noqa: PTH111 - a Path would drop the "./" of a local path
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return
+    config = directory / "config.json"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"config.json cannot be read: {error}", where=str(config)) from error
+    if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        what = "the model directory holds no weights (*.safetensors or *.bin)"
+        raise UsageError(what, where=path, fix="copy them there, or name a complete directory")
+    if needs_tokenizer and not any((directory / name).is_file() for name in _TOKENIZERS):
+        what = "the model directory holds no tokenizer (tokenizer.json)"
+        raise UsageError(
+            what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
+        )
+
+
+def _refuse(what: str) -> None:
+    raise UsageError(what, fix="create it, or correct the path")

@@ -21,6 +21,7 @@ from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.export import export
+from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError
@@ -45,6 +46,9 @@ app = typer.Typer(
 app.command()(train)
 app.command(cls=EvaluateCommand)(evaluate)
 app.command(cls=DiagnoseCommand)(diagnose)
+app.command()(runs)
+app.command()(watch)
+app.command()(samples)
 app.command()(doctor)
 app.command()(export)
 app.command()(schema)

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.start import Announce
-from rlctl.train.summary import SUMMARY_FILE
 
 
 @contextmanager

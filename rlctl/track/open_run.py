@@ -66,7 +66,7 @@ class RunRecord:
         """
         import pyarrow as pa
 
-        rows = list(self._rows())
+        rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = {
             name: pa.array([_number(row.get(name)) for row in rows], pa.float64())
@@ -88,6 +88,22 @@ class RunRecord:
         """
         import pyarrow.dataset as ds
 
+        condition = None if step is None else ds.field("step") == step
+        return ds.dataset(self._rollout_files()).to_table(filter=condition)
+
+    def rollout_steps(self) -> list[int]:
+        """The steps of which responses were kept, rising.
+
+        Raises:
+            UsageError: the run kept none.
+        """
+        import pyarrow.compute as pc
+        import pyarrow.dataset as ds
+
+        table = ds.dataset(self._rollout_files()).to_table(columns=["step"])
+        return sorted(pc.unique(table["step"]).to_pylist())
+
+    def _rollout_files(self) -> list[str]:
         files = sorted(map(str, (self.path / "rollouts").glob("*.parquet")))
         if not files:
             raise UsageError(
@@ -95,8 +111,15 @@ class RunRecord:
                 where=str(self.path),
                 fix="train with trainer.rollouts_per_step=-1",
             )
-        condition = None if step is None else ds.field("step") == step
-        return ds.dataset(files).to_table(filter=condition)
+        return files
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl` as they were logged; a half-written last line is left out.
+
+        Raises:
+            UsageError: as `metrics`.
+        """
+        return list(self._rows())
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         file = self.path / METRICS_FILE

@@ -17,13 +17,15 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from rlctl.errors import UsageError
+from rlctl.errors import RlctlError, UsageError
 from rlctl.files import write_text
 from rlctl.track.redact import redact_command, redact_lines
 
 SPEC_FILE = "spec.yaml"
 ENVIRONMENT_FILE = "environment.json"
-_LOCK, _HOLDER = ".lock", ".lock.json"
+SUMMARY_FILE = "summary.json"
+FAILURE_FILE = "failure.json"
+_LOCK, HOLDER_FILE = ".lock", ".lock.json"
 _PACKAGES = (
     "rlctl",
     "torch",
@@ -53,10 +55,16 @@ class RunDir:
         record = environment_record(sys.argv if argv is None else argv)
         write_text(self.path / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n")
 
+    def write_failure(self, error: Exception) -> None:
+        """Keep why the run failed as `failure.json`; the next start of the run removes it."""
+        fields = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
+        record = {"what": fields.what, "where": fields.where, "fix": fields.fix}
+        write_text(self.path / FAILURE_FILE, json.dumps(record, indent=2) + "\n")
+
     def release(self) -> None:
         """Let go of the lock; twice is fine."""
         if self._lock.is_locked:
-            (self.path / _HOLDER).unlink(missing_ok=True)
+            (self.path / HOLDER_FILE).unlink(missing_ok=True)
             self._lock.release()
 
     def __enter__(self) -> Self:
@@ -120,7 +128,8 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
     try:
         if not resume:
             _refuse_contents(path)
-        write_text(path / _HOLDER, json.dumps({"pid": os.getpid(), "host": platform.node()}))
+        (path / FAILURE_FILE).unlink(missing_ok=True)
+        write_text(path / HOLDER_FILE, json.dumps({"pid": os.getpid(), "host": platform.node()}))
     except OSError as error:
         lock.release()
         raise _unusable(path, error) from error
@@ -153,7 +162,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
 
 def _contents(path: Path) -> list[str]:
     """What is in the directory besides the lock's own files."""
-    return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, _HOLDER}]
+    return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, HOLDER_FILE}]
 
 
 def _refuse_contents(path: Path) -> None:
@@ -173,7 +182,7 @@ def _refuse_contents(path: Path) -> None:
 
 def _held(path: Path) -> UsageError:
     try:
-        holder = json.loads((path / _HOLDER).read_text(encoding="utf-8"))
+        holder = json.loads((path / HOLDER_FILE).read_text(encoding="utf-8"))
         who = f" (pid {holder['pid']} on {holder['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         who = ""

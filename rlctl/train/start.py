@@ -72,9 +72,10 @@ def start_run(
         announce.note(f"run directory: {run_dir}")
         try:
             return run_dir, _run(spec, target_args, announce, callbacks)
-        except BaseException:  # Ctrl-C and SIGTERM included
-            if not resume:
-                _remove_unused(run_dir)
+        except BaseException as error:  # Ctrl-C and SIGTERM included
+            is_removed = not resume and _remove_unused(run_dir)
+            if isinstance(error, Exception) and not is_removed:
+                opened.write_failure(error)
             raise
 
 
@@ -88,11 +89,13 @@ def _run(
     return run_rank(*target_args, callbacks)
 
 
-def _remove_unused(run_dir: Path) -> None:
-    """A run that failed before its first step leaves nothing: the same command works once mended."""
+def _remove_unused(run_dir: Path) -> bool:
+    """Remove a run that failed before its first step, so that the corrected command can be given again."""
     metrics = run_dir / METRICS_FILE
-    if not metrics.exists() or not metrics.stat().st_size:
+    is_unused = not metrics.exists() or not metrics.stat().st_size
+    if is_unused:
         shutil.rmtree(run_dir, ignore_errors=True)
+    return is_unused
 
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rlctl.engine.checkpoint import CHECKPOINTS
 from rlctl.files import write_text
 from rlctl.track.jsonl import METRICS_FILE
+from rlctl.track.run_dir import SUMMARY_FILE
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
-
-SUMMARY_FILE = "summary.json"
 
 #: Steps averaged at either end of the run: one batch's reward is noisy.
 _WINDOW = 5

@@ -1,0 +1,216 @@
+"""`rlctl runs`, `rlctl watch`, `rlctl samples`: what runs there are, how one goes on, what it sampled."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+
+import typer
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.track.run_state import RunState
+
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/rlctl/run-20260101-120000.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+#: Seconds between two readings of a watched log.
+_POLL_S = 0.5
+_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "died": "red", "stopped": "yellow"}
+
+
+def runs(
+    root: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The directory to search, with all below it.")
+    ] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List every run below a directory: preset, model, step, state, last reward, last validation.
+
+    States: running, finished, interrupted (Ctrl-C or a preemption), stopped (by the guardrails), failed
+    (with the error), died (killed without a message), empty (no step was logged).
+
+      rlctl runs
+
+      rlctl runs /data/experiments --json
+    """
+    from rlctl.track.run_state import find_runs
+
+    if not root.is_dir():
+        raise UsageError("no such directory", where=str(root), fix="name the directory that holds the runs")
+    found = find_runs(root)
+    if as_json:
+        typer.echo(json.dumps([run.as_json() for run in found], indent=2))
+    elif found:
+        _print_runs(found, root)
+    else:
+        typer.echo(f"No runs below {root}. `rlctl train --preset rloo-seq-is` starts one.")
+
+
+def watch(
+    run_dir: RunDirectory,
+    plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the panel.")] = False,
+) -> None:
+    """Show the live panel of a run that was started elsewhere, until it ends. Ctrl-C leaves the run alone.
+
+    rlctl watch runs/rlctl/rloo-seq-is-20260101-120000
+
+    rlctl watch runs/rlctl/rloo-seq-is-20260101-120000 --plain
+    """
+    import sys
+
+    from rlctl.track.console import ConsoleSink
+    from rlctl.track.open_run import open_run
+    from rlctl.track.run_state import read_state
+
+    record = open_run(run_dir)
+    state = read_state(run_dir)
+    stream = _Plain(sys.stdout) if plain else sys.stdout
+    sink = ConsoleSink(str(run_dir), state.total_steps or 0, stream=cast("TextIO", stream))
+    num_rows = 0
+    try:
+        while True:
+            state = read_state(run_dir)  # before the rows: the last ones are shown even if it ends meanwhile
+            rows = record.rows()[num_rows:] if state.state != "empty" or num_rows else []
+            for row in rows:
+                sink.log(int(row.pop("step")), {k: float(v) for k, v in row.items() if k != "timestamp"})
+            num_rows += len(rows)
+            if state.state != "running":
+                break
+            time.sleep(_POLL_S)
+    finally:
+        sink.close("watched")
+    typer.echo(f"{state.state} after step {state.step}" + (f": {state.reason}" if state.reason else ""))
+
+
+def samples(
+    run_dir: RunDirectory,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", "-s", metavar="N", help="Responses of this step; default: the last."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Responses to show.")] = 5,
+    order: Annotated[
+        str,
+        typer.Option(
+            "--sort", metavar="ORDER", help="first, reward, worst (reward, rising), gap (largest |log ρ|)."
+        ),
+    ] = "first",
+    as_json: AsJson = False,
+) -> None:
+    """Print responses that a run sampled, with rewards and the log-ratio between both policies.
+
+    `log ρ` is the sum over a response of training log-prob minus rollout log-prob, in nats.
+
+      rlctl samples runs/rlctl/rloo-seq-is-20260101-120000
+
+      rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
+    """
+    from rlctl.track.open_run import open_run
+
+    if order not in _ORDERS:
+        raise UsageError(f"no such order: {order}", where="--sort", fix=f"one of {', '.join(_ORDERS)}")
+    record = open_run(run_dir)
+    steps = record.rollout_steps()
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        what = f"the run kept no responses of step {chosen}"
+        raise UsageError(what, where=str(run_dir), fix=f"kept: {_ranges(steps)}")
+    rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
+    rows = sorted(rows, key=_ORDERS[order])[:count]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+    else:
+        _print_samples(rows, chosen)
+
+
+def _reward(row: dict[str, Any]) -> float:
+    return -math.inf if row["reward"] is None else float(row["reward"])
+
+
+_ORDERS = {
+    "first": lambda _: 0,
+    "reward": lambda row: -_reward(row),
+    "worst": _reward,
+    "gap": lambda row: -abs(row["log_ratio"]),
+}
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    ratios = [
+        trained - sampled
+        for trained, sampled in zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
+    ]
+    kept = ("step", "data_source", "prompt", "response", "ground_truth", "reward", "truncated")
+    extremes = {
+        "log_ratio": math.fsum(ratios) + 0.0,
+        "largest_token_log_ratio": max(map(abs, ratios), default=0.0),
+    }
+    return {key: row[key] for key in kept} | {"num_tokens": len(ratios)} | extremes
+
+
+def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rlctl.cli.messages import printable
+
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
+    for row in rows:
+        reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
+        cut = ", cut off at the limit" if row["truncated"] else ""
+        head = f"step {step}  reward {reward}  {row['num_tokens']} tokens{cut}  log ρ {row['log_ratio']:+.4f}"
+        console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
+        for name in ("prompt", "response", "ground_truth"):
+            console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), printable(row[name])))
+        console.print()
+
+
+def _print_runs(found: list[RunState], root: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000  # nothing is wrapped where it is piped
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, justify in (("run", "left"), ("preset", "left"), ("model", "left"), ("step", "right")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name, justify in (("state", "left"), ("reward", "right"), ("validation", "left")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for run in found:
+        reward = "" if run.reward is None else f"{run.reward:.3f}"
+        checked = ", ".join(f"{source} {value:.3f}" for source, value in run.validation.items())
+        state = Text(run.state, _STYLES.get(run.state, ""))
+        place = run.path.relative_to(root) if run.path != root else run.path
+        steps = f"{run.step}/{run.total_steps or '?'}"
+        table.add_row(str(place), run.preset, run.model, steps, state, reward, checked)
+    console.print(table)
+    for run in found:
+        if run.reason:
+            console.print(Text(f"{run.path.name} {run.state}: {run.reason}", "dim"), soft_wrap=True)
+
+
+def _ranges(steps: list[int]) -> str:
+    """`1–40`, or a few numbers."""
+    if len(steps) > 8:
+        return f"{steps[0]} to {steps[-1]}, {len(steps)} steps"
+    return ", ".join(map(str, steps)) or "none"
+
+
+class _Plain:
+    """A stream that says it is no terminal."""
+
+    def __init__(self, stream: Any) -> None:
+        self.write, self.flush = stream.write, stream.flush
+
+    def isatty(self) -> bool:
+        return False

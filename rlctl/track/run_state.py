@@ -1,0 +1,171 @@
+"""What state a run is in, read from its directory alone."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from rlctl.track.jsonl import METRICS_FILE
+from rlctl.track.run_dir import ENVIRONMENT_FILE, FAILURE_FILE, HOLDER_FILE, SPEC_FILE, SUMMARY_FILE
+
+State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
+
+_REWARD = "critic/score/mean"
+#: Directories that a run writes itself: no run lies below them.
+_OWN = {"checkpoints", "rollouts", "wandb", "tensorboard"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """One run, as `rlctl runs` lists it.
+
+    Attributes:
+        path: the run directory.
+        preset: the presets of its command line, else its experiment name.
+        model: `model.path` of its spec.
+        step: batches trained on.
+        total_steps: of the whole run; None where only its end tells.
+        state: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails.
+            `failed`: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged.
+        reason: why it failed or was stopped.
+        reward: mean reward of the last step.
+        validation: rewards of the last validation by data source.
+        started: when the run was started or last resumed, ISO 8601.
+    """
+
+    path: Path
+    preset: str
+    model: str
+    step: int
+    total_steps: int | None
+    state: State
+    reason: str | None
+    reward: float | None
+    validation: Mapping[str, float]
+    started: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"path": str(self.path), "validation": dict(self.validation)}
+
+
+def find_runs(root: Path) -> list[RunState]:
+    """Every run in or below `root`, sorted by when it was started."""
+    return sorted(map(read_state, _run_dirs(root)), key=lambda run: (run.started or "", str(run.path)))
+
+
+def read_state(run_dir: Path) -> RunState:
+    """The state of one run; files that are missing or damaged leave their fields empty."""
+    spec = _mapping(run_dir / SPEC_FILE)
+    summary, failure = _mapping(run_dir / SUMMARY_FILE), _mapping(run_dir / FAILURE_FILE)
+    environment = _mapping(run_dir / ENVIRONMENT_FILE)
+    last, validation = _last_rows(run_dir / METRICS_FILE)
+    step = int(last.get("step", 0))
+    stopped = summary.get("guardrails", {}).get("stopped_because")
+    state: State
+    reason = None
+    if _is_held(run_dir / HOLDER_FILE):
+        state = "running"
+    elif failure:
+        state, reason = "failed", str(failure.get("what", "unknown"))
+    elif not last:
+        state = "empty"
+    elif summary.get("step") != step:
+        state = "died"
+    elif stopped:
+        state, reason = "stopped", str(stopped)
+    else:
+        state = "interrupted" if summary["interrupted"] else "finished"
+    trainer, model = spec.get("trainer") or {}, spec.get("model") or {}
+    total = summary.get("total_steps") or trainer.get("total_training_steps")
+    reward = last.get(_REWARD)
+    return RunState(
+        path=run_dir,
+        preset=_presets(environment.get("command")) or str(trainer.get("experiment_name", "")),
+        model=str(model.get("path", "")),
+        step=step,
+        total_steps=total,
+        state=state,
+        reason=reason,
+        reward=None if reward is None else float(reward),
+        validation=validation,
+        started=environment.get("time"),
+    )
+
+
+def _run_dirs(root: Path) -> Iterator[Path]:
+    if (root / SPEC_FILE).is_file():
+        yield root
+        return
+    try:
+        below = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in below:
+        if path.name not in _OWN and not path.name.startswith("."):
+            yield from _run_dirs(path)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """A JSON or YAML mapping; empty if it is missing or damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The last complete row, and the rewards of the last validation."""
+    last: dict[str, Any] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return last, {}
+    for line in reversed(lines):
+        if last and b'"val/' not in line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        last = last or row
+        rewards = {
+            key.removeprefix("val/").removesuffix("/reward_mean"): float(value)
+            for key, value in row.items()
+            if key.startswith("val/") and key.endswith("/reward_mean")
+        }
+        if rewards:
+            return last, rewards
+    return last, {}
+
+
+def _is_held(path: Path) -> bool:
+    """Whether the process that wrote the lock's record lives; one of another host is taken to."""
+    holder = _mapping(path)
+    if not holder:
+        return False
+    if holder.get("host") != platform.node():
+        return True
+    try:
+        process = psutil.Process(int(holder["pid"]))
+        return process.create_time() <= path.stat().st_mtime + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError, KeyError, ValueError):
+        return False
+
+
+def _presets(command: object) -> str:
+    """The presets in a command line, joined by `+`."""
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    found = [word.split("=", 1)[1] for word in words if word.startswith("--preset=")]
+    found += [after for word, after in pairwise(words) if word in {"-p", "--preset"}]
+    return "+".join(found)

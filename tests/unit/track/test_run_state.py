@@ -1,0 +1,219 @@
+"""States of runs, from directories as runs leave them; the commands that show them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.errors import UsageError
+from rlctl.track.open_run import open_run
+from rlctl.track.rollouts import SCHEMA
+from rlctl.track.run_dir import open_run_dir
+from rlctl.track.run_state import find_runs, read_state
+
+Row = dict[str, Any]
+
+
+def write_run(path: Path, rows: list[Row], *, summary: Row | None = None, failure: Row | None = None) -> Path:
+    path.mkdir(parents=True)
+    (path / "spec.yaml").write_text(
+        "model: {path: org/name}\ntrainer: {experiment_name: mine, total_training_steps: 9}\n"
+    )
+    command = ["rlctl", "train", "-p", "8gpu", "--preset=rloo-seq-is", "--preset", "x"]
+    (path / "environment.json").write_text(
+        json.dumps({"time": f"2026-01-01T00:00:0{len(rows)}", "command": command})
+    )
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, content in (("summary", summary), ("failure", failure)):
+        if content is not None:
+            (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+ROWS: list[Row] = [
+    {"step": 0, "val/gsm8k/reward_mean": 0.1},
+    {"step": 1, "critic/score/mean": 0.2, "val/gsm8k/reward_mean": 0.3},
+    {"step": 2, "critic/score/mean": "NaN"},
+    {"step": 3, "critic/score/mean": 0.5},
+]
+DONE = {"step": 3, "total_steps": 3, "interrupted": False}
+
+
+def test_states(tmp_path: Path) -> None:
+    cases: dict[str, tuple[list[Row], Row | None, Row | None]] = {
+        "finished": (ROWS, DONE, None),
+        "interrupted": (ROWS, DONE | {"interrupted": True, "total_steps": 9}, None),
+        "stopped": (ROWS, DONE | {"interrupted": True, "guardrails": {"stopped_because": "kl"}}, None),
+        "failed": (ROWS, None, {"what": "no room", "where": None, "fix": None}),
+        "died": (ROWS, None, None),
+        "died-resumed": (ROWS, DONE | {"step": 2}, None),  # the summary is of an earlier part of the run
+        "empty": ([], None, None),
+    }
+    for name, (rows, summary, failure) in cases.items():
+        write_run(tmp_path / name, rows, summary=summary, failure=failure)
+    states = {each.path.name: each for each in find_runs(tmp_path)}
+    assert {name: each.state for name, each in states.items()} == {
+        name: name.partition("-")[0] for name in cases
+    }
+    assert (states["failed"].reason, states["stopped"].reason, states["died"].reason) == (
+        "no room",
+        "kl",
+        None,
+    )
+    done = states["finished"]
+    assert (done.preset, done.model, done.step, done.total_steps) == ("rloo-seq-is+8gpu+x", "org/name", 3, 3)
+    assert (done.reward, dict(done.validation)) == (0.5, {"gsm8k": 0.3})
+    assert states["died"].total_steps == 9
+
+
+def test_a_cut_last_line_and_damaged_files_hide_no_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", ROWS)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "critic/sco')
+    for name in ("summary.json", "environment.json", "failure.json"):
+        (path / name).write_text("{")
+    found = read_state(path)
+    assert (found.step, found.state, found.preset, found.started) == (3, "died", "mine", None)
+
+
+def test_a_run_below_a_run_is_not_searched_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "p" / "a", ROWS, summary=DONE)
+    write_run(tmp_path / "p" / "a" / "checkpoints" / "x", ROWS)
+    assert [each.path.name for each in find_runs(tmp_path)] == ["a"]
+    assert [each.path.name for each in find_runs(tmp_path / "p" / "a")] == ["a"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rlctl.track.run_dir import open_run_dir
+with open_run_dir(Path(sys.argv[1]), resume=True):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_running_until_the_process_is_killed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", ROWS, failure={"what": "an earlier one"})
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert read_state(path).state == "running"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (path / ".lock.json").exists()
+    assert read_state(path).state == "died"
+    with open_run_dir(path, resume=True):
+        assert read_state(path).state == "running"
+    assert read_state(path).state == "died"
+
+
+def test_the_number_of_a_dead_process_given_to_another_is_not_the_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", ROWS)
+    holder = path / ".lock.json"
+    holder.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
+    assert read_state(path).state == "running"
+    long_ago = time.time() - 10**6
+    os.utime(holder, (long_ago, long_ago))
+    assert read_state(path).state == "died"
+    holder.write_text(json.dumps({"pid": 1, "host": "another-host"}))
+    assert read_state(path).state == "running"
+
+
+def test_a_failure_is_kept_and_the_next_start_removes_it(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with open_run_dir(path, resume=False) as opened:
+        opened.write_failure(UsageError("no such key", where="f:3", fix="write x"))
+    assert json.loads((path / "failure.json").read_text()) == {
+        "what": "no such key",
+        "where": "f:3",
+        "fix": "write x",
+    }
+    with open_run_dir(path, resume=True) as opened:
+        assert not (path / "failure.json").exists()
+        opened.write_failure(ZeroDivisionError("boom"))
+    assert "ZeroDivisionError: boom" in (path / "failure.json").read_text()
+
+
+def test_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "p" / "a", ROWS, summary=DONE)
+    write_run(tmp_path / "p" / "b", ROWS[:2], failure={"what": "no room"})
+    assert run(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == [
+        "p/b",
+        "rloo-seq-is+8gpu+x",
+        "org/name",
+        "1/9",
+        "failed",
+        "0.200",
+        "gsm8k",
+        "0.300",
+    ]
+    assert lines[2].split()[3:] == ["3/3", "finished", "0.500", "gsm8k", "0.300"]
+    assert lines[3] == "b failed: no room"
+    assert run(["runs", str(tmp_path), "--json"]) == 0
+    assert [each["state"] for each in json.loads(capsys.readouterr().out)] == ["failed", "finished"]
+    assert run(["runs", str(tmp_path / "gone")]) == 2
+    assert run(["runs", str(tmp_path / "p" / "a" / "none")]) == 2
+
+
+def test_watch_shows_what_is_logged_until_the_run_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "a", ROWS, summary=DONE)
+    assert run(["watch", str(path), "--plain"]) == 0
+    out = capsys.readouterr().out
+    assert "step 3/3 reward 0.50" in out
+    assert out.endswith("finished after step 3\n")
+    assert run(["watch", str(tmp_path)]) == 2
+
+
+def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "a", ROWS, summary=DONE)
+    with pytest.raises(UsageError, match="kept no rollouts"):
+        open_run(path).rollout_steps()
+
+    def row(step: int, response: str, reward: float | None, *gaps: float) -> Row:
+        common = {
+            "policy_version": 0,
+            "group_id": 0,
+            "data_source": "t",
+            "prompt": "1+1=",
+            "ground_truth": "2",
+        }
+        lists = {"response_ids": [1] * len(gaps), "rollout_log_probs": [-1.0] * len(gaps)}
+        lists |= {"training_log_probs": [-1.0 + gap for gap in gaps], "rollout_is_weights": [1.0] * len(gaps)}
+        lists["keep_mask"] = [True] * len(gaps)
+        return common | lists | {"step": step, "response": response, "reward": reward, "truncated": False}
+
+    rows = [row(1, "old", 1.0, 0.5), row(2, "a", 1.0, 0.25, -0.25), row(2, "b\x1b[31m", None, -0.5, -0.25)]
+    (path / "rollouts").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path / "rollouts" / "rollouts-1-2.parquet")
+    assert run(["samples", str(path), "--sort", "gap"]) == 0
+    out = capsys.readouterr().out
+    assert "old" not in out
+    assert "\x1b" not in out
+    assert out.index("b\\x1b[31m") < out.index("response     a")
+    assert "reward ungraded  2 tokens  log ρ -0.7500 (largest token 0.5000)" in out
+    assert run(["samples", str(path), "-s", "2", "--sort", "reward", "-n", "1", "--json"]) == 0
+    assert [(each["response"], each["log_ratio"]) for each in json.loads(capsys.readouterr().out)] == [
+        ("a", 0.0)
+    ]
+    assert run(["samples", str(path), "-s", "7"]) == 2
+    assert "kept: 1, 2" in capsys.readouterr().err
+    assert run(["samples", str(path), "--sort", "up"]) == 2

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
+from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.spec.load import RUN_SPEC_FILE
@@ -66,6 +67,7 @@ class RunReport:
         severity: the worst, if at least a warning.
         notes: what had to be tolerated when reading.
         findings: worst first.
+        forecasts: of critical levels, the soonest first.
         commands: that apply fixes.
         rules: (`found`, `ok`, `SKIPPED` or `n/a`; rule; what it looks for, or why it was skipped).
     """
@@ -76,6 +78,7 @@ class RunReport:
     severity: Severity | None
     notes: tuple[str, ...]
     findings: tuple[FindingReport, ...]
+    forecasts: tuple[str, ...]
     commands: tuple[str, ...]
     rules: tuple[tuple[str, str, str], ...]
 
@@ -99,6 +102,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
             FindingReport(one.severity, one.rule, visible(one.what), tuple(_lines(one, run)))
             for one in diagnosis.findings
         ),
+        tuple(map(str, forecasts(run))),
         _commands(run) if has_settings else (),
         tuple(rules),
     )
@@ -187,6 +191,7 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "facts": asdict(run.facts),
         "notes": list(run.notes),
         "findings": [asdict(finding) for finding in diagnosis.findings],
+        "forecasts": [asdict(one) for one in forecasts(run)],
         "checked": [{"rule": rule.name, "label": rule.label} for rule in diagnosis.checked],
         "skipped": [asdict(skipped) for skipped in diagnosis.skipped],
     }

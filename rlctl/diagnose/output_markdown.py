@@ -27,6 +27,7 @@ def _run(report: RunReport) -> Iterator[str]:
             words = filter(None, (line.code and _code(line.code), _plain(line.text)))
             yield f"- {line.label}: {' '.join(words)}"
         yield ""
+    yield from (f"- forecast: {_plain(one)}\n" for one in report.forecasts)
     yield from (f"{_code(command)}\n" for command in report.commands)
     yield "| rule | checked | |\n|---|---|---|"
     yield from (f"| {name} | {word} | {_plain(text)} |" for word, name, text in report.rules)

@@ -1,0 +1,239 @@
+"""When a metric reaches its critical level if its trend goes on.
+
+A trend is a Theil–Sen line through the newest values, on the scale on which it is straight: the values
+themselves, their logarithm, or, between two bounds, their logit. The line is fitted to the longest recent
+stretch that it describes: both halves have its slope, and the newest values lie on it. Otherwise a shorter
+stretch is tried.
+
+The interval is where the line's confidence band meets the level (Fieller's method). The band holds the noise
+of the values, inflated for autocorrelation, and a change of the slope (`SLOPE_WANDER`). There is no forecast
+where the band never meets the level, and none further ahead than the trend reaches back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.reward_range import SCORE, reward_span
+from rlctl.diagnose.rules_reward import ENTROPY, TRUNCATED
+from rlctl.diagnose.rules_update import REF_KL
+from rlctl.diagnose.table import RunLog, Series
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Values that a trend needs at least, and points that a line is fitted to at most (medians of blocks).
+MIN_VALUES, MAX_POINTS = 12, 24
+#: Probability that the level is reached within the interval.
+COVERAGE = 0.8
+#: Standard error of the future slope as a share of the slope, and the standard errors by which a slope must
+#: differ from 0. Chosen on the development part of benchmarks/forecast.py.
+SLOPE_WANDER, SLOPE_ERRORS = 0.35, 4.0
+#: Standard errors that a half's slope and the newest values may be off the line; a share of the slope may
+#: always.
+OFF_LINE, OFF_LINE_SHARE = 2.5, 0.25
+#: The next stretch that is tried, as a share of the one before.
+SHORTER = 0.7
+#: A forecast reaches at most this many times as far ahead as its trend reaches back.
+REACH = 1.0
+#: Mean length, as a share of the longest allowed, at which nearly every response is cut off.
+LENGTH, LENGTH_SHARE = "response_length/mean", 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is forecast: a metric, its level, and where it can be.
+
+    Attributes:
+        key: the metric.
+        value: the critical level.
+        is_floor: the metric must stay above it, not below.
+        bounds: between which the metric always lies; None: it has no upper bound.
+    """
+
+    key: str
+    value: float
+    is_floor: bool = False
+    bounds: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A level that a metric reaches if its trend goes on.
+
+    Attributes:
+        level: what is reached.
+        value: median of the newest values.
+        first_step, last_step: of the trend.
+        step: at which the line reaches the level.
+        low, high: steps within which it does with a probability of `COVERAGE`.
+        scale: on which the trend is straight: `linear`, `log` or `logit`.
+    """
+
+    level: Level
+    value: float
+    first_step: int
+    last_step: int
+    step: int
+    low: int
+    high: int
+    scale: str
+
+    def __str__(self) -> str:
+        """One sentence."""
+        way = "falls" if self.level.is_floor else "rises"
+        return (
+            f"{self.level.key} {way} ({self.value:.3g} at step {self.last_step:,}) and reaches the critical "
+            f"level {self.level.value:.3g} at about step {self.step:,} ({COVERAGE * 100:.0f} % interval "
+            f"{self.low:,}–{self.high:,}) if it goes on as since step {self.first_step:,}"
+        )
+
+
+def forecasts(run: RunLog) -> tuple[Forecast, ...]:
+    """Every metric that is on its way to its critical level, the soonest first."""
+    each = (forecast(run.table.series(level.key), level) for level in levels_of(run))
+    now = run.table.steps[-1]  # a metric that is logged no more has no future
+    return tuple(sorted((one for one in each if one and one.step >= now), key=lambda one: one.step))
+
+
+def levels_of(run: RunLog) -> Iterator[Level]:
+    """The critical levels of this run: those of the rules; of length and reward, those that the run has."""
+    yield Level(th.RAW_ESS.key, th.RAW_ESS.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
+    for one in (th.K3, th.KL, *REF_KL, th.GRAD_NORM):
+        yield Level(one.key, one.tiers[-1][1])
+    yield Level(ENTROPY.key, ENTROPY.tiers[-1][1], is_floor=True)
+    yield Level(TRUNCATED.key, TRUNCATED.tiers[-1][1], bounds=(0.0, 1.0))
+    if limit := run.facts.max_response_length:
+        yield Level(LENGTH, LENGTH_SHARE * limit, bounds=(0.0, float(limit)))
+    if span := reward_span(run.table):
+        floor = span[0] + th.FLAT_REWARD * (span[1] - span[0])
+        yield Level(SCORE, floor, is_floor=True, bounds=span)
+
+
+def forecast(series: Series, level: Level) -> Forecast | None:
+    """When the series reaches the level; None where it has no trend towards it, or is past it."""
+    from scipy.stats import t
+
+    values, count = series.values, len(series)
+    if count < MIN_VALUES:
+        return None
+    newest = float(np.median(values[-th.MIN_STEPS :]))
+    if newest <= level.value if level.is_floor else newest >= level.value:
+        return None
+    ahead = (series.steps - series.steps[-1]).astype(np.float64)
+    while True:
+        lines = [
+            (one, scale, target)
+            for scale, scaled, target in _scales(values[-count:], level)
+            if (one := _Line.through(ahead[-count:], scaled)).is_straight
+        ]
+        shorter = int(SHORTER * count)
+        if lines or shorter < MIN_VALUES:
+            break
+        count = shorter
+    if not lines:
+        return None
+    line, scale, target = min(lines, key=lambda one: one[0].bend)
+    if abs(line.slope) < SLOPE_ERRORS * line.slope_error:
+        return None
+    found = line.reaches(target, float(t.ppf(0.5 + COVERAGE / 2.0, line.points - 2)))
+    if found is None or found[0] > -REACH * ahead[-count]:
+        return None
+    last = int(series.steps[-1])
+    low, middle, high = (last + steps for steps in (np.floor(found[1]), round(found[0]), np.ceil(found[2])))
+    first = int(series.steps[-count])
+    return Forecast(level, newest, first, last, int(middle), int(low), int(high), scale)
+
+
+def _scales(values: NDArray[np.float64], level: Level) -> Iterator[tuple[str, NDArray[np.float64], float]]:
+    """(name, values, level) on each scale that holds them all."""
+    yield "linear", values, level.value
+    low, high = level.bounds or (0.0, np.inf)
+    both = np.append(values, level.value)
+    if both.min() <= low:
+        return
+    if level.bounds is None:
+        scaled = np.log(both)
+        yield "log", scaled[:-1], float(scaled[-1])
+    elif both.max() < high:
+        scaled = np.log(both - low) - np.log(high - both)
+        yield "logit", scaled[:-1], float(scaled[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A Theil–Sen line; x is relative to the newest step.
+
+    Attributes:
+        slope, slope_error: of the line, and its standard error.
+        now: the line at x = 0.
+        center, center_error: mean x, where line and slope are independent, and the standard error there.
+        points: that it was fitted to.
+        bend: how far, in standard errors, a half's slope or the newest values are off the line.
+        is_straight: they are near enough.
+    """
+
+    slope: float
+    slope_error: float
+    now: float
+    center: float
+    center_error: float
+    points: int
+    bend: float
+    is_straight: bool
+
+    @classmethod
+    def through(cls, x: NDArray[np.float64], y: NDArray[np.float64]) -> _Line:
+        """Fit (M,) values, M ≥ `MIN_VALUES`; of many values the medians of blocks."""
+        if len(x) > MAX_POINTS:
+            parts = np.array_split(np.arange(len(x)), MAX_POINTS)
+            x, y = (np.array([np.median(of[part]) for part in parts]) for of in (x, y))
+        slope, slope_error, now, error = _theil_sen(x, y)
+        half, newest = len(x) // 2, max(3, len(x) // 6)
+        halves = [_theil_sen(x[part], y[part]) for part in (slice(half), slice(-half, None))]
+        # The noise of the better half: a line through what is no line leaves large residuals.
+        half_error, half_center_error = (min(half[i] for half in halves) for i in (1, 3))
+        off = [(abs(part_slope - slope), half_error) for part_slope, *_ in halves]
+        rest = float(np.median(y[-newest:] - slope * x[-newest:])) - now
+        length = float(x[-1] - x[0])
+        off.append((abs(rest) / length, 1.25 * half_center_error * np.sqrt(half / newest) / length))
+        ease = OFF_LINE_SHARE * abs(slope)
+        beyond = [max(distance - ease, 0.0) / max(limit, 1e-300) for distance, limit in off]
+        center = float(x.mean())
+        return cls(slope, slope_error, now, center, error, len(x), max(beyond), max(beyond) <= OFF_LINE)
+
+    def reaches(self, level: float, quantile: float) -> tuple[float, float, float] | None:
+        """x at which the line meets the level, and first and last x at which its band does.
+
+        None where the line leads away from the level, or its band has no last such x.
+        """
+        gap, slope, squared = level - self.now, self.slope, quantile**2
+        spread = squared * self.slope_error**2
+        a = slope**2 * (1.0 - squared * SLOPE_WANDER**2) - spread
+        if gap * slope <= 0.0 or a <= 0.0:
+            return None
+        b = gap * slope - spread * self.center
+        c = gap**2 - squared * self.center_error**2 - spread * self.center**2
+        root = np.sqrt(max(b**2 - a * c, 0.0))
+        return gap / slope, max(float(b - root) / a, 0.0), float(b + root) / a
+
+
+def _theil_sen(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Slope and its standard error; the line at x = 0; the standard error of its value in the middle."""
+    left, right = np.triu_indices(len(x), 1)
+    slope = float(np.median((y[right] - y[left]) / (x[right] - x[left])))
+    rest = y - slope * x
+    now = float(np.median(rest))
+    rest -= now
+    count = len(x)
+    noise = 1.4826 * float(np.median(np.abs(rest))) * (1.0 + 2.0 / count)
+    signs = np.sign(rest)
+    rho = float(np.sin(np.pi / 2.0 * np.mean(signs[1:] * signs[:-1]))) + 2.0 / count
+    rho = min(max(rho, 0.0), 0.9)
+    error = noise * np.sqrt((1.0 + rho) / (1.0 - rho) / count)
+    return slope, float(error / x.std()), now, float(error)

@@ -48,6 +48,7 @@ class Part:
         needs: what it reads of the batch beyond what every batch has.
         options: dotted spec keys that it reads; the spec warns where others are set.
         params: its own parameters, validated and handed to it; None: it has none.
+        capabilities: of a rollout engine, what it can do.
         unbiased: on-policy its expected gradient is that of the expected reward (tested by enumeration).
         experimental: not yet proven on real runs.
     """
@@ -60,6 +61,7 @@ class Part:
     needs: frozenset[str] = frozenset()
     options: frozenset[str] = frozenset()
     params: type[BaseModel] | None = None
+    capabilities: Any = None
     unbiased: bool = False
     experimental: bool = False
 
@@ -92,6 +94,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         needs: Iterable[str] = (),
         options: Iterable[str] = (),
         params: type[BaseModel] | None = None,
+        capabilities: Any = None,
         unbiased: bool = False,
         experimental: bool = False,
     ) -> Callable[[Function], Function]:
@@ -114,6 +117,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 needs=frozenset(needs),
                 options=frozenset(options),
                 params=params,
+                capabilities=capabilities,
                 unbiased=unbiased,
                 experimental=experimental,
             )
@@ -245,6 +249,7 @@ def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
+ROLLOUT_ENGINES = Registry("rollout engine", key="rollout.name", module="rlctl.rollout.engines")
 TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
 POLICY_LOSSES = Registry(
     "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"

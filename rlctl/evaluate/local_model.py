@@ -20,6 +20,7 @@ from rlctl.engine.model_files import local_directory
 from rlctl.evaluate.request import EngineName, Plan, lengths
 from rlctl.evaluate.samples import Pair, Response
 from rlctl.evaluate.sampling import BLOCK, sample_responses
+from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
 
     Args:
         target: what is evaluated.
-        engine: None: the run's own, or `hf`.
+        engine: None: the run's own if it is vLLM, else `hf`.
 
     Raises:
         UsageError: no such model, or its tokenizer cannot be read.
@@ -119,7 +120,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
         tokenizer=tokenizer,
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
         sha256=files_hash(directory, target.checksums),
-        engine=engine or (spec.rollout.name if spec else "hf"),
+        engine=engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf"),
         dtype=spec.engine.dtype if spec else ("bf16" if sampling_device().type == "cuda" else "fp32"),
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
@@ -183,8 +184,9 @@ class LocalModel:
         request, length = self._request, self.sampling.max_response_length
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
         with self._files.sampling_engine(longest + length, request.batch_size) as engine:
-            # vLLM fills its own batches: the more it is given at once, the better.
-            size = BLOCK * request.n if self.engine == "vllm" else request.batch_size
+            # An engine that forms its own batches is the faster, the more it is given at once.
+            forms_batches = ROLLOUT_ENGINES.part(self.engine).capabilities.forms_batches
+            size = BLOCK * request.n if forms_batches else request.batch_size
             yield from sample_responses(
                 engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
             )

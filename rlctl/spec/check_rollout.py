@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.check_base import LEAVE_OUT, Problems, error, reads, warning
+from rlctl.spec.parts import param_problems
 from rlctl.spec.passthrough import DEEPSPEED_OWNERS, VLLM_OWNERS
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run_spec import RunSpec
-
-#: vLLM raises temperatures below this one to it, with a warning in its log.
-VLLM_COLDEST = 0.01
 
 
 @reads("rollout.top_p", "rollout.top_k", "rollout.min_p")
@@ -62,53 +61,65 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.tensor_model_parallel_size",
     "rollout.temperature",
     "rollout.server.urls",
+    "rollout.engine_params",
 )
 def engine_supports_it(spec: RunSpec) -> Problems:
-    """Options that only vLLM has, or only its servers."""
-    rollout, urls = spec.rollout, spec.rollout.server.urls
-    in_servers = rollout.name == "vllm" and rollout.mode == "server"
-    use_servers = "set rollout.name: vllm and rollout.mode: server"
-    if rollout.name == "hf" and rollout.mode == "server":
-        what = "Hugging Face generation runs in the trainer's process only"
-        yield error("rollout.mode", what, "set rollout.name: vllm, or mode: colocated")
-    if rollout.name == "vllm" and rollout.dtype == "int8":
-        yield error("rollout.dtype", "vLLM samples in fp32 or bf16 here", "write fp32, bf16 or null")
-    if rollout.tensor_model_parallel_size > 1 and not in_servers:
+    """Options that only some engines have, or only engines in separate processes."""
+    rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
+    has_servers = spec.has_rollout_servers
+    use_servers = "set rollout.mode: server and rollout.name: vllm"
+    if rollout.mode not in engine.modes:
+        what = f"{rollout.name} has no mode {rollout.mode}, only {_listed(engine.modes)}"
+        fix = "set rollout.name: vllm, or mode: colocated" if rollout.mode == "server" else "set mode: server"
+        yield error("rollout.mode", what, fix)
+    if rollout.dtype is not None and rollout.dtype not in engine.dtypes:
+        what = f"{rollout.name} samples in {_listed(engine.dtypes)}"
+        yield error("rollout.dtype", what, f"write {', '.join(sorted(engine.dtypes))} or null")
+    if rollout.tensor_model_parallel_size > 1 and not has_servers:
         what = "an engine over several GPUs needs separate processes"
         yield error("rollout.tensor_model_parallel_size", what, f"{use_servers}, or 1")
-    if rollout.server != ServerSpec() and not in_servers:
+    if rollout.server != ServerSpec() and not has_servers:
         what = "has no effect: no engine runs in a separate process"
         yield warning("rollout.server", what, f"{use_servers}, or leave it out")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
         what = f"not an address of a server: {', '.join(unclear)}"
         yield error("rollout.server.urls", what, "write http://host:port")
-    if rollout.name == "vllm" and rollout.temperature < VLLM_COLDEST:
-        what = f"vLLM raises lower temperatures to {VLLM_COLDEST}; the trainer's log-probs would not match"
-        yield error("rollout.temperature", what, f"use {VLLM_COLDEST} or more")
+    if rollout.temperature < engine.min_temperature:
+        lowest = f"{engine.min_temperature:g}"
+        what = (
+            f"{rollout.name} raises lower temperatures to {lowest}; the trainer's log-probs would not match"
+        )
+        yield error("rollout.temperature", what, f"use {lowest} or more")
     if urls and rollout.server.weights_dir is None:
         what = "engines on other machines cannot read the shared memory of this machine"
         yield warning("rollout.server.weights_dir", what, "a directory on a file system that all of them see")
+    yield from param_problems(ROLLOUT_ENGINES, rollout.name, "rollout.engine_params", rollout.engine_params)
 
 
 @reads("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode")
 def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
     """Sampling ahead needs an engine that can run while the trainer does."""
-    rollout = spec.rollout
+    rollout, engine = spec.rollout, spec.rollout_engine
     if not rollout.max_staleness:
         return
     if rollout.staleness:
         what = "rollout.staleness sets the exact age of a batch, rollout.max_staleness the largest"
         yield error("rollout.staleness", what, "set one of them to 0")
-    if rollout.name == "vllm" and rollout.mode == "colocated":
-        what = "a colocated vLLM engine and the trainer run in turn: it cannot sample during training"
-        yield error("rollout.max_staleness", what, "set rollout.mode: server, or 0")
+    if rollout.mode in engine.modes and rollout.mode not in engine.samples_while_training:
+        what = (
+            f"{rollout.name}, {rollout.mode}, and the trainer run in turn: it cannot sample during training"
+        )
+        other = (
+            "set rollout.mode: server, or 0" if "server" in engine.samples_while_training else "set it to 0"
+        )
+        yield error("rollout.max_staleness", what, other)
 
 
 @reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.server.urls")
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
-    if given and spec.rollout.name != "vllm":
+    if given and not spec.rollout_engine.takes_engine_kwargs:
         what = f"has no effect: rollout.name is {spec.rollout.name}"
         yield error(key, what, "set rollout.name: vllm, or leave it out")
     elif given and spec.rollout.server.urls:
@@ -116,6 +127,10 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
         yield error(key, what, "start them with these options, and leave it out")
     yield from _owned(key, given, VLLM_OWNERS, "vLLM's")
     yield from _owned("engine.deepspeed", spec.engine.deepspeed, DEEPSPEED_OWNERS, "DeepSpeed's")
+
+
+def _listed(names: frozenset[str]) -> str:
+    return " or ".join(sorted(names))
 
 
 def _owned(key: str, given: Mapping[str, Any], owners: Mapping[str, str], whose: str) -> Problems:
@@ -141,6 +156,6 @@ def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
     if spec.syncs_adapter and spec.model.lora_rank > largest:
         what, fix = f"vLLM applies adapters up to rank {largest}", "use no more, or rollout.merge_lora: true"
         yield error("model.lora_rank", what, fix)
-    elif spec.rollout.merge_lora and (spec.rollout.name == "hf" or not spec.model.lora_rank):
-        why = "Hugging Face rollouts always merge" if spec.model.lora_rank else "model.lora_rank is 0"
+    elif spec.rollout.merge_lora and not (spec.rollout_engine.applies_adapters and spec.model.lora_rank):
+        why = f"{spec.rollout.name} always merges" if spec.model.lora_rank else "model.lora_rank is 0"
         yield warning("rollout.merge_lora", f"has no effect: {why}", LEAVE_OUT)

@@ -178,8 +178,7 @@ class _Estimate:
         if spec.model.lora_rank and policy.shape:
             adapters = policy.shape.layers * self._layer(spec.model, policy.shape).adapter_parameters()
         parts = self._trained(policy.num_parameters, adapters)
-        has_servers = spec.rollout.name == "vllm" and spec.rollout.mode == "server"
-        if not has_servers:  # servers have GPUs of their own
+        if not spec.has_rollout_servers:  # servers have GPUs of their own
             parts.append(self._sampling_copy())
         if spec.trains_critic:
             critic = self._size_of(spec.critic.path)
@@ -187,7 +186,7 @@ class _Estimate:
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = self._size_of(spec.ref.path)
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
-        if not has_servers:
+        if not spec.has_rollout_servers:
             parts.append(self._cache())
         return [*parts, *self._policy_pass()]
 
@@ -253,7 +252,7 @@ class _Estimate:
         rollout = self.spec.rollout
         width = {"fp32": 4, "bf16": 2}.get(rollout.dtype or "", self.width)
         part = self._part("rollout's weights", self.policy.num_parameters, width, _NEVER)
-        sleeps = rollout.name == "vllm" and rollout.free_cache_engine
+        sleeps = self.spec.rollout_engine.frees_memory and rollout.free_cache_engine
         return replace(part, phases=("generation",)) if sleeps else part
 
     def _cache(self) -> MemoryPart:

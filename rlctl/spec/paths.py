@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 from pathlib import Path
+from typing import Any
 
+from rlctl.registry import is_file_function
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run_spec import RunSpec
 
@@ -24,12 +26,20 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
         content[section][key] = _absolute(content[section][key])
     content["data"] |= {key: [_absolute(path) for path in content["data"][key]] for key in _FILES}
-    reward = content["reward"]
-    reward["model"]["path"] = _absolute(reward["model"]["path"])
-    for term in [reward, *(reward["terms"] or [])]:
-        file, colon, function = term["name"].rpartition(":")
-        term["name"] = f"{_absolute(file)}:{function}" if colon else term["name"]
-    return RunSpec.model_validate(content)
+    content["reward"]["model"]["path"] = _absolute(content["reward"]["model"]["path"])
+    return RunSpec.model_validate(_with_absolute_functions(content))
+
+
+def _with_absolute_functions(value: Any) -> Any:
+    """The same tree with the file of every `path/to/file.py:function` absolute."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_functions(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_absolute_functions(item) for item in value]
+    if isinstance(value, str) and is_file_function(value):
+        file, _, function = value.rpartition(":")
+        return f"{_absolute(file)}:{function}"
+    return value
 
 
 _FILES = ("train_files", "val_files")

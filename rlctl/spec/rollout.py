@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.base import NullWord, OpenMapping, Section, StrList
+from rlctl.spec.parts import Registered
 
 #: Ranks for which vLLM's engines can be built; they apply adapters of any rank up to that.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What a rollout engine can do; the spec's checks and the trainer read it, never the engine's name.
+
+    Attributes:
+        modes: values of `rollout.mode`.
+        dtypes: values of `rollout.dtype` beside null.
+        starts_with_policy: its first weights are the policy's; otherwise the first sync brings them.
+        checks_syncs: after each sync a few tokens are sampled and scored by the trainer.
+        samples_while_training: values of `rollout.mode` in which it can sample while the trainer trains.
+        applies_adapters: it takes LoRA's adapter alone and applies it; otherwise it gets merged weights.
+        takes_engine_kwargs: it reads `rollout.engine_kwargs`.
+        frees_memory: with `rollout.free_cache_engine` it gives its GPU memory back between calls.
+        forms_batches: it takes any number of prompts at once and forms its own batches.
+        min_temperature: the lowest at which it samples as asked.
+    """
+
+    modes: frozenset[str] = frozenset({"colocated"})
+    dtypes: frozenset[str] = frozenset({"fp32", "bf16"})
+    starts_with_policy: bool = False
+    checks_syncs: bool = True
+    samples_while_training: frozenset[str] = frozenset()
+    applies_adapters: bool = False
+    takes_engine_kwargs: bool = False
+    frees_memory: bool = False
+    forms_batches: bool = False
+    min_temperature: float = 0.0
 
 
 class DataSpec(Section):
@@ -61,8 +93,11 @@ class ServerSpec(Section):
 class RolloutSpec(Section):
     """Sampling of responses."""
 
-    name: Literal["hf", "vllm"] = "hf"
-    """Engine: `hf` is Hugging Face generation in the trainer's process; `vllm`."""
+    name: Annotated[str, Registered(ROLLOUT_ENGINES)] = "hf"
+    """Engine: `hf` is Hugging Face generation in the trainer's process; `vllm`; `file.py:function` for your
+    own."""
+    engine_params: OpenMapping = Field(default={})
+    """Parameters that a registered engine declares: `rollout.engine_params.NAME=VALUE`."""
     mode: Literal["colocated", "server"] = "colocated"
     """Of `vllm`: in the trainer's processes, one engine per rank, or in separate processes."""
     n: int = Field(default=8, ge=1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.actor import ActorSpec, CriticSpec, RefSpec
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import Section
 from rlctl.spec.model import EMBEDDED, ModelSpec
 from rlctl.spec.reward import RewardSpec
-from rlctl.spec.rollout import DataSpec, RolloutSpec
+from rlctl.spec.rollout import DataSpec, EngineCapabilities, RolloutSpec
 from rlctl.spec.trainer import EngineSpec, TrainerSpec
 
 
@@ -68,7 +69,19 @@ class RunSpec(Section):
     @property
     def syncs_adapter(self) -> bool:
         """Whether the rollout engine receives only LoRA's adapter and applies it itself."""
-        return self.rollout.name == "vllm" and self.model.lora_rank > 0 and not self.rollout.merge_lora
+        applies = self.rollout_engine.applies_adapters
+        return applies and self.model.lora_rank > 0 and not self.rollout.merge_lora
+
+    @property
+    def rollout_engine(self) -> EngineCapabilities:
+        """What the rollout engine can do."""
+        found: EngineCapabilities | None = ROLLOUT_ENGINES.part(self.rollout.name).capabilities
+        return found or EngineCapabilities()
+
+    @property
+    def has_rollout_servers(self) -> bool:
+        """Whether rollout engines run in separate processes."""
+        return self.rollout.mode == "server" and "server" in self.rollout_engine.modes
 
     @property
     def world_size(self) -> int:

@@ -17,9 +17,9 @@ from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.protocol import RolloutEngine
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.rollout_engine import build_rollout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,7 +69,19 @@ def build_models(
     _check_context(model, spec)
     # Before the engine takes the policy over: the sampling copy and the other models start from the
     # same directory.
-    rollout = build_rollout(spec, model_path, model, tokenizer, ranks, run_dir)
+    rollout = build_rollout(
+        EngineContext(
+            spec=spec,
+            model_path=model_path,
+            model=model,
+            tokenizer=tokenizer,
+            device=ranks.device,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            agree=ranks.first,
+            run_dir=run_dir,
+        )
+    )
     stack.callback(rollout.close)
     ref: ReferencePolicy | None = None
     if _has_own_reference(spec):

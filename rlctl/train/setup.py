@@ -64,7 +64,7 @@ def _build(
         restored = _restore(spec, models, stream, run_dir, ranks)
     else:
         restored = Restored(0, 0, None, [])
-        if spec.rollout.name != "hf":  # that one begins with a copy of the policy
+        if not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0

@@ -14,6 +14,7 @@ from tests.properties import test_parts
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSS = f"{EXAMPLES}/custom_loss.py:soft_ppo"
 ESTIMATOR = f"{EXAMPLES}/custom_estimator.py:minus_best"
+ENGINE = f"{EXAMPLES}/custom_engine.py:plain_sampling"
 REWARD = f"{EXAMPLES}/custom_reward.py:agreement"
 
 
@@ -34,6 +35,20 @@ def test_a_run_with_a_loss_an_estimator_and_a_reward_from_files(tmp_path: Path) 
     assert 0 < first["critic/score/mean"] < 1  # partial agreement: not the built-in task's 0 or 1
     # The best response of a group is no better than its best sibling by much, most are worse.
     assert first["critic/advantages/mean"] < 0
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_run_with_a_rollout_engine_from_a_file(tmp_path: Path) -> None:
+    """Its log-probs are the trainer's after every sync: the run measures it."""
+    run = runs.train(
+        tmp_path / "run",
+        f"rollout.name={ENGINE}",
+        "rollout.engine_params.max_rows=16",
+        "trainer.total_training_steps=2",
+    )
+    for line in runs.metrics(run):
+        assert line["rollout/sync_gap"] < 1e-4
+    assert (run / "spec.yaml").read_text().count("custom_engine.py:plain_sampling") == 1
 
 
 def test_the_loss_passes_the_tests_of_every_loss() -> None:

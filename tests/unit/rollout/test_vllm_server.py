@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import published_weights, vllm_server
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
+from rlctl.rollout.engines import replica_settings
 from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
-from rlctl.train.rollout_engine import replica_settings
 from tests.unit.rollout.stub_server import Server, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 

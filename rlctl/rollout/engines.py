@@ -1,0 +1,234 @@
+"""The rollout engines by name: how one is made, and what it can do.
+
+    @ROLLOUT_ENGINES.register(label="…", capabilities=EngineCapabilities(…))
+    def my_engine(context: EngineContext) -> RolloutEngine: …
+
+An engine of the user's own is named `path/to/file.py:function`, see docs/how-to/extend.md. No torch: the spec
+reads names and capabilities; what an engine needs is imported when it is made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.errors import RunFailure, UsageError
+from rlctl.registry import ROLLOUT_ENGINES
+from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlctl.rollout.protocol import RolloutEngine
+    from rlctl.rollout.replicas import ReplicaSettings
+    from rlctl.spec.run_spec import RunSpec
+
+__all__ = ["EngineCapabilities", "EngineContext", "build_rollout", "replica_settings"]
+
+ENGINE_LOGS = "engines"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What a rollout engine is made from, on one rank.
+
+    Attributes:
+        spec: of the run.
+        model_path: directory or hub id of the policy.
+        model: the policy, not yet wrapped by the training engine; an engine that keeps it copies it.
+        tokenizer: of the policy.
+        device: where the tensors of `Rollouts` belong.
+        rank, world_size: this process among the run's; rank 0 is the main one.
+        agree: gives every rank the first text among theirs that is not empty (a collective).
+        run_dir: directory of the run.
+        params: `rollout.engine_params`, validated by the engine's parameters; None: it has none.
+    """
+
+    spec: RunSpec
+    model_path: str
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    rank: int
+    world_size: int
+    agree: Callable[[str], str]
+    run_dir: Path
+    params: Any = None
+
+
+def build_rollout(context: EngineContext) -> RolloutEngine:
+    """The engine that the spec names; its `params` are filled in here.
+
+    Raises:
+        EnvironmentFailure, UsageError: the engine cannot be had here, or refuses the model.
+        RunFailure: what the factory returns is not a rollout engine.
+    """
+    from rlctl.spec.parts import params_of
+
+    part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
+    params = params_of(part, context.spec.rollout.engine_params)
+    engine: RolloutEngine = part.function(replace(context, params=params))
+    missing = [name for name in ("generate", "sync_weights", "close") if not hasattr(engine, name)]
+    if missing:
+        what = f"{type(engine).__name__} has no {' and no '.join(missing)}"
+        raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
+    return engine
+
+
+@ROLLOUT_ENGINES.register(
+    label="Hugging Face generation in the trainer's process",
+    capabilities=EngineCapabilities(
+        dtypes=frozenset({"fp32", "bf16", "int8"}),
+        starts_with_policy=True,
+        checks_syncs=False,
+        samples_while_training=frozenset({"colocated"}),
+    ),
+)
+def hf(context: EngineContext) -> RolloutEngine:
+    """Plain `model.generate` on a copy of the policy."""
+    from rlctl.rollout.hf import HFRollout
+
+    rollout = context.spec.rollout
+    return HFRollout(
+        context.model,
+        context.tokenizer,
+        context.device,
+        max_num_seqs=rollout.max_num_seqs,
+        dtype=rollout.dtype,
+    )
+
+
+@ROLLOUT_ENGINES.register(
+    label="vLLM in the trainer's processes, or in servers",
+    capabilities=EngineCapabilities(
+        modes=frozenset({"colocated", "server"}),
+        samples_while_training=frozenset({"server"}),
+        applies_adapters=True,
+        takes_engine_kwargs=True,
+        frees_memory=True,
+        forms_batches=True,
+        min_temperature=0.01,  # it raises lower ones to this, with a warning in its log
+    ),
+)
+def vllm(context: EngineContext) -> RolloutEngine:
+    """vLLM: paged attention, continuous batching."""
+    import torch
+
+    from rlctl.rollout.completions import MERGE_LORA
+    from rlctl.rollout.vllm import TrainedVLLMRollout
+    from rlctl.rollout.weights import ExpectedWeights
+
+    spec, rollout = context.spec, context.spec.rollout
+    if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
+        what = "vLLM's kernels for adapters know half precision only"
+        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
+    if rollout.mode == "server":
+        return _on_servers(context)
+    return TrainedVLLMRollout(
+        context.model_path,
+        context.tokenizer,
+        ExpectedWeights(context.model),
+        dtype=_dtype(spec),
+        max_model_len=_longest(spec),
+        max_num_seqs=rollout.max_num_seqs,
+        seed=spec.trainer.seed,
+        trust_remote_code=spec.model.trust_remote_code,
+        max_lora_rank=_max_lora_rank(spec),
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        sleeps=rollout.free_cache_engine,
+        device=context.device,
+        engine_kwargs=rollout.engine_kwargs,
+    )
+
+
+def _on_servers(context: EngineContext) -> RolloutEngine:
+    from rlctl.rollout.completions import vllm_missing
+    from rlctl.rollout.published_weights import PublishedWeights
+    from rlctl.rollout.replicas import Replicas
+    from rlctl.rollout.versioned_dir import VersionedDir
+    from rlctl.rollout.vllm_reachable import reachable
+    from rlctl.rollout.vllm_server import VLLMServerRollout
+
+    spec, model, tokenizer = context.spec, context.model, context.tokenizer
+    server = spec.rollout.server
+    published = adapters = replicas = None
+    if context.rank == 0:
+        if server.urls:
+            reachable(server.urls, server.start_timeout, lora_rank=spec.model.lora_rank * spec.syncs_adapter)
+        elif importlib.util.find_spec("vllm") is None:
+            raise vllm_missing(ModuleNotFoundError(name="vllm"))
+        directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
+        published = PublishedWeights(model, tokenizer, directory)
+        if spec.syncs_adapter:
+            adapters = VersionedDir(directory)
+        if not server.urls:
+            replicas = Replicas(
+                server.replicas, replica_settings(spec), published.latest, context.run_dir / ENGINE_LOGS
+            )
+    urls = server.urls or context.agree(" ".join(replicas.urls) if replicas else "").split()
+    return VLLMServerRollout(
+        [url.rstrip("/") for url in urls],
+        tokenizer,
+        model.generation_config,
+        device=context.device,
+        rank=context.rank,
+        agree=context.agree,
+        published=published,
+        replicas=replicas,
+        start_timeout=server.start_timeout,
+        adapters=adapters,
+        takes_adapter=spec.syncs_adapter,
+    )
+
+
+def replica_settings(spec: RunSpec) -> ReplicaSettings:
+    """What a vLLM server of this run is started with.
+
+    Raises:
+        UsageError: there are not enough GPUs beside the trainer's.
+    """
+    import torch
+
+    from rlctl.rollout.replicas import ReplicaSettings
+    from rlctl.rollout.vllm import VLLM_DTYPES
+    from rlctl.spec.passthrough import as_arguments
+
+    rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
+    theirs = rollout.server.replicas * rollout.tensor_model_parallel_size
+    if torch.cuda.is_available() and trainers + theirs > (visible := torch.cuda.device_count()):
+        raise UsageError(
+            f"the trainer takes {trainers} GPUs and the servers {theirs}, {visible} can be seen here",
+            where="rollout.server.replicas × rollout.tensor_model_parallel_size",
+            fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
+        )
+    return ReplicaSettings(
+        dtype=VLLM_DTYPES[_dtype(spec)],
+        max_model_len=_longest(spec),
+        max_num_seqs=rollout.max_num_seqs or 256,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        first_gpu=trainers if torch.cuda.is_available() else None,
+        trust_remote_code=spec.model.trust_remote_code,
+        max_lora_rank=_max_lora_rank(spec),
+        start_timeout=rollout.server.start_timeout,
+        max_restarts=rollout.server.max_restarts,
+        more_arguments=tuple(as_arguments(rollout.engine_kwargs)),
+    )
+
+
+def _max_lora_rank(spec: RunSpec) -> int:
+    """What an engine is built for: the smallest rank vLLM knows that holds the adapter's; 0: merged."""
+    if not spec.syncs_adapter:
+        return 0
+    return min(rank for rank in VLLM_LORA_RANKS if rank >= spec.model.lora_rank)
+
+
+def _longest(spec: RunSpec) -> int:
+    return spec.data.max_prompt_length + spec.data.max_response_length
+
+
+def _dtype(spec: RunSpec) -> Any:
+    return spec.rollout.dtype or spec.engine.dtype

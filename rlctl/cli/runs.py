@@ -22,6 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 #: Seconds between two readings of a watched log.
 _POLL_S = 0.5
+_EMBEDDED_TASK = "embedded/addition"
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "died": "red", "stopped": "yellow"}
 
 
@@ -171,6 +172,8 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
         for name in ("prompt", "response", "ground_truth"):
             console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), printable(row[name])))
         console.print()
+    if any(row["data_source"] == _EMBEDDED_TASK for row in rows):
+        console.print(Text("The built-in task writes sums lowest digit first: 431 is 134.", "dim"))
 
 
 def _print_runs(found: list[RunState], root: Path) -> None:

@@ -17,10 +17,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlctl.cli import prepare_data, presets, reward
+from rlctl.cli.command import HELP_NAMES, Command, Group
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
+from rlctl.cli.explain import explain
 from rlctl.cli.export import export
+from rlctl.cli.init import init
 from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
@@ -38,23 +41,26 @@ app = typer.Typer(
         "[bold]--dry-run[/bold] it only shows what would run. [bold]rlctl COMMAND --help[/bold] has examples."
     ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_NAMES,
+    cls=Group,
 )
-app.command()(train)
+app.command(cls=Command)(train)
 app.command(cls=EvaluateCommand)(evaluate)
 app.command(cls=DiagnoseCommand)(diagnose)
-app.command()(runs)
-app.command()(watch)
-app.command()(samples)
-app.command()(doctor)
-app.command()(export)
-app.command()(schema)
-app.add_typer(presets.app, name="presets")
-app.add_typer(prepare_data.app, name="prepare-data")
-app.add_typer(reward.app, name="reward")
+app.command(cls=Command)(runs)
+app.command(cls=Command)(watch)
+app.command(cls=Command)(samples)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(export)
+app.command(cls=Command)(init)
+app.command(cls=Command)(explain)
+app.command(cls=Command)(schema)
+for name, below in (("presets", presets.app), ("prepare-data", prepare_data.app), ("reward", reward.app)):
+    for each in below.registered_commands:
+        each.cls = Command
+    app.add_typer(below, name=name, cls=Group)
 
 
 def _version(is_asked: bool) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
-from typer.core import TyperCommand
 
+from rlctl.cli.command import CommandWithSubcommands
 from rlctl.cli.diagnose_output import DiagnosisFormat, as_json, check_out, reading, text_console, write_out
 from rlctl.errors import UsageError
 
@@ -24,28 +24,22 @@ class FailOn(StrEnum):
     CRITICAL = "critical"
 
 
-class DiagnoseCommand(TyperCommand):
-    """`diagnose PATH…`, with the commands `diagnose compare A B` and `diagnose mismatch`."""
-
-    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Hand over when the first word is a command's; a log of that name is `./compare`."""
-        if args[:1] in (["compare"], ["mismatch"]):
-            name = f"{info_name} {args[0]}"
-            return _command(args[0]).make_context(name, args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-
-def _command(name: str) -> Any:
+def _compare() -> Callable[..., None]:
     from rlctl.cli.diagnose_compare import compare
+
+    return compare
+
+
+def _mismatch() -> Callable[..., None]:
     from rlctl.cli.diagnose_mismatch import mismatch
 
-    help_names = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=help_names)
-    if name == "compare":
-        app.command(name=name)(compare)
-    else:
-        app.command(name=name)(mismatch)
-    return typer.main.get_command(app)
+    return mismatch
+
+
+class DiagnoseCommand(CommandWithSubcommands):
+    """`diagnose PATH…`, with the commands `diagnose compare A B` and `diagnose mismatch`."""
+
+    subcommands: ClassVar = {"compare": _compare, "mismatch": _mismatch}
 
 
 def diagnose(

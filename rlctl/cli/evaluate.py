@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
-from typer.core import TyperCommand
 
+from rlctl.cli.command import CommandWithSubcommands
 from rlctl.cli.compare import compare, numbers
 from rlctl.cli.evaluate_list import list_benchmarks
 from rlctl.cli.prepare_data import Recipe
@@ -28,19 +28,10 @@ class Engine(StrEnum):
     OPENAI = "openai"
 
 
-class EvaluateCommand(TyperCommand):
+class EvaluateCommand(CommandWithSubcommands):
     """`evaluate MODEL …`, and the subcommands `evaluate compare A B` and `evaluate list`."""
 
-    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Hand over to a subcommand when that is the first word."""
-        subcommands: dict[str, Callable[..., None]] = {"compare": compare, "list": list_benchmarks}
-        if not args or args[0] not in subcommands:
-            return super().make_context(info_name, args, parent, **extra)
-        help_names = {"help_option_names": ["-h", "--help"]}
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=help_names)
-        app.command(name=args[0])(subcommands[args[0]])
-        command = typer.main.get_command(app)
-        return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+    subcommands: ClassVar = {"compare": lambda: compare, "list": lambda: list_benchmarks}
 
 
 #: Options that say how to sample, which regrading does not.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.complete import complete_preset
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,29 +18,43 @@ app = typer.Typer(help="The shipped presets: list, read, compare and copy them."
 #: Presets of models name no prompts.
 _LEFT_TO_THE_USER = frozenset({"data.train_files"})
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A preset, for example rloo-seq-is.", autocompletion=complete_preset),
+]
 
 
 @app.command("list")
-def list_presets() -> None:
+def list_presets(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """All presets, one line each: algorithms, models, hardware, and complete examples.
 
     rlctl presets list
 
     rlctl train -p llama3-8b -p 8gpu -p rloo-seq-is data.train_files=data/train.parquet --dry-run
     """
-    from rich.console import Console
+    import json
+
     from rich.table import Table
 
+    from rlctl.cli.messages import unwrapped
     from rlctl.spec.presets import all_presets
 
+    if as_json:
+        found = [
+            {"name": each.name, "kind": each.kind, "description": each.description, "path": str(each.path)}
+            for each in all_presets().values()
+        ]
+        typer.echo(json.dumps(found, indent=2))
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("preset", no_wrap=True)
     table.add_column("kind", style="dim", no_wrap=True)
     table.add_column("what it is", overflow="fold")
     for preset in all_presets().values():
         table.add_row(preset.name, preset.kind, preset.description)
-    Console().print(table)
+    unwrapped().print(table)
 
 
 @app.command()
@@ -60,11 +75,11 @@ def diff(
 
     rlctl presets diff rloo-seq-is rloo-uncorrected
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from rlctl.cli.dry_run import show as show_value
+    from rlctl.cli.messages import unwrapped
     from rlctl.spec.keys import known_leaves, value_of
     from rlctl.spec.load import load_spec
 
@@ -77,7 +92,7 @@ def diff(
         if left != right:
             table.add_row(key, Text(left), Text(right))
     if table.row_count:
-        Console().print(table)
+        unwrapped().print(table)
     else:
         typer.echo(f"{first} and {second} resolve to the same spec.")
 
@@ -85,10 +100,14 @@ def diff(
 @app.command()
 def copy(
     name: Name,
-    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A file, or a directory to put it in.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="[DEST]", help="A file, or a directory to put it in.")
+    ] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Copy a preset to edit it.
+
+    rlctl presets copy rloo-seq-is
 
     rlctl presets copy rloo-seq-is my-run.yaml && rlctl train --spec my-run.yaml
     """

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
+from rlctl.cli.complete import complete_run
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.track.run_state import RunState
 
 RunDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, for example runs/rlctl/run-20260101-120000.")
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, for example runs/rlctl/run-20260101-120000.",
+        autocompletion=complete_run,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -177,13 +183,12 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
 
 
 def _print_runs(found: list[RunState], root: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000  # nothing is wrapped where it is piped
+    from rlctl.cli.messages import unwrapped
+
+    console = unwrapped()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, justify in (("run", "left"), ("preset", "left"), ("model", "left"), ("step", "right")):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +45,8 @@ def schema(
     if markdown:
         typer.echo("| key | type | default | meaning |\n|---|---|---|---|")
         for row in _rows(content, content.get("$defs", {}), f"{section}." if section else ""):
-            typer.echo(row)
+            meaning = row.meaning.replace("|", "\\|")
+            typer.echo(f"| `{row.key}` | {row.type} | `{row.default}` | {meaning} |")
         return
     if section is None:
         content["properties"][DESCRIPTION] = {"type": "string", "description": "For readers only."}
@@ -52,15 +54,33 @@ def schema(
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[str]:
-    """One table row per leaf, nested sections in place."""
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """One key of the spec in words; `default` is JSON."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def key_rows() -> Iterator[KeyRow]:
+    """Every key of the spec, in the order of its sections."""
+    from rlctl.spec.run_spec import RunSpec
+
+    content = RunSpec.model_json_schema()
+    yield from _rows(content, content.get("$defs", {}), "")
+
+
+def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[KeyRow]:
+    """One row per leaf, nested sections in place."""
     for name, field in content["properties"].items():
         if "$ref" in field:
             yield from _rows(definitions[field["$ref"].rsplit("/", 1)[-1]], definitions, f"{prefix}{name}.")
             continue
         default = json.dumps(field.get("default"), ensure_ascii=False)
-        meaning = " ".join(field.get("description", "").split()).replace("|", "\\|")
-        yield f"| `{prefix}{name}` | {_type(field, definitions)} | `{default}` | {meaning} |"
+        meaning = " ".join(field.get("description", "").split())
+        yield KeyRow(f"{prefix}{name}", _type(field, definitions), default, meaning)
 
 
 def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.complete import complete_override, complete_preset, complete_run
 from rlctl.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def train(
             metavar="KEY=VALUE|FILE.yaml",
             help="Single values, stronger than presets and files: actor.lr=1e-6. A spec file, as by --spec.",
             show_default=False,
+            autocompletion=complete_override,
         ),
     ] = None,
     preset: Annotated[
@@ -30,6 +32,7 @@ def train(
             "-p",
             metavar="NAME",
             help="A preset by name or path; several are layered left to right.",
+            autocompletion=complete_preset,
         ),
     ] = None,
     spec: Annotated[
@@ -58,7 +61,10 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume", metavar="RUN_DIR", help="Continue a run from its last checkpoint, with its own spec."
+            "--resume",
+            metavar="RUN_DIR",
+            help="Continue a run from its last checkpoint, with its own spec.",
+            autocompletion=complete_run,
         ),
     ] = None,
 ) -> None:

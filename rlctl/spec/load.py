@@ -145,6 +145,12 @@ def dump_spec(spec: RunSpec) -> str:
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 
+def dump_value(value: Any) -> str:
+    """One plain value (JSON types) as YAML in one line, as `load_spec` reads it."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1 << 20)
+    return str(text).removesuffix("\n").removesuffix("\n...")
+
+
 def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
     """Entries of a preset given by bare name or by path."""
     known = all_presets()

@@ -1,0 +1,66 @@
+"""How every command prints its help: flags without a type; commands below a command are listed."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+class Command(TyperCommand):
+    """A command whose help shows no `<bool>` behind flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, flags without a type."""
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands, flags as in `Command`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, flags without a type."""
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class CommandWithSubcommands(Command):
+    """A command with arguments of its own that hands over if the first word is one of `subcommands`.
+
+    Attributes:
+        subcommands: name → function that returns the command's function, so that only the one asked for is
+            imported. An argument of such a name is given as `./NAME`.
+    """
+
+    subcommands: ClassVar[dict[str, Callable[[], Callable[..., None]]]]
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Hand over to a subcommand when that is the first word."""
+        if not args or args[0] not in self.subcommands:
+            return super().make_context(info_name, args, parent, **extra)
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
+        app.command(name=args[0], cls=Command)(self.subcommands[args[0]]())
+        command = typer.main.get_command(app)
+        return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help, then the commands below this one."""
+        super().format_help(ctx, formatter)
+        typer.echo(" Commands below this one, each with --help:")
+        for name, function in self.subcommands.items():
+            first_line = (function().__doc__ or "").strip().splitlines()[0]
+            head = f"   {ctx.command_path} {name:<10} "
+            width = shutil.get_terminal_size().columns
+            typer.echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
+
+
+def _without_types_of_flags(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params

@@ -1,0 +1,102 @@
+"""`rlctl explain`: one key of the spec, one section, or one metric."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from rlctl.cli.complete import complete_key
+from rlctl.errors import UsageError
+
+
+def explain(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY",
+            help="A spec key (actor.lr, or lr), a section (rollout), or a metric (rollout_corr/kl).",
+            autocompletion=complete_key,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Explain a spec key (meaning, type, default, what the presets set), a section, or a metric.
+
+    rlctl explain algorithm.rollout_correction.rollout_is
+
+    rlctl explain rollout_corr/rollout_is_eff_sample_size
+    """
+    found = _of_spec(name) or _of_metric(name)
+    if not found:
+        raise UsageError(f"neither a key of the spec nor a metric: {name}", fix=_nearest(name))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    for entry in found:
+        typer.echo(entry.pop("name"))
+        for heading, text in entry.items():
+            for index, line in enumerate(text if isinstance(text, list) else [text]):
+                typer.echo(f"  {'' if index else heading:<8} {line}")
+        typer.echo("")
+
+
+def _of_spec(name: str) -> list[dict[str, Any]]:
+    """Entries of the keys that `name` stands for: a key, the end of one, or all keys of a section."""
+    from rlctl.cli.dry_run import show
+    from rlctl.cli.schema import key_rows
+    from rlctl.spec.keys import known_leaves
+    from rlctl.spec.presets import all_presets
+    from rlctl.spec.yaml_source import read_yaml_file
+
+    leaves = known_leaves()
+    if name in leaves:
+        keys = [name]
+    else:
+        keys = [key for key in leaves if key.startswith(f"{name}.")]
+        keys = keys or [key for key in leaves if key.endswith(f".{name}")]
+    rows = {row.key: row for row in key_rows()}
+    entries: list[dict[str, Any]] = []
+    for key in keys:
+        row = rows[key]
+        entry: dict[str, Any] = {
+            "name": key,
+            "meaning": row.meaning,
+            "type": row.type,
+            "default": row.default,
+        }
+        if len(keys) == 1:
+            values = {
+                preset.name: read_yaml_file(preset.path, leaves).leaves.get(key)
+                for preset in all_presets().values()
+            }
+            if set_by := [f"{preset}: {show(leaf.value)}" for preset, leaf in values.items() if leaf]:
+                entry["presets"] = set_by
+        entries.append(entry)
+    return entries
+
+
+def _of_metric(name: str) -> list[dict[str, Any]]:
+    from rlctl.metric_names import describe
+
+    metric = describe(name)
+    if metric is None:
+        return []
+    entry: dict[str, Any] = {"name": metric.name, "meaning": metric.definition, "unit": metric.unit}
+    if metric.peers:
+        entry["same as"] = [f"{framework}: {theirs}" for framework, theirs in metric.peers.items()]
+    return [entry]
+
+
+def _nearest(name: str) -> str:
+    """What to write instead."""
+    import difflib
+
+    from rlctl.metric_names import METRICS
+    from rlctl.spec.keys import advice_for
+
+    if "/" in name:
+        close = difflib.get_close_matches(name, METRICS, n=1)
+        return f"did you mean `{close[0]}`?" if close else "docs/reference/metrics.md lists all metrics"
+    return advice_for(name) or "`rlctl schema --markdown` lists every key"

@@ -1,0 +1,118 @@
+"""`rlctl init`: questions about model, data and GPUs, answered by a commented spec file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.spec.load import LoadedSpec
+
+#: Cards with at least this much memory, in GiB, and the preset for one of them; the largest first.
+_ONE_GPU = ((130, "1xh200"), (75, "1gpu-80gb"), (0, "1gpu-lora"))
+_WIDTH = 100
+
+
+def init(
+    out: Annotated[Path, typer.Argument(metavar="[FILE]", help="The spec file to write.")] = Path("run.yaml"),
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model directory or hub id; `embedded`: the built-in one.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="FILE", help="Training Parquet, as prepare-data writes it."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of this machine; 0: CPU.")] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", "-p", metavar="NAME", help="The algorithm; default rloo-seq-is.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a spec file with comments: asks for what no option says, on a terminal; else takes the default.
+
+    rlctl init
+
+    rlctl init my.yaml --model Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/train.parquet --gpus 1
+    """
+    from rlctl.doctor.machine import gpus as cards
+    from rlctl.spec.load import load_spec
+    from rlctl.spec.model import EMBEDDED
+    from rlctl.spec.presets import all_presets
+
+    if out.exists() and not force:
+        raise UsageError("the file exists", where=str(out), fix="choose another name, or add --force")
+    if not out.absolute().parent.is_dir():
+        raise UsageError("no such directory", where=str(out.parent), fix="create it first")
+    memory = [_gib(card) for card in cards()]
+    model = model or _ask("Model (directory, hub id, or embedded)", EMBEDDED)
+    if model != EMBEDDED:
+        data = data or _ask("Training data (Parquet of `rlctl prepare-data parquet`)", "data/train.parquet")
+        gpus = int(_ask("GPUs on this machine", str(len(memory)))) if gpus is None else gpus
+    algorithms = [each.name for each in all_presets().values() if each.kind == "algorithms"]
+    preset = preset or _ask(f"Algorithm ({', '.join(algorithms)})", "rloo-seq-is")
+    presets, values = [preset], [f"model.path={model}"]
+    if gpus:
+        presets.insert(0, _hardware(gpus, min(memory, default=80)))
+        values.append(f"trainer.n_gpus_per_node={gpus}")
+    if data:
+        values.append(f"data.train_files={data}")
+    text = _commented(load_spec(presets, [], values), presets)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"{out} written. Check it: rlctl train {out} --dry-run")
+
+
+def _ask(question: str, default: str) -> str:
+    """The user's answer; the default where there is no terminal to ask on."""
+    return str(typer.prompt(question, default=default)) if sys.stdin and sys.stdin.isatty() else default
+
+
+def _hardware(gpus: int, gib: float) -> str:
+    if gpus > 1:
+        return "8gpu"
+    return next(name for least, name in _ONE_GPU if gib >= least)
+
+
+def _gib(card: str) -> float:
+    """Memory of a line of nvidia-smi (`…, 81559 MiB, …`); 80 where it says none."""
+    words = card.replace(",", " ").split()
+    sizes = [float(size) for size, unit in zip(words, words[1:], strict=False) if unit == "MiB"]  # noqa: RUF007
+    return sizes[0] / 1024 if sizes else 80.0
+
+
+def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
+    """The keys that are not defaults as YAML, each below its meaning."""
+    import textwrap
+
+    from rlctl.cli.schema import key_rows
+    from rlctl.spec.load import dump_value
+
+    lines = [
+        f"# Written by `rlctl init` from the presets {', '.join(presets)}. Other keys hold their defaults.",
+        "# All keys: rlctl schema --markdown. One key: rlctl explain KEY.",
+    ]
+    open_sections: list[str] = []
+    for row in key_rows():
+        origin = loaded.origins[row.key]
+        if origin.layer in {"default", "embedded"}:
+            continue
+        *sections, name = row.key.split(".")
+        for depth, section in enumerate(sections):
+            if open_sections[: depth + 1] != sections[: depth + 1]:
+                lines += ["", f"{section}:"] if depth == 0 else [f"{'  ' * depth}{section}:"]
+                open_sections = sections[: depth + 1]
+        indent = "  " * len(sections)
+        meaning = row.meaning.split(". ")[0].rstrip(".")
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines.append(f"{indent}{name}: {dump_value(_value(loaded, row.key))}")
+    return "\n".join(lines) + "\n"
+
+
+def _value(loaded: LoadedSpec, key: str) -> Any:
+    from functools import reduce
+
+    return reduce(lambda section, name: section[name], key.split("."), loaded.spec.model_dump(mode="json"))

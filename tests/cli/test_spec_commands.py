@@ -1,0 +1,174 @@
+"""Commands that help to write a spec, completion, and help that fits the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from rlctl.cli import init as init_module
+from rlctl.cli.app import app, run
+from rlctl.spec.keys import known_leaves
+from rlctl.spec.load import load_spec
+from rlctl.spec.presets import all_presets
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("options", "presets", "values"),
+    [
+        ([], ["rloo-seq-is"], []),
+        (["-p", "ppo-seq-is-token-rs"], ["ppo-seq-is-token-rs"], []),
+        (
+            ["--model", "a/b", "--data", "x.parquet", "--gpus", "2", "-p", "grpo-rs-only"],
+            ["8gpu", "grpo-rs-only"],
+            ["model.path=a/b", "data.train_files=x.parquet", "trainer.n_gpus_per_node=2"],
+        ),
+        (
+            ["--model", "a/b", "--data", "p: q #.parquet", "--gpus", "0"],
+            ["rloo-seq-is"],
+            ["model.path=a/b", "data.train_files=['p: q #.parquet']"],
+        ),
+    ],
+)
+def test_init_writes_the_spec_of_its_answers(
+    options: list[str], presets: list[str], values: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "my.yaml"
+    assert run(["init", str(out), *options]) == 0
+    written = load_spec([], [out], [])
+    assert written.spec == load_spec(presets, [], values).spec
+    text = out.read_text()
+    for key, origin in written.origins.items():
+        if origin.layer == "file":  # every key stands below its meaning
+            assert text.splitlines()[int(origin.line or 0) - 2].lstrip().startswith("# "), key
+    assert run(["init", str(out)]) == 2
+    assert run(["init", str(out), "--force"]) == 0
+    assert run(["init", str(tmp_path / "gone" / "x.yaml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gib", "preset"),
+    [(1, 24.0, "1gpu-lora"), (1, 80.0, "1gpu-80gb"), (1, 141.0, "1xh200"), (4, 80.0, "8gpu")],
+)
+def test_init_chooses_hardware(gpus: int, gib: float, preset: str) -> None:
+    assert init_module._hardware(gpus, gib) == preset
+    assert preset in all_presets()
+
+
+def test_the_memory_of_a_card() -> None:
+    assert init_module._gib("NVIDIA H100 80GB HBM3, 81559 MiB, 570.1") == pytest.approx(79.6, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("actor.lr", {"name": "actor.lr", "default": "1e-06", "type": "number ≥ 0"}),
+        ("rollout_corr/kl", {"name": "rollout_corr/kl", "unit": "nats"}),
+        ("rollout_corr/rollout_rs_token_k1_mean", {"name": "rollout_corr/rollout_rs_token_k1_mean"}),
+    ],
+)
+def test_explain_one(name: str, expected: dict[str, str], capsys: Capture) -> None:
+    assert run(["explain", name, "--json"]) == 0
+    [entry] = json.loads(capsys.readouterr().out)
+    assert expected.items() <= entry.items()
+    assert entry["meaning"]
+    assert run(["explain", name]) == 0
+    assert entry["meaning"] in capsys.readouterr().out
+
+
+def test_explain_knows_every_key_and_what_presets_set(capsys: Capture) -> None:
+    for key in known_leaves():
+        assert run(["explain", key, "--json"]) == 0
+        [entry] = json.loads(capsys.readouterr().out)
+        assert entry["name"] == key
+        assert entry["meaning"], key
+    assert run(["explain", "algorithm.adv_estimator"]) == 0
+    assert "rloo-seq-is: rloo" in capsys.readouterr().out
+
+
+def test_explain_a_section_and_the_end_of_a_key(capsys: Capture) -> None:
+    assert run(["explain", "trainer.guardrails", "--json"]) == 0
+    assert {each["name"] for each in json.loads(capsys.readouterr().out)} == {
+        key for key in known_leaves() if key.startswith("trainer.guardrails.")
+    }
+    assert run(["explain", "lr", "--json"]) == 0
+    assert {each["name"] for each in json.loads(capsys.readouterr().out)} == {"actor.lr", "critic.lr"}
+
+
+@pytest.mark.parametrize(("name", "near"), [("actor.lrr", "actor.lr"), ("rollout_cor/kl", "rollout_corr/kl")])
+def test_explain_the_unknown(name: str, near: str, capsys: Capture) -> None:
+    assert run(["explain", name]) == 2
+    assert f"did you mean `{near}`?" in capsys.readouterr().err
+
+
+def test_presets_as_json_and_copied_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert run(["presets", "list", "--json"]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == list(all_presets())
+    monkeypatch.chdir(tmp_path)
+    assert run(["presets", "copy", "rloo-seq-is"]) == 0
+    assert (tmp_path / "rloo-seq-is.yaml").is_file()
+
+
+def test_a_piped_list_is_not_wrapped(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["presets", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(all_presets()) + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rlctl train -p rloo", {"rloo-seq-is", "rloo-uncorrected"}),
+        ("rlctl train actor.lr_", {"actor.lr_scheduler_type=", "actor.lr_warmup_steps="}),
+        ("rlctl explain data.tra", {"data.train_files", "data.train_batch_size"}),
+        ("rlctl presets show embed", {"embedded"}),
+        ("rlctl watch runs/p/", {"runs/p/a"}),
+    ],
+)
+def test_the_shell_completes(words: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "p" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "p" / "a" / "spec.yaml").touch()
+    count = str(len(words.split()) - 1)
+    asked = {"_RLCTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+    program = "from rlctl.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, **asked, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+def _commands() -> list[list[str]]:
+    group = typer.main.get_command(app)
+    found: list[list[str]] = []
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        below = getattr(command, "commands", {})
+        found += [[name, sub] for sub in below] or [[name]]
+    return found
+
+
+@pytest.mark.parametrize("command", _commands(), ids=" ".join)
+def test_help_fits_80_columns_and_has_an_example(
+    command: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "<bool>" not in out
+    text = out.partition("╭")[0]
+    assert text.count(f"rlctl {' '.join(command)}") >= 2  # the usage line, and an example

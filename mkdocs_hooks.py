@@ -151,6 +151,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis rules": _diagnosis_rules,
     **{
         f"names in logs of {framework}": partial(_log_names, framework)
-        for framework in ("verl", "trl", "trl_async", "openrlhf", "slime", "prime_rl", "nemo_rl")
+        for framework in (
+            *("verl", "trl", "trl_async", "trl_ppo", "ms_swift", "llama_factory", "openrlhf", "slime"),
+            *("prime_rl", "nemo_rl", "skyrl", "areal"),
+        )
     },
 }

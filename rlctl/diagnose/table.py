@@ -186,12 +186,14 @@ class LoggedException:
         where: the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none.
         line: its line in the log, from 1.
         step: the last one logged before it; None if there is none.
+        is_stop: the run was stopped from outside, by a signal or from the keyboard.
     """
 
     text: str
     where: str
     line: int
     step: int | None = None
+    is_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

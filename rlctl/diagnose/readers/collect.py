@@ -16,7 +16,7 @@ import numpy as np
 
 from rlctl.diagnose.readers.source import Watch
 from rlctl.diagnose.readers.values import LARGEST_STEP, LARGEST_VALUE, as_number, is_number, whole
-from rlctl.diagnose.table import Framework
+from rlctl.diagnose.table import Framework, LoggedException
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 STEP_KEYS = (
     *("step", "train/global_step", "eval/global_step", "train/step", "rollout/step", "eval/step"),
     *("global_step", "training/global_step", "trainer/global_step", "_step", "Step", "iteration", "iter"),
+    *("current_steps", "global_step/max_steps", "training_step"),
 )
 MAIN, EVAL = "main", "eval"
 
@@ -137,6 +138,18 @@ class Collector:
                 column.bad.append(place)
         return True
 
+    @property
+    def num_known(self) -> int:
+        """Wanted metrics with a value."""
+        columns = [item for clock in self._clocks.values() for item in clock.columns.items()]
+        return len({name for name, column in columns if len(column.rows) or len(column.bad)})
+
+    def renumber(self, steps: Sequence[int]) -> None:
+        """Replace every step s by `steps[s]`."""
+        for clock in self._clocks.values():
+            clock.steps = array("q", (steps[step] for step in clock.steps))
+        self.last_step = steps[self.last_step]
+
     def _add_steps(self, clock: _Clock, number: int, steps: Sequence[int]) -> int:
         """Count rows with the same set of names; returns the place of the first."""
         first = len(clock.steps)
@@ -223,6 +236,11 @@ class Collector:
         kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
 
 
+def is_step_or_time(name: str) -> bool:
+    """Whether a name counts steps or measures time, and is no metric."""
+    return name in STEP_KEYS or _IS_META.fullmatch(name) is not None
+
+
 def _clock_of(step_key: str, metrics: Sequence[str]) -> str:
     if step_key in _OWN_CLOCKS:
         return step_key
@@ -296,6 +314,8 @@ class LogReading:
         limit: rows after which a reader may stop, for a first look; None reads everything.
         hint: the framework, where the format shows it.
         config: the run's configuration, where the log has one.
+        stated: single settings that the log states.
+        exception: what the log ends with, if that is one.
         notes: what had to be tolerated.
         watch: called with how far a file was read, where that is known.
     """
@@ -304,6 +324,8 @@ class LogReading:
     limit: int | None = None
     hint: Framework | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    stated: dict[str, Any] = field(default_factory=dict)
+    exception: LoggedException | None = None
     notes: list[str] = field(default_factory=list)
     watch: Watch | None = None
 

@@ -19,10 +19,15 @@ _FLAGS = {"bypass_mode"}
 
 
 class Config:
-    """Typed values of another program's configuration, nested or with dotted keys; None where missing."""
+    """Typed values of another program's configuration, nested or with dotted keys; None where missing.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    Attributes:
+        is_complete: what is missing has its default.
+    """
+
+    def __init__(self, content: Mapping[str, Any], is_complete: bool = True) -> None:
         self._content = content
+        self.is_complete = is_complete
 
     def get(self, key: str) -> Any:
         """The value at a dotted key."""
@@ -62,21 +67,40 @@ class Config:
         return value if isinstance(value, str) else None
 
 
-def configured_facts(framework: str, table: Mapping[str, Any], content: Mapping[str, Any]) -> Facts:
+def configured_facts(
+    framework: str, table: Mapping[str, Any], content: Mapping[str, Any], *, is_complete: bool = True
+) -> Facts:
     """What a configuration states.
 
     Args:
         framework: whose it is.
-        table: the `config` of its file; of `requires` all must be there, otherwise it is another program's.
+        table: the `config` of its file; a complete configuration without all of `requires` is another program's.
         content: the configuration.
+        is_complete: it is the whole configuration, not some settings.
     """
     if framework == "rlctl":
-        return _rlctl(content)
-    config = Config(content)
-    if not table or any(config.get(key) is None for key in table.get("requires", ())):
+        return _rlctl(content) if is_complete else Facts()
+    config = Config(content, is_complete)
+    if not table or (is_complete and any(config.get(key) is None for key in table.get("requires", ()))):
         return Facts()
+    return Facts(**_facts(framework, table, config))
+
+
+def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str, Any]:
     found = {fact: _stated(config, fact, keys) for fact, keys in table.items() if fact != "requires"}
-    return Facts(**found | _DERIVED[framework](config))
+    return found | (_DERIVED[framework](config) if framework in _DERIVED else {})
+
+
+def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
+    """Every key on which a fact of the framework depends."""
+    asked: set[str] = set()
+
+    class Asked(Config):
+        def get(self, key: str) -> Any:
+            asked.add(key)
+
+    _facts(framework, table, Asked({}, is_complete=False))
+    return frozenset(asked)
 
 
 def _stated(config: Config, fact: str, keys: str | list[str]) -> Any:
@@ -118,23 +142,27 @@ def _updates(responses: int | None, per_update: int | None, epochs: int | None) 
 def _verl(config: Config) -> dict[str, Any]:
     actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
     prompts, mini = config.whole("data.train_batch_size"), config.whole(f"{actor}.ppo_mini_batch_size")
-    epochs, level = config.whole(f"{actor}.ppo_epochs"), config.text(f"{correction}.rollout_is") or "off"
+    epochs, level = config.whole(f"{actor}.ppo_epochs"), config.text(f"{correction}.rollout_is")
+    criteria, bypass = config.text(f"{correction}.rollout_rs"), config.flag(f"{correction}.bypass_mode")
+    if config.is_complete:
+        level, criteria, bypass = level or "off", criteria or "off", bool(bypass)
     threshold = str(config.get(f"{correction}.rollout_is_threshold")).rpartition("_")[2]
-    in_loss, in_reward = config.flag(f"{actor}.use_kl_loss"), config.flag("algorithm.use_kl_in_reward")
-    coefficients = [
-        (config.number(f"{actor}.kl_loss_coef") or 0.0) if in_loss else 0.0,
-        (config.number("algorithm.kl_ctrl.kl_coef") or 0.0) if in_reward else 0.0,
+    penalties = [
+        (config.flag(f"{actor}.use_kl_loss"), config.number(f"{actor}.kl_loss_coef")),
+        (config.flag("algorithm.use_kl_in_reward"), config.number("algorithm.kl_ctrl.kl_coef")),
     ]
+    in_use = [coefficient for is_on, coefficient in penalties if is_on]
+    is_known = any(is_on is not None for is_on, _ in penalties) and (config.is_complete or None not in in_use)
     estimator = config.text("algorithm.adv_estimator")
     return {
-        "bypass_mode": bool(config.flag(f"{correction}.bypass_mode")),
+        "bypass_mode": bypass,
         "updates_per_batch": prompts // mini * epochs if prompts and mini and epochs else None,
         "rollout_is": level if level in {"token", "sequence", "off"} else None,
         "rollout_is_threshold": Config({"threshold": threshold}).number("threshold"),
-        "rollout_rs": config.text(f"{correction}.rollout_rs") or "off",
+        "rollout_rs": criteria,
         "has_critic": estimator == "gae" if estimator else None,
-        "kl_coef": None if in_loss is None and in_reward is None else max(coefficients),
-        "ess_length_weighted": level == "sequence",
+        "kl_coef": max((one or 0.0 for one in in_use), default=0.0) if is_known else None,
+        "ess_length_weighted": level and level == "sequence",
     }
 
 
@@ -158,7 +186,7 @@ def _openrlhf(config: Config) -> dict[str, Any]:
     mini = config.whole("train.batch_size") or config.whole("train_batch_size")
     epochs = config.whole("train.max_epochs") or config.whole("max_epochs")
     estimator = config.text("algo.advantage.estimator") or config.text("advantage_estimator")
-    if responses is None:
+    if responses is None and config.is_complete:
         return {fact.name: None for fact in fields(Facts)}
     return {
         "updates_per_batch": _updates(responses, mini, epochs),
@@ -191,6 +219,8 @@ def _nemo_rl(config: Config) -> dict[str, Any]:
 _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "verl": _verl,
     "trl": _trl,
+    "ms-swift": _trl,
+    "llama-factory": _trl,
     "openrlhf": _openrlhf,
     "slime": _slime,
     "nemo-rl": _nemo_rl,

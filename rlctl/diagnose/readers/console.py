@@ -1,189 +1,328 @@
-"""What frameworks print: verl's `step:N - key:value`, printed dictionaries, tables of `name value | …`."""
+"""Console output: the rows that frameworks print, between any other lines and as people paste them.
+
+A row may be one line of a known form, a printed dictionary (over one line or many), a table, or a list of
+`name: value` lines. What each form found is kept apart until the end (`PrintedRows`), because a log holds
+what graders, agents and models print, too.
+"""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
+from rlctl.diagnose.readers.collect import LogReading
+from rlctl.diagnose.readers.last_exception import LastException
+from rlctl.diagnose.readers.printed_blocks import Braces, Listing, PrintedTable
+from rlctl.diagnose.readers.printed_config import PrintedConfig
+from rlctl.diagnose.readers.printed_rows import PrintedRows, Row
+from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
+from rlctl.diagnose.table import Framework
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+#: Colours; a paste often lost the escape character before them.
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\ufffd?\[\d{1,3}(?:;\d{1,3})*m")
+_QUOTE = re.compile(r"\s*(?:>\s?)+")
+_FENCE = re.compile(r"\s*(?:```|~~~)")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)"
-#: A number as printed by Python: bare, quoted, or inside `np.float64(…)` and `tensor(…, device=…)`.
-_VALUE = rf"(?:(?:\w+\.)?\w+\(|['\"])?(?P<number>{_NUMBER}|True|False)(?=['\"),\s}}\]]|$)"
-_WHOLE_VALUE = re.compile(_VALUE, re.IGNORECASE)
-_PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}", re.IGNORECASE)
+_DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
+_BARE_PAIRS = re.compile(r"['\"][\w/().-]+['\"]:\s")
+_FEWEST_PAIRS = 3
+_MOST_PROCESSES = 100
 _CELL = re.compile(
-    rf"(?P<name>[A-Za-z][\w .-]*?):?\s+(?P<number>{_NUMBER})(?P<percent>%?)(?!\S*/)", re.IGNORECASE
+    rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
+    re.IGNORECASE,
+)
+#: The end of a row of verl's that a terminal wrapped.
+_VERL_TAIL = re.compile(r"[^\s:]*(?::\S+)?(?: - [^\s:]+(?::\S+)+)+\s*$|[^\s:]*/[^\s:]*:\S+\s*$")
+#: Lines that number what is printed below them.
+_HEADINGS: tuple[tuple[Framework, re.Pattern[str]], ...] = (
+    ("nemo-rl", re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
+    ("areal", re.compile(r"\bTrain step (\d+)/\d+ done")),
+)
+_NEXT_IS_STEP = re.compile(
+    r"(?:^|\s)(?:global[ _])?(?:step|iteration)\s*[:#=]?\s*(\d+)\s*:?\s*$", re.IGNORECASE
 )
 
-_VERL = re.compile(r"(?:^|\s)step:(-?\d+) - (\S.*)")
-_OPENRLHF = re.compile(r"Global step (\d+): (\{.*)")
-_SLIME = re.compile(r"(?:^|\s|-)(step|rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*)")
-_PRIME_RL = re.compile(r"(?:^|\s)Step (\d+) \| (.*)")
-_NEMO_HEAD = re.compile(r"={3,} Step (\d+)/\S+ ={3,}")
-_NEMO_CELL = re.compile(rf"\s*• (?P<name>[A-Z][\w ]+): (?P<number>{_NUMBER})\s*$")
-_DICT = re.compile(r"\{'[^{}]*\}\s*$")
-_CONFIG_START = re.compile(r"\{'\w+': ")
-#: A printed dictionary is a trainer's row only with one of these; graders and data loaders print others.
-_TRAINER_KEYS = frozenset(
-    {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
-)
-_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
-_Row = dict[str, Any]
+def _verl_cells(text: str) -> Row:
+    row: Row = {}
+    for cell in text.split(" - "):
+        name, _, value = cell.rpartition(":")
+        if name and (number := printed_number(value)) is not None:
+            row[name] = number
+    return row
+
+
+def _piped_cells(text: str) -> Row:
+    cells = filter(
+        None, (_CELL.fullmatch(cell.strip()) or _CELL.match(cell.strip()) for cell in text.split("|"))
+    )
+    row: Row = {}
+    for cell in cells:
+        row.setdefault(cell["name"].strip(), printed_number(cell["number"] + cell["percent"]))
+    return row
+
+
+def _megatron_cells(text: str) -> Row:
+    """ms-swift's Megatron trainer writes a few of its names with spaces."""
+    return {name.replace(" ", "_"): value for name, value in _piped_cells(text).items()}
+
+
+def _listed_cells(text: str) -> Row:
+    """`name=value`, `name: value` or `name value`, with commas, pipes or spaces between."""
+    cells = re.finditer(rf"([A-Za-z_][\w/.-]*)\s*[:=]\s*({NUMBER}%?)(?=[\s,;|)\]]|$)", text)
+    return {cell[1]: printed_number(cell[2]) for cell in cells}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One form of a line that is a row.
+
+    Attributes:
+        kind: the framework that prints it; None for a form that any script may print.
+        mark: a text that every such line contains.
+        pattern: groups `step`, `body`, and `clock` where the framework has several.
+        cells: the body's numbers by name.
+        least: wanted names that a row must have.
+    """
+
+    kind: Framework | None
+    mark: str
+    pattern: re.Pattern[str]
+    cells: Callable[[str], Row]
+    least: int = 0
+
+
+_FORMS = (
+    _Form("verl", "step:", re.compile(r"(?:^|\s)step:(?P<step>-?\d+) - (?P<body>\S.*)"), _verl_cells),
+    _Form("openrlhf", "lobal step ", re.compile(r"Global step (?P<step>\d+): (?P<body>\{.*)"), pairs, 1),
+    _Form(
+        "openrlhf",
+        "eval_metrics",
+        re.compile(r"global_step (?P<step>\d+), eval_metrics: (?P<body>\{.*)"),
+        pairs,
+        1,
+    ),
+    _Form(
+        "slime",
+        ": {",
+        re.compile(
+            r"(?:^|\s|-)(?P<clock>step|rollout|perf|eval|passrate|multi_turn) (?P<step>\d+): (?P<body>\{.*)"
+        ),
+        pairs,
+    ),
+    _Form("prime-rl", "Step ", re.compile(r"(?:^|\s)Step (?P<step>\d+) \| (?P<body>.*)"), _piped_cells, 1),
+    _Form(
+        "ms-swift",
+        "iteration ",
+        re.compile(r"\biteration\s+(?P<step>\d+)\s*/\s*\d+ \| (?P<body>.*)"),
+        _megatron_cells,
+        1,
+    ),
+    _Form(
+        None,
+        "te",  # step, iteration, update
+        re.compile(
+            r"\b(?:(?:global[ _])?step|iter(?:ation)?|update)\s*[:=#]?\s*(?P<step>\d+)(?:\s*/\s*\d+)?\b"
+            r"(?P<body>.*\w\s*[:=]\s*[-+\d.].*)",
+            re.IGNORECASE,
+        ),
+        _listed_cells,
+        2,
+    ),
+)
+_CLOCKS = {"step": "train/step", "eval": "eval/step"}
 
 
 class Console:
     """Turns printed lines into rows.
 
-    Printed dictionaries are used only where the log has no rows of another kind.
+    Rows go to the reading when all lines are read; the last exception and stated settings, too.
     """
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
-        self._dictionaries = Collector(reading.collector.keeps)
-        self._count = 0  # of dictionaries without a step
-        self._nemo_step: int | None = None
-        self._config: _ConfigDump | None = None
-        self._formats: tuple[Callable[[str], bool], ...] = (
-            *(self._verl, self._openrlhf, self._slime, self._prime_rl, self._nemo_rl, self._dictionary),
-        )
-
-    def read(self, line: bytes) -> bool:
-        """Take one line; False if there was no row in it."""
-        text = line.decode("utf-8", "replace").rstrip("\r\n")
-        if "\x1b" in text:
-            text = _ANSI.sub("", text)
-        # A progress bar returns to the start of its line without ending it.
-        found = [self._part(part) for part in text.split("\r") if part]
-        return any(found)
+        self._rows = PrintedRows(reading)
+        self._config = PrintedConfig(reading)
+        self._exception = LastException()
+        self._line = 0
+        self._wrapped: tuple[_Form, str] | None = None  # a row that the next line may continue
+        self._braces: dict[str, Braces] = {}  # by process
+        self._listing = Listing()
+        self._table: PrintedTable | None = None
+        self._heading: tuple[Framework, int] | None = None
+        self._next_step: int | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether a first look has seen enough dictionaries."""
-        return self._reading.limit is not None and self._dictionaries.num_rows >= self._reading.limit
+        """Whether a first look has seen enough rows."""
+        return self._reading.limit is not None and self._rows.num_rows >= self._reading.limit
+
+    def add(self, row: Row) -> bool:
+        """Take a row that a JSON line holds and that has no step."""
+        return self._dictionary(row)
+
+    def read(self, line: bytes, number: int = 0) -> bool:
+        """Take one line; False if there was no row in it."""
+        self._line = number
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if "[" in text:
+            text = _COLOUR.sub("", text)
+        # A progress bar returns to the start of its line without ending it.
+        found = [self._part(part) for part in text.split("\r") if part] if text else [self._blank()]
+        if any(found):
+            self._exception.clear()
+            return True
+        return False
 
     def finish(self) -> None:
-        """Hand over the dictionaries if there was nothing else."""
-        if self._reading.collector.num_rows or not self._dictionaries.num_rows:
-            return
-        self._reading.collector = self._dictionaries
-        if self._count:
-            self._reading.notes.append("the printed lines have no step: they are counted from 1")
+        """Hand over what was found."""
+        self._end_wrapped()
+        self._end_listing()
+        for braces in self._braces.values():
+            self._dictionary(braces.cut_off(), braces.step)
+        self._rows.finish()
+        self._reading.exception = self._exception.at_end(self._line)
+
+    def _blank(self) -> bool:
+        self._table = None
+        return self._end_listing()
 
     def _part(self, text: str) -> bool:
-        prefix = match.group() if (match := _RAY.match(text)) else ""
+        if text[0] in "> \t" and (quote := _QUOTE.match(text)) and ">" in quote.group():
+            text = text[quote.end() :]
+        prefix = match.group() if text[:1] == "(" and (match := _RAY.match(text)) else ""
         text = text[len(prefix) :]
-        if self._config is None and _CONFIG_START.match(text) and not _DICT.match(text):
-            self._config = _ConfigDump(prefix)
-        if self._config and self._config.take(prefix, text):
-            if self._config.is_done:
-                self._reading.config |= self._config.value()
-                self._config = None
+        if not text.strip():
+            return self._blank()
+        wrapped = self._take_wrapped(text)
+        if wrapped is not None:
+            return wrapped
+        if prefix in self._braces:
+            return self._take_braces(prefix, text)
+        return self._form(text) or self._other(prefix, text)
+
+    # --- rows of one line ------------------------------------------------------------------------
+
+    def _form(self, text: str) -> bool:
+        for form in _FORMS:
+            if form.mark not in text or not (match := form.pattern.search(text)):
+                continue
+            if form.kind == "verl" and "/" in match["body"]:
+                self._wrapped = form, text
+                return True
+            if self._row(form, match):
+                return True
+        return False
+
+    def _row(self, form: _Form, match: re.Match[str]) -> bool:
+        row = form.cells(match["body"])
+        if form.least:
+            if sum(map(self._rows.wants, row)) < form.least:
+                return False
+        elif not any("/" in name for name in row):
             return False
-        return any(read(text) for read in self._formats)
+        clock = _CLOCKS.get(match["clock"], "rollout/step") if form.kind == "slime" else "step"
+        row[clock] = int(match["step"])
+        return self._rows.add_numbered(form.kind or "step", row, form.kind)
 
-    def _add(self, row: _Row) -> bool:
-        return len(row) > 1 and self._reading.collector.add(row)
+    def _take_wrapped(self, text: str) -> bool | None:
+        """Join a row of verl's with the line that continues it; None if the line is another."""
+        if self._wrapped is None:
+            return None
+        form, before = self._wrapped
+        if "step:" not in text and _VERL_TAIL.match(text.strip()):
+            glue = " " if before.endswith(" -") else ""
+            self._wrapped = (
+                form,
+                before + glue + (text if text.startswith((" ", "-")) and not glue else text.strip()),
+            )
+            return True
+        self._end_wrapped()
+        return None
 
-    def _verl(self, text: str) -> bool:
-        if "step:" not in text or not (match := _VERL.search(text)):
+    def _end_wrapped(self) -> None:
+        if self._wrapped is not None:
+            (form, text), self._wrapped = self._wrapped, None
+            if match := form.pattern.search(text):
+                self._row(form, match)
+
+    # --- dictionaries ----------------------------------------------------------------------------
+
+    def _other(self, prefix: str, text: str) -> bool:
+        """Dictionaries, tables, lists; else a setting, a heading, a progress bar or an exception."""
+        if "%|" in text:
+            self._rows.progress(text)
+        step, self._next_step = self._next_step, None
+        if ("{" in text or text.lstrip()[:1] in "'\"") and (
+            found := self._dictionaries(prefix, text, step)
+        ) is not None:
+            return found
+        if self._take_table(text):
+            return True
+        if entry := self._listing.take(text):
+            return any(map(self._rows.wants, entry))
+        found = self._end_listing()
+        if not _FENCE.match(text):
+            self._remark(text)
+        return found
+
+    def _remark(self, text: str) -> None:
+        """Take from a line without a row what it says about rows, settings or the end of the run."""
+        if "te" in text:
+            for kind, pattern in _HEADINGS:
+                if match := pattern.search(text):
+                    self._heading = kind, int(match[1])
+            if match := _NEXT_IS_STEP.search(text):
+                self._next_step = int(match[1])
+        self._config.take(text)
+        self._exception.take(text, self._line, self._rows)
+
+    def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
+        """Whether there is a row among those of a line, or that a line begins; None if it has none."""
+        if len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text, step)):
+            self._braces[prefix] = braces
             return False
-        row: _Row = {"step": int(match[1])}
-        for cell in match[2].split(" - "):
-            name, _, value = cell.rpartition(":")
-            if name and (number := _number(value)) is not None:
-                row[name] = number
-        self._reading.hint = "verl"
-        return self._add(row)
+        found = [self._dictionary(pairs(match.group()), step) for match in _DICTIONARY.finditer(text)]
+        if not found and "{" not in text and len(_BARE_PAIRS.findall(text)) >= _FEWEST_PAIRS:
+            found = [self._dictionary(pairs(text), step)]
+        return any(found) if found else None
 
-    def _openrlhf(self, text: str) -> bool:
-        if not (match := _OPENRLHF.search(text)):
+    def _dictionary(self, row: Row, step: int | None = None) -> bool:
+        return self._rows.add_dictionary(row, step)
+
+    def _take_braces(self, prefix: str, text: str) -> bool:
+        """Continue a dictionary of many lines."""
+        braces = self._braces[prefix]
+        state = braces.take(text)
+        if state == "open":
             return False
-        self._reading.hint = "openrlhf"
-        return self._add({"step": int(match[1]), **_pairs(match[2])})
+        del self._braces[prefix]
+        if state == "not its own":
+            found = self._dictionary(braces.cut_off(), braces.step)
+            return (self._form(text) or self._other(prefix, text)) or found
+        if self._dictionary(pairs(braces.text), braces.step):
+            return True
+        self._reading.config |= braces.value()
+        return False
 
-    def _slime(self, text: str) -> bool:
-        if not (match := _SLIME.search(text)):
+    # --- tables and lists ------------------------------------------------------------------------
+
+    def _take_table(self, text: str) -> bool:
+        if self._table:
+            rows = self._table.take(text)
+            if rows is not None:
+                return sum(self._rows.add("table", row) for row in rows) > 0
+            self._table = None
+        self._table = PrintedTable.begin(text, self._rows.wants)
+        return False
+
+    def _end_listing(self) -> bool:
+        row = self._listing.end()
+        wanted = sum(map(self._rows.wants, row))
+        if not wanted:
             return False
-        key = {"step": "train/step", "eval": "eval/step"}.get(match[1], "rollout/step")
-        return self._add({**_pairs(match[3]), key: int(match[2])})
-
-    def _prime_rl(self, text: str) -> bool:
-        if not (match := _PRIME_RL.search(text)):
-            return False
-        cells = filter(None, (_CELL.match(cell.strip()) for cell in match[2].split(" | ")))
-        row = {cell["name"]: float(cell["number"]) * (0.01 if cell["percent"] else 1.0) for cell in cells}
-        return self._add({"step": int(match[1]), **row})
-
-    def _nemo_rl(self, text: str) -> bool:
-        if match := _NEMO_HEAD.search(text):
-            self._nemo_step = int(match[1])
-        if self._nemo_step is None or not (cell := _NEMO_CELL.match(text)):
-            return False
-        return self._add({"step": self._nemo_step, cell["name"]: float(cell["number"])})
-
-    def _dictionary(self, text: str) -> bool:
-        """Hugging Face's trainer; rows without a step are counted."""
-        if not (match := _DICT.search(text)):
-            return False
-        row = _pairs(match.group())
-        # `train_runtime` is in the summary of the whole run.
-        if len(row) < 2 or "train_runtime" in row or _TRAINER_KEYS.isdisjoint(row):
-            return False
-        if not any(key in row for key in STEP_KEYS):
-            self._count += not all(name.startswith("eval_") or name == "epoch" for name in row)
-            row["step"] = self._count
-        return self._dictionaries.add(row)
-
-
-class _ConfigDump:
-    """A configuration printed over many lines, as `pprint` does it."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._lines: list[str] = []
-        self._depth = 0
-        self.is_done = False
-
-    def take(self, prefix: str, text: str) -> bool:
-        """Take a line; False if the dump does not continue in it."""
-        if prefix != self._prefix or (self._lines and not text.startswith(" ")):
-            return False
-        self._lines.append(text)
-        bare = _STRING.sub("", text)
-        self._depth += sum(map(bare.count, "{[(")) - sum(map(bare.count, "}])"))
-        self.is_done = self._depth <= 0
-        return True
-
-    def value(self) -> dict[str, Any]:
-        """The configuration; empty if it is not a literal."""
-        try:
-            value = ast.literal_eval("\n".join(self._lines))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
-
-
-def _number(text: str) -> float | None:
-    """The number that Python printed; None for any other text."""
-    try:
-        return float(text)  # nearly always, and many times faster than a regular expression
-    except ValueError:
-        match = _WHOLE_VALUE.match(text)
-        return _plain(match["number"]) if match else None
-
-
-def _pairs(text: str) -> _Row:
-    """The numbers of a printed dictionary."""
-    return {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
-
-
-def _plain(number: str) -> float | int:
-    if number.lower() in {"true", "false"}:
-        return number.lower() == "true"
-    return float(number) if not number.lstrip("-").isdigit() else int(number[:400])
+        if self._heading:
+            kind, step = self._heading
+            return self._rows.add_numbered(kind, {**row, "step": step}, kind)
+        return wanted > 1 and self._rows.add("list", row)

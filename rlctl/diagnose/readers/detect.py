@@ -8,13 +8,14 @@ from pathlib import Path
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
 from rlctl.diagnose.readers.choose import Candidate, LogContent, choose
-from rlctl.diagnose.readers.collect import Collected, Collector, LogReading
+from rlctl.diagnose.readers.collect import Collected, Collector, LogReading, is_step_or_time
 from rlctl.diagnose.readers.framework_names import (
     RLCTL,
     FrameworkNames,
     MetricFilter,
     canonical_table,
     framework_of,
+    knows,
 )
 from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog, facts_of
@@ -28,6 +29,8 @@ _KNOWN_LOGS = (
 )
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50
+_CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
+_BINARY_SHARE = 0.02
 
 
 def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
@@ -58,7 +61,10 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     if spec is not None and framework.uses_rlctl_names:
         framework = RLCTL
     known = facts_of(spec) if spec else None
-    table, origins, facts = canonical_table(collected, framework, metrics, reading, known)
+    unread = _unread(collected, framework)
+    if candidate.shown == STDIN and unread:
+        notes.append(f"names that stand for no known metric: {_some(unread)}")
+    table, origins, facts, fact_origins = canonical_table(collected, framework, metrics, reading, known)
     return RunLog(
         path=candidate.shown,
         table=table,
@@ -67,7 +73,20 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
         framework=framework.framework,
         origins=origins,
         facts=facts,
+        fact_origins=fact_origins,
+        exception=reading.exception,
+        unread=unread,
     )
+
+
+def _unread(collected: Collected, framework: FrameworkNames) -> tuple[str, ...]:
+    """Names in the log that stand for no known metric."""
+    other = (name for name in collected.names if not is_step_or_time(name) and not framework.translate(name))
+    return tuple(sorted(other))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
 
 
 def _recognized(collected: Collected, reading: LogReading, log: Path) -> FrameworkNames:
@@ -80,17 +99,18 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Framewo
     if not len(collected.steps):
         what = "not a log that is known: no line or row with a step"
     elif found is None:
-        names = sorted(collected.names)
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
-        what = f"not a log that is known: no metric in it is, only {shown}"
+        what = f"not a log that is known: no metric in it is, only {_some(sorted(collected.names))}"
     else:
         return found
+    if error := reading.exception:
+        where = f" in {error.where}" if error.where else ""
+        what += f"; it ends with {error.text}{where} (line {error.line})"
     raise UsageError(what, where=str(log), fix=_KNOWN_LOGS)
 
 
 def _content(candidate: Candidate) -> LogContent:
     """Of a log's first rows; all 0 for other files."""
-    reading = LogReading(Collector(lambda name: True), limit=_FIRST_ROWS)
+    reading = LogReading(Collector(knows), limit=_FIRST_ROWS)
     try:
         _read_files(candidate.files, reading)
     except UsageError:
@@ -152,10 +172,17 @@ def _read(source: LogSource, reading: LogReading) -> None:
     elif binary.EVENTS_MARK in head[:64]:
         with source.on_disk() as path:
             binary.read_events([path], reading)
-    elif b"\0" in head:
+    elif _is_binary(head):
         raise UsageError("not a log that is known: a binary file", where=where, fix=_KNOWN_LOGS)
     else:
         _read_text(source, reading)
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether it holds control characters that no text does; some NUL bytes may be in any log."""
+    rest = head.replace(b"\0", b"")
+    controls = len(rest) - len(rest.translate(None, _CONTROLS))
+    return controls > _BINARY_SHARE * len(head) or 0 < len(rest) < len(head) // 2
 
 
 def _read_text(source: LogSource, reading: LogReading) -> None:

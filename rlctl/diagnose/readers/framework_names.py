@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.diagnose.readers.collect import Collected, LogReading
-from rlctl.diagnose.readers.configuration import configured_facts
+from rlctl.diagnose.readers.configuration import configured_facts, setting_keys
 from rlctl.diagnose.table import Facts, Framework, MetricOrigin, Table
 from rlctl.metric_names import describe
 
@@ -106,10 +106,13 @@ def _content(name: str) -> dict[str, Any]:
     own = tomllib.loads(path.read_text(encoding="utf-8"))
     if "extends" not in own:
         return own
-    base = _content(own.pop("extends"))
-    return base | {
-        key: base[key] + value if key == "marks" else base[key] | value for key, value in own.items()
-    }
+    content = _content(own.pop("extends"))
+    for key, value in own.items():
+        if isinstance(value, dict):
+            content[key] = content.get(key, {}) | value
+        else:
+            content[key] = content.get(key, []) + value if isinstance(value, list) else value
+    return content
 
 
 def _named(value: Any) -> NamedMetric:
@@ -118,7 +121,13 @@ def _named(value: Any) -> NamedMetric:
 
 #: Of equally good ones the first is taken.
 FRAMEWORKS: tuple[FrameworkNames, ...] = tuple(
-    map(_load, ("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async"))
+    map(
+        _load,
+        (
+            *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
+            *("ms_swift", "llama_factory", "skyrl", "areal"),
+        ),
+    )
 )
 RLCTL = FRAMEWORKS[1]
 _UNKNOWN = _load("unknown")
@@ -142,6 +151,19 @@ class MetricFilter:
             found = [framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN)]
             self._names[name] = any(named is not None and named.key in self for named in found)
         return self._names[name]
+
+
+@lru_cache(maxsize=1 << 16)
+def knows(name: str) -> bool:
+    """Whether the name stands for a metric in some framework."""
+    return any(framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN))
+
+
+@lru_cache(maxsize=1)
+def setting_names() -> frozenset[str]:
+    """Every key of a configuration on which a fact of some framework depends."""
+    each = (setting_keys(one.framework, one.config) for one in FRAMEWORKS)
+    return frozenset().union(*each)
 
 
 def _literal(key: str) -> list[str]:
@@ -173,8 +195,8 @@ def canonical_table(
     wanted: MetricFilter,
     reading: LogReading,
     known: Facts | None,
-) -> tuple[Table, dict[str, MetricOrigin], Facts]:
-    """Canonical columns of the wanted metrics, where each comes from, and the facts of the run.
+) -> tuple[Table, dict[str, MetricOrigin], Facts, dict[str, str]]:
+    """Canonical columns of the wanted metrics and where each comes from, facts of the run and their origins.
 
     Args:
         collected: the log by its own names; its columns are used up.
@@ -183,14 +205,22 @@ def canonical_table(
         reading: for the configuration the log has.
         known: the facts from the run's spec, if there is one.
     """
-    implied = (
-        facts
-        for pattern, facts in framework.implied_facts
-        if any(pattern.match(name.removeprefix(framework.prefix)) for name in collected.names)
-    )
-    counted = Facts(updates_per_batch=collected.updates_per_rollout)
-    configured = configured_facts(framework.framework, framework.config, reading.config)
-    facts = known or _first_known(configured, counted, *implied, framework.facts)
+    name_of, table = framework.framework, framework.config
+    configured = configured_facts(name_of, table, reading.config)
+    stated = configured_facts(name_of, table, reading.stated, is_complete=False)
+    sources = [
+        (configured, "the configuration in the log"),
+        (stated, "a setting in the log"),
+        (Facts(updates_per_batch=collected.updates_per_rollout), "the log's counts of updates and rollouts"),
+        *(
+            (facts, f"the name {name} in the log")
+            for pattern, facts in framework.implied_facts
+            for name in sorted(collected.names)
+            if pattern.match(name.removeprefix(framework.prefix))
+        ),
+        (framework.facts, f"true of every run of {name_of}"),
+    ]
+    facts, fact_origins = _first_known([(known, "the run's spec")] if known else sources)
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}
     origins: dict[str, MetricOrigin] = {}
@@ -207,13 +237,18 @@ def canonical_table(
         if len(bad):
             nonfinite[named.key] = bad
         origins.setdefault(named.key, MetricOrigin(name, named.meaning))
-    return Table(collected.steps, columns, nonfinite), origins, facts
+    return Table(collected.steps, columns, nonfinite), origins, facts, fact_origins
 
 
-def _first_known(*sources: Facts) -> Facts:
-    """Every fact from the first source that knows it."""
-    values = {f.name: [getattr(source, f.name) for source in sources] for f in fields(Facts)}
-    return Facts(**{key: next((v for v in found if v is not None), None) for key, found in values.items()})
+def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str, str]]:
+    """Every fact from the first source that knows it, and which that is."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, origin in reversed(sources):
+        known = {f.name: value for f in fields(Facts) if (value := getattr(source, f.name)) is not None}
+        values |= known
+        origins |= dict.fromkeys(known, origin)
+    return Facts(**values), origins
 
 
 def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[str, NamedMetric]]:

@@ -27,10 +27,14 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
     """One JSON object per line, or what a framework prints; other lines are skipped."""
     collector = reading.collector
     console = Console(reading)
-    num_objects = num_others = 0
+    num_objects = num_others = num_with_nul = number = 0
     lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
     first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
-    for line in chain((first,), lines):
+    for number, logged in enumerate(chain((first,), lines), 1):
+        line = logged
+        if b"\0" in logged:
+            num_with_nul += 1
+            line = logged.replace(b"\0", b"")
         row = _object(line) if line[:1] == b"{" else None
         if row is not None:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
@@ -40,12 +44,12 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
                 if reading.is_full:
                     break
                 continue
-        if line.isspace():
-            continue
-        if row is not None or not console.read(line):
-            num_others += 1
-        elif reading.is_full or console.is_full:
+        has_row = console.add(row) if row is not None else console.read(line, number)
+        num_others += not has_row and bool(line.strip())
+        if has_row and console.is_full:
             break
+    if num_with_nul:
+        reading.notes.append(f"{num_with_nul} line(s) contain NUL bytes, which are left out")
     if num_others and num_objects:  # between printed rows other lines are normal
         reading.notes.append(f"{num_others} unreadable line(s) skipped")
     console.finish()
@@ -85,12 +89,21 @@ def may_be_document(head: bytes) -> bool:
 def read_document(stream: IO[bytes], reading: LogReading) -> bool:
     """A JSON document: `trainer_state.json`, a list of rows, or columns; False if it holds no history."""
     content = stream.read().removeprefix(codecs.BOM_UTF8)
+    is_cut = False
     try:
         document = from_json(content, cache_strings="keys")
     except ValueError:
-        return False
+        try:
+            document, is_cut = from_json(content, cache_strings="keys", allow_partial=True), True
+        except ValueError:
+            return False
     if isinstance(document, Mapping) and isinstance(document.get("log_history"), list):
         document = document["log_history"]
+    if is_cut:
+        if not isinstance(document, list):
+            return False
+        document = document[:-1]  # its last number may be cut
+        reading.notes.append("the JSON document ends early: the rows before were read")
     if isinstance(document, list):
         return _add_rows(document, reading)
     if not isinstance(document, Mapping):

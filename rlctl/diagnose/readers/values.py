@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import re
+
 #: Larger numbers are not steps.
 LARGEST_STEP = 1 << 62
 #: Far beyond what single precision holds: more is an overflow, and what is less may be squared.
 LARGEST_VALUE = 1e100
 
+#: A number as text.
+NUMBER = (
+    r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b"
+)
+#: A number as Python prints it: bare, quoted, or inside `np.float64(…)` and `tensor(…, device=…)`.
+_VALUE = rf"(?:(?:\w+\.)*\w+\(|['\"])?(?P<number>{NUMBER}|True|False)(?=['\"),\s}}\]%]|$)"
+_WHOLE_VALUE = re.compile(_VALUE + r"(?P<percent>%?)", re.IGNORECASE)
+_PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}(?!%)", re.IGNORECASE)
+#: A step of so many, as a text.
+_OF_ALL = re.compile(r"['\"](?P<name>\w*step[\w/]*)['\"]:\s*['\"](?P<number>\d+)/\d+['\"]")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
 
 def as_number(value: object) -> float:
-    """A number, or a text that is one (`0.5`, `NaN`, `-Infinity`); NaN for anything else."""
+    """A number, or a text that is one (`0.5`, `1,234`, `NaN`, `-Infinity`); NaN for anything else."""
     if isinstance(value, str | int | float):
         try:
             return float(value)
         except OverflowError:
             return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
         except ValueError:
+            if isinstance(value, str) and _GROUPED.fullmatch(value.strip()):
+                return float(value.replace(",", ""))
             return float("nan")
     return float("nan")
 
@@ -28,10 +44,38 @@ def is_number(value: object) -> bool:
 
 
 def whole(value: object) -> int | None:
-    """A step: a whole number, whatever its type; None for anything else."""
+    """A step: a whole number, whatever its type, or one of so many (`5/547`); None for anything else."""
     if type(value) is not int:
+        if isinstance(value, str) and "/" in value:
+            value = value.partition("/")[0]
         number = as_number(value) if not isinstance(value, bool) else float("nan")
         if not number.is_integer():
             return None
         value = int(number)
     return value if -LARGEST_STEP < value < LARGEST_STEP else None
+
+
+def printed_number(text: str) -> float | None:
+    """The number that a program printed, a percentage as a share; None for any other text."""
+    try:
+        return float(text)  # nearly always, and many times faster than a regular expression
+    except ValueError:
+        match = _WHOLE_VALUE.match(text)
+        return None if match is None else _plain(match["number"]) * (0.01 if match["percent"] else 1.0)
+
+
+def pairs(text: str) -> dict[str, float | int | None]:
+    """The numbers of a printed dictionary."""
+    found: dict[str, float | int | None] = {
+        pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)
+    }
+    if "step" in text:
+        found |= {pair["name"]: int(pair["number"][:400]) for pair in _OF_ALL.finditer(text)}
+    return found
+
+
+def _plain(number: str) -> float | int:
+    number = number.replace(",", "").lower()
+    if number in {"true", "false"}:
+        return number == "true"
+    return float(number) if not number.lstrip("-").isdigit() else int(number[:400])

@@ -183,8 +183,8 @@ def test_trls_own_logs(name):
     assert "KL" in run.origins["actor/pg_loss"].meaning
     assert run.facts.bypass_mode is False
     assert run.gap_is_mismatch
-    counted = ("the printed lines have no step: they are counted from 1",)
-    assert run.notes == (counted if name.endswith(".log") else ())
+    numbered = ("the printed lines have no step: it is taken from the progress bar",)
+    assert run.notes == (numbered if name.endswith(".log") else ())
 
 
 def test_trls_sampling_metrics_and_training_arguments(tmp_path):
@@ -336,7 +336,7 @@ def test_figures_summed_over_updates_are_divided_where_their_number_is_known():
               "policy": {"train_global_batch_size": 16, "precision": "bfloat16"}}  # fmt: skip
     reading = LogReading(Collector(wanted.by_any_name), config=config)
     reading.collector.add({"step": 1, "train/token_mult_prob_error": 2.04, "train/reward": 0.5})
-    table, _, facts = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
+    table, _, facts, _ = canonical_table(reading.collector.finish(), nemo, wanted, reading, None)
     assert facts.updates_per_batch == 2
     assert table.columns["mismatch/token_mult_prob_error"].tolist() == [1.02]
     assert table.columns["critic/score/mean"].tolist() == [0.5]

@@ -1,0 +1,197 @@
+"""Rows printed over several lines: dictionaries, tables, and lists of `name: value`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rlctl.diagnose.readers.collect import STEP_KEYS
+from rlctl.diagnose.readers.printed_rows import Row
+from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
+
+_OPENING = re.compile(r"\s*(?:\{\s*['\"][^'\"]+['\"]\s*:|\{\s*$)")
+_CONTINUES = re.compile(r"[\s'\"}]|[\w/.()-]+['\"]: |[\d.e+-]+['\"]?[,}]")
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_MOST_LINES = 20_000
+
+
+class Braces:
+    """A dictionary over many lines, as `pprint` and terminals break it.
+
+    Attributes:
+        step: from the line above it.
+    """
+
+    def __init__(self, text: str, depth: int, step: int | None) -> None:
+        self.step = step
+        self._lines = [text]
+        self._depth = depth
+
+    @classmethod
+    def begin(cls, text: str, step: int | None) -> Braces | None:
+        """For a line that opens a dictionary and does not close it; None for any other."""
+        place = text.find("{")
+        if place < 0 or not _OPENING.match(text, place) or (depth := _depth(text[place:])) <= 0:
+            return None
+        return cls(text[place:], depth, step)
+
+    @property
+    def text(self) -> str:
+        """All of it; a line may break within a name."""
+        return "\n".join(self._lines) if self._lines[-1][:1] in " }" else "".join(self._lines)
+
+    def take(self, text: str) -> Literal["open", "closed", "not its own"]:
+        """Take the next line if it continues the dictionary."""
+        if not _CONTINUES.match(text) or len(self._lines) > _MOST_LINES:
+            return "not its own"
+        self._lines.append(text)
+        self._depth += _depth(text)
+        return "open" if self._depth > 0 else "closed"
+
+    def cut_off(self) -> Row:
+        """The pairs that are complete; the last number may be cut."""
+        text = self.text.rstrip()
+        return pairs(text[: text.rfind(",") + 1])
+
+    def value(self) -> dict[str, Any]:
+        """It as a configuration; empty if it is not a literal."""
+        try:
+            value = ast.literal_eval("\n".join(self._lines))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _depth(text: str) -> int:
+    bare = _STRING.sub("", text)
+    return sum(map(bare.count, "{[(")) - sum(map(bare.count, "}])"))
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+#: Names that a notebook's table has for others.
+_COLUMNS = {"Step": "step", "Training Loss": "loss", "Validation Loss": "eval_loss", "Epoch": "epoch"}
+_BORDER = re.compile(r"[\s|│┃╎║+:=\-─━═┼╪╬├┤┬┴┌┐└┘╒╕╘╛╞╡╭╮╯╰]+$")
+_BARS = str.maketrans("│┃║", "|||")
+_NOT_LOGGED = frozenset({"", "-", "—", "No Log", "None", "null", "N/A", "n/a"})
+_STEP_COLUMN = re.compile(r"(?:global[ _])?step\s*[:#=]?\s*(\d+)", re.IGNORECASE)
+
+
+class PrintedTable:
+    """A table with a line of names: with pipes, tabs, or columns of spaces.
+
+    Its rows are steps; or its columns are, with one metric a row.
+    """
+
+    def __init__(self, delimiter: str | None, names: list[str]) -> None:
+        self._delimiter, self._names = delimiter, names
+        found = [_STEP_COLUMN.fullmatch(name) for name in names]
+        self._steps = [int(match[1]) for match in found if match]
+
+    @classmethod
+    def begin(cls, text: str, wants: Callable[[str], bool]) -> PrintedTable | None:
+        """For a line of names with metrics or steps among them; None for any other."""
+        delimiter = "|" if _has_bars(text) else "\t" if "\t" in text else None
+        if delimiter is None and not ("  " in text and ("step" in text.lower() or "loss" in text)):
+            return None
+        names = _cells(text, delimiter)
+        if len(names) < 2 or any(printed_number(name) is not None for name in names):
+            return None
+        steps = [_STEP_COLUMN.fullmatch(name) for name in names[1:]]
+        if all(steps):
+            return cls(delimiter, names)
+        wanted = sum(map(wants, names))
+        has_step = any(name in STEP_KEYS for name in names)
+        return cls(delimiter, names) if wanted and (has_step or wanted > 1) else None
+
+    def take(self, text: str) -> list[Row] | None:
+        """The rows of a line; None if the table has ended."""
+        if _BORDER.match(text):
+            return []
+        cells = _cells(text, self._delimiter)
+        if self._steps:
+            numbers = [printed_number(cell) for cell in cells[1:]]
+            if len(cells) != len(self._names) or printed_number(cells[0]) is not None:
+                return None
+            found = zip(self._steps, numbers, strict=True)
+            return [{"step": step, cells[0]: number} for step, number in found if number is not None]
+        if len(cells) == len(self._names) + 1:  # the index that pandas prints
+            cells = cells[1:]
+        if len(cells) != len(self._names):
+            return None
+        row = {
+            name: None if cell in _NOT_LOGGED else printed_number(cell)
+            for name, cell in zip(self._names, cells, strict=True)
+        }
+        numbers = [value for value in row.values() if value is not None]
+        return [{name: value for name, value in row.items() if value is not None}] if numbers else None
+
+
+def _has_bars(text: str) -> bool:
+    return "|" in text or "│" in text or "┃" in text or "║" in text
+
+
+def _cells(text: str, delimiter: str | None) -> list[str]:
+    if delimiter is None:
+        return (
+            [_name(cell) for cell in re.split(r"\s{2,}", text.strip())]
+            if "  " in text.strip()
+            else text.split()
+        )
+    if delimiter == "|":
+        text = text.translate(_BARS).strip().removeprefix("|").removesuffix("|")
+    return [_name(cell) for cell in text.split(delimiter)]
+
+
+def _name(cell: str) -> str:
+    cell = re.sub(r"\s*/\s*", "/", cell.strip().strip("*`").strip())
+    return _COLUMNS.get(cell, cell)
+
+
+# --- lists -------------------------------------------------------------------------------------------
+
+_ENTRY = re.compile(
+    rf"\s*(?:wandb:\s+)?[•*·|-]?\s*['\"`]?(?P<name>[A-Za-z][\w .@/()-]*?)['\"`]?\s*(?:[:=|]|\s)\s*"
+    rf"(?P<number>{NUMBER})(?P<percent>%?)(?:\s*(?:tokens|nats))?\s*[,|]?\s*$",
+    re.IGNORECASE,
+)
+_SECTION = re.compile(r"\W*(Validation) Results:?\s*$")
+
+
+class Listing:
+    """Lines of one name and one value, or of several pairs between bars, that stand together."""
+
+    def __init__(self) -> None:
+        self._row: Row = {}
+        self._section = ""
+
+    def take(self, text: str) -> Row:
+        """The entries of a line; empty if it has none."""
+        found: Row = {}
+        if _has_bars(text):
+            cells = _cells(text, "|")
+            names, values = cells[::2], [printed_number(cell) for cell in cells[1::2]]
+            if len(names) == len(values) and None not in values and not any(map(_is_number, names)):
+                found = dict(zip(names, values, strict=True))
+            elif _BORDER.match(text) and self._row:
+                return dict.fromkeys(("",))
+        elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _ENTRY.match(text)):
+            found = {self._section + entry["name"]: printed_number(entry["number"] + entry["percent"])}
+        elif "Results" in text and (section := _SECTION.match(text)):
+            self._section = f"{section[1].lower()}/"
+            return {}
+        self._row |= found
+        return found
+
+    def end(self) -> Row:
+        """All entries since the last end."""
+        row, self._row = self._row, {}
+        if row:
+            self._section = ""
+        return row
+
+
+def _is_number(cell: str) -> bool:
+    return printed_number(cell) is not None

@@ -1,0 +1,167 @@
+"""Printed rows, kept apart by the form they were printed in; at the end those of one form are the log's."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
+from rlctl.diagnose.table import Framework
+
+Row = dict[str, float | int | None]
+
+#: A printed dictionary is a trainer's row only with one of these; graders and data loaders print others.
+_TRAINER_KEYS = frozenset(
+    {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
+)
+#: Of a configuration as well as of a row.
+_SETTINGS = frozenset({"learning_rate", "lr"})
+_BAR = re.compile(r"(?P<what>[^%|\]]*?)\s*\d+%\|[^|]*\|\s*(?P<done>\d+)/(?P<all>\d+) \[")
+_MOST_BARS = 8
+
+
+@dataclass(slots=True)
+class _Form:
+    """Rows of one form.
+
+    Attributes:
+        framework: that prints it, if only one does.
+        count: rows that had no step, evaluations left out.
+        epochs: of each of these rows.
+        bars: for each of these rows, total → place of every progress bar.
+    """
+
+    collector: Collector
+    framework: Framework | None
+    count: int = 0
+    epochs: list[float] = field(default_factory=list)
+    bars: list[dict[int, int]] = field(default_factory=list)
+
+
+class PrintedRows:
+    """Takes rows of any form, and hands over those of the form that holds most."""
+
+    def __init__(self, reading: LogReading) -> None:
+        self._reading = reading
+        self._forms: dict[str, _Form] = {}
+        self._bars: dict[int, int] = {}
+        self.wants = reading.collector.keeps
+
+    @property
+    def num_rows(self) -> int:
+        """Of the form with most."""
+        return max((form.collector.num_rows for form in self._forms.values()), default=0)
+
+    @property
+    def last_step(self) -> int | None:
+        """Of the form with most rows."""
+        found = max(
+            (form.collector for form in self._forms.values()), key=lambda one: one.num_rows, default=None
+        )
+        return found.last_step if found else None
+
+    def progress(self, text: str) -> None:
+        """Note where a progress bar of the trainer stands."""
+        for bar in _BAR.finditer(text):
+            if (bar["what"].strip() == "" or "train" in bar["what"].lower()) and len(self._bars) < _MOST_BARS:
+                self._bars[int(bar["all"])] = int(bar["done"])
+
+    def add_dictionary(self, row: Row, step: int | None = None) -> bool:
+        """Take a printed dictionary if it is a trainer's.
+
+        Args:
+            step: from the line above it.
+        """
+        # `train_runtime` is in the summary of the whole run.
+        if len(row) < 2 or "train_runtime" in row:
+            return False
+        names = row.keys() - _SETTINGS
+        if step is not None and any(map(self.wants, names)):
+            return self.add_numbered("numbered dictionary", {**row, "step": step}, None)
+        if names.isdisjoint(_TRAINER_KEYS) or not any(
+            self.wants(name) or name.startswith("eval_") for name in names
+        ):
+            return False
+        has_step = any(key in row for key in STEP_KEYS)
+        return self.add("dictionary with a step" if has_step else "dictionary", row)
+
+    def add_numbered(self, kind: str, row: Row, framework: Framework | None) -> bool:
+        """Take a row that has a step."""
+        return self._form(kind, framework).collector.add(row)
+
+    def add(self, kind: str, row: Row) -> bool:
+        """Take a row; without a step it is counted."""
+        form = self._form(kind, None)
+        if not any(key in row for key in STEP_KEYS):
+            if not all(name.startswith("eval_") or name == "epoch" for name in row):
+                form.count += 1
+                epoch = row.get("epoch")
+                before = form.epochs[-1] if form.epochs else 0.0
+                form.epochs.append(before if epoch is None else float(epoch))
+                form.bars.append(dict(self._bars))
+            row = {**row, "step": form.count}
+        return form.collector.add(row)
+
+    def _form(self, kind: str, framework: Framework | None) -> _Form:
+        form = self._forms.get(kind)
+        if form is None:
+            form = self._forms[kind] = _Form(Collector(self.wants), framework)
+        return form
+
+    def finish(self) -> None:
+        """Hand over the rows of one form, unless rows of JSON hold more."""
+        held = [form for form in self._forms.values() if form.collector.num_known]
+        if not held:
+            return
+        best = max(held, key=lambda one: (one.framework is not None, *_size(one.collector)))
+        json = self._reading.collector
+        if json.num_known and _size(json) >= _size(best.collector):
+            return
+        if json.num_known and best.framework is None and json.num_known >= best.collector.num_known:
+            return
+        self._reading.collector = best.collector
+        self._reading.hint = best.framework or self._reading.hint
+        if best.count:
+            self._number(best)
+
+    def _number(self, form: _Form) -> None:
+        """Give counted rows the steps of the progress bar beside them, or those that their epochs imply."""
+        bars = [
+            total
+            for total in form.bars[0]
+            if all(total in bar for bar in form.bars)
+            and all(a[total] != b[total] for a, b in zip(form.bars, form.bars[1:], strict=False))
+        ]
+        notes = self._reading.notes
+        if bars:
+            form.collector.renumber([0, *(bar[max(bars)] for bar in form.bars)])
+            notes.append("the printed lines have no step: it is taken from the progress bar")
+            return
+        notes.append("the printed lines have no step: they are counted from 1")
+        epochs = form.epochs
+        back = [place for place in range(1, len(epochs)) if epochs[place] < epochs[place - 1]]
+        if not back:
+            return
+        if all(epochs[place] in epochs[:place] for place in back):
+            form.collector.renumber([0, *_counted_again(epochs)])
+            return
+        order = sorted(range(len(epochs)), key=epochs.__getitem__)
+        rank = {place: number for number, place in enumerate(order, 1)}
+        form.collector.renumber([0, *(rank[place] for place in range(len(epochs)))])
+
+
+def _size(collector: Collector) -> tuple[int, int]:
+    return collector.num_known, collector.num_rows
+
+
+def _counted_again(epochs: list[float]) -> list[int]:
+    """Steps of rows whose epoch fell back to one that was logged before: a run was begun again."""
+    steps: list[int] = []
+    passed: list[float] = []
+    for epoch in epochs:
+        if passed and epoch < passed[-1]:
+            del passed[bisect_left(passed, epoch) :]
+        passed.append(epoch)
+        steps.append(len(passed))
+    return steps

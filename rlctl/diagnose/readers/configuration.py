@@ -74,7 +74,7 @@ def configured_facts(
 
     Args:
         framework: whose it is.
-        table: the `config` of its file; a complete configuration without all of `requires` is another program's.
+        table: the `config` of its file; a whole configuration without all of `requires` is another's.
         content: the configuration.
         is_complete: it is the whole configuration, not some settings.
     """

@@ -33,7 +33,7 @@ _CELL = re.compile(
     re.IGNORECASE,
 )
 #: The end of a row of verl's that a terminal wrapped.
-_VERL_TAIL = re.compile(r"[^\s:]*(?::\S+)?(?: - [^\s:]+(?::\S+)+)+\s*$|[^\s:]*/[^\s:]*:\S+\s*$")
+_VERL_TAIL = re.compile(r"[^\s:]*(?::\S+)?(?: - [^\s:]+(?::\S+)+)+(?: -)?$|[^\s:]*/[^\s:]*:\S+(?: -)?$")
 #: Lines that number what is printed below them.
 _HEADINGS: tuple[tuple[Framework, re.Pattern[str]], ...] = (
     ("nemo-rl", re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
@@ -218,7 +218,8 @@ class Console:
     def _row(self, form: _Form, match: re.Match[str]) -> bool:
         row = form.cells(match["body"])
         if form.least:
-            if sum(map(self._rows.wants, row)) < form.least:
+            wanted = sum(map(self._rows.wants, row))
+            if wanted < form.least or (form.kind is None and 2 * wanted <= len(row)):
                 return False
         elif not any("/" in name for name in row):
             return False
@@ -251,8 +252,8 @@ class Console:
 
     def _other(self, prefix: str, text: str) -> bool:
         """Dictionaries, tables, lists; else a setting, a heading, a progress bar or an exception."""
-        if "%|" in text:
-            self._rows.progress(text)
+        if "%|" in text and self._bar(text):
+            return True
         step, self._next_step = self._next_step, None
         if ("{" in text or text.lstrip()[:1] in "'\"") and (
             found := self._dictionaries(prefix, text, step)
@@ -267,6 +268,12 @@ class Console:
             self._remark(text)
         return found
 
+    def _bar(self, text: str) -> bool:
+        """Note where a progress bar stands; figures beside a full one are a row."""
+        is_full = self._rows.progress(text)
+        row = _listed_cells(text.rpartition("[")[2]) if is_full and "=" in text else {}
+        return sum(map(self._rows.wants, row)) > 1 and self._rows.add("progress bar", row)
+
     def _remark(self, text: str) -> None:
         """Take from a line without a row what it says about rows, settings or the end of the run."""
         if "te" in text:
@@ -280,10 +287,15 @@ class Console:
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Whether there is a row among those of a line, or that a line begins; None if it has none."""
-        if len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text, step)):
-            self._braces[prefix] = braces
-            return False
-        found = [self._dictionary(pairs(match.group()), step) for match in _DICTIONARY.finditer(text)]
+        found, place = [], text.find("{")
+        while place >= 0:
+            if match := _DICTIONARY.match(text, place):
+                found.append(self._dictionary(pairs(match.group()), step))
+                place = match.end()
+            elif len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text[place:], step)):
+                self._braces[prefix] = braces
+                return any(found)
+            place = text.find("{", place + 1)
         if not found and "{" not in text and len(_BARE_PAIRS.findall(text)) >= _FEWEST_PAIRS:
             found = [self._dictionary(pairs(text), step)]
         return any(found) if found else None

@@ -25,7 +25,8 @@ from rlctl.spec.run_spec import RunSpec
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
-    "verl, TRL, OpenRLHF, slime, prime-rl or NeMo-RL print, or a CSV, JSONL or Parquet table of steps"
+    "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL or AReaL print, or a "
+    "table of steps (CSV, JSONL, Parquet, or with pipes)"
 )
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50

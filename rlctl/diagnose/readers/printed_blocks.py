@@ -31,11 +31,10 @@ class Braces:
 
     @classmethod
     def begin(cls, text: str, step: int | None) -> Braces | None:
-        """For a line that opens a dictionary and does not close it; None for any other."""
-        place = text.find("{")
-        if place < 0 or not _OPENING.match(text, place) or (depth := _depth(text[place:])) <= 0:
+        """For a text that opens a dictionary and does not close it; None for any other."""
+        if not _OPENING.match(text) or (depth := _depth(text)) <= 0:
             return None
-        return cls(text[place:], depth, step)
+        return cls(text, depth, step)
 
     @property
     def text(self) -> str:
@@ -136,16 +135,17 @@ def _has_bars(text: str) -> bool:
 def _cells(text: str, delimiter: str | None) -> list[str]:
     if delimiter is None:
         return (
-            [_name(cell) for cell in re.split(r"\s{2,}", text.strip())]
+            [column_name(cell) for cell in re.split(r"\s{2,}", text.strip())]
             if "  " in text.strip()
             else text.split()
         )
     if delimiter == "|":
         text = text.translate(_BARS).strip().removeprefix("|").removesuffix("|")
-    return [_name(cell) for cell in text.split(delimiter)]
+    return [column_name(cell) for cell in text.split(delimiter)]
 
 
-def _name(cell: str) -> str:
+def column_name(cell: str) -> str:
+    """A metric's name as it is in rows, from a table's header."""
     cell = re.sub(r"\s*/\s*", "/", cell.strip().strip("*`").strip())
     return _COLUMNS.get(cell, cell)
 

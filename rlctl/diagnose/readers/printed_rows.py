@@ -17,7 +17,8 @@ _TRAINER_KEYS = frozenset(
 )
 #: Of a configuration as well as of a row.
 _SETTINGS = frozenset({"learning_rate", "lr"})
-_BAR = re.compile(r"(?P<what>[^%|\]]*?)\s*\d+%\|[^|]*\|\s*(?P<done>\d+)/(?P<all>\d+) \[")
+_OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
+_BAR = re.compile(r"(?P<what>(?:[^%|\]]|\](?=:))*?)\s*\d+%\|[^|]*\|\s*(?P<done>\d+)/(?P<all>\d+) \[")
 _MOST_BARS = 8
 
 
@@ -61,11 +62,14 @@ class PrintedRows:
         )
         return found.last_step if found else None
 
-    def progress(self, text: str) -> None:
-        """Note where a progress bar of the trainer stands."""
+    def progress(self, text: str) -> bool:
+        """Note where a progress bar of the trainer stands; True if it is full."""
+        is_full = False
         for bar in _BAR.finditer(text):
             if (bar["what"].strip() == "" or "train" in bar["what"].lower()) and len(self._bars) < _MOST_BARS:
                 self._bars[int(bar["all"])] = int(bar["done"])
+                is_full = bar["all"] == bar["done"]
+        return is_full
 
     def add_dictionary(self, row: Row, step: int | None = None) -> bool:
         """Take a printed dictionary if it is a trainer's.
@@ -76,6 +80,8 @@ class PrintedRows:
         # `train_runtime` is in the summary of the whole run.
         if len(row) < 2 or "train_runtime" in row:
             return False
+        if "loss" not in row and any(name.startswith("eval_") for name in row):
+            row = {_eval_name(name): value for name, value in row.items()}
         names = row.keys() - _SETTINGS
         if step is not None and any(map(self.wants, names)):
             return self.add_numbered("numbered dictionary", {**row, "step": step}, None)
@@ -149,6 +155,11 @@ class PrintedRows:
         order = sorted(range(len(epochs)), key=epochs.__getitem__)
         rank = {place: number for number, place in enumerate(order, 1)}
         form.collector.renumber([0, *(rank[place] for place in range(len(epochs)))])
+
+
+def _eval_name(name: str) -> str:
+    """Of a metric in a row of an evaluation: some trainers put a prefix before some of them only."""
+    return name if name in _OF_ANY_ROW or name.startswith("eval_") else f"eval_{name}"
 
 
 def _size(collector: Collector) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, LogReading
 from rlctl.diagnose.readers.console import Console
+from rlctl.diagnose.readers.printed_blocks import column_name
 from rlctl.diagnose.readers.values import as_number
 
 _LONGEST_LINE = 1 << 26
@@ -155,6 +156,7 @@ def csv_header(head: bytes) -> tuple[list[str], str] | None:
         names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
     except csv.Error:
         return None
+    names = [column_name(name) for name in names]
     return (names, delimiter) if any(name in STEP_KEYS for name in names) else None
 
 

@@ -296,6 +296,8 @@ def _guardrails() -> Iterator[Metric]:
     yield Metric("guardrails/updates", "updates", "updates the batch was to make, each of them judged")
     yield Metric("guardrails/skipped", "updates", "updates the guardrails withheld")
     yield Metric("guardrails/lr_scale", "1", "factor with which the next batch's learning rate starts")
+    limit = "limit of that factor: below 1 while a critical level is forecast and `on_forecast` acts"
+    yield Metric("guardrails/forecast_scale", "1", limit)
     yield Metric("guardrails/tightened", "1", "1 if the batch was trained with tightened bounds, else 0")
 
 

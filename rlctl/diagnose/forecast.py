@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.reward_range import SCORE, reward_span
+from rlctl.diagnose.reward_range import SCORE, has_gained, has_learned, reward_span
 from rlctl.diagnose.rules_reward import ENTROPY, TRUNCATED
 from rlctl.diagnose.rules_update import REF_KL
 from rlctl.diagnose.table import RunLog, Series
@@ -102,11 +102,13 @@ def forecasts(run: RunLog) -> tuple[Forecast, ...]:
 
 
 def levels_of(run: RunLog) -> Iterator[Level]:
-    """The critical levels of this run: those of the rules; of length and reward, those that the run has."""
+    """The critical levels that apply to this run: those of the rules, and its own of length and reward."""
     yield Level(th.RAW_ESS.key, th.RAW_ESS.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
-    for one in (th.K3, th.KL, *REF_KL, th.GRAD_NORM):
+    is_penalised = run.facts.kl_coef != 0.0
+    for one in (th.K3, th.KL, th.GRAD_NORM, *(REF_KL if is_penalised else ())):
         yield Level(one.key, one.tiers[-1][1])
-    yield Level(ENTROPY.key, ENTROPY.tiers[-1][1], is_floor=True)
+    if not (has_gained(run.table) or has_learned(run.table)):  # otherwise it falls because the policy learns
+        yield Level(ENTROPY.key, ENTROPY.tiers[-1][1], is_floor=True)
     yield Level(TRUNCATED.key, TRUNCATED.tiers[-1][1], bounds=(0.0, 1.0))
     if limit := run.facts.max_response_length:
         yield Level(LENGTH, LENGTH_SHARE * limit, bounds=(0.0, float(limit)))

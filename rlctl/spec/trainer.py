@@ -45,6 +45,9 @@ class GuardrailsSpec(Section):
     on_heavy_tail: Literal["warn", "tighten"] = "tighten"
     """For raw ESS below the floor in successive batches. `tighten`: bounds of weights and rejection halve in
     log ρ until ESS recovers."""
+    on_forecast: Literal["warn", "scale_lr", "tighten", "checkpoint_and_stop"] = "warn"
+    """For a metric that reaches its critical level before the run ends if its trend goes on. `scale_lr`: the
+    learning rate is halved at every examination until nothing is forecast; the others as above and below."""
     on_collapse: Literal["warn", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """For a run that no longer learns: no reward for 20 batches, no update for 11, or diverging responses."""
 

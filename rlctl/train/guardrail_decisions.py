@@ -20,6 +20,7 @@ from rlctl.diagnose.thresholds import KL, RAW_ESS, WINDOW
 
 if TYPE_CHECKING:
     from rlctl.diagnose.finding import Finding
+    from rlctl.diagnose.forecast import Forecast
     from rlctl.spec.trainer import GuardrailsSpec
 
 #: |KL| in nats per token, and raw effective sample size, where diagnosis raises its gravest alarm.
@@ -36,6 +37,7 @@ _ACTIONS = {
     "tighten": "halved the bounds in log ρ until it recovers",
     "checkpoint_and_stop": "saved and stopped",
 }
+_SLOWED = "halved the learning rate, again at every examination with a forecast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class BatchObservation:
         tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
         is_idle: none of `WINDOW` batches changed the policy, though each was to.
         findings: of diagnosis's rules, worst first, without mere information; empty between two examinations.
+        ahead: critical levels that the run will reach before its end; None between two examinations.
+        forecast_scale: as the last decision left it.
     """
 
     step: int
@@ -137,6 +141,8 @@ class BatchObservation:
     tail_is_heavy: bool = False
     is_idle: bool = False
     findings: tuple[Finding, ...] = ()
+    ahead: tuple[Forecast, ...] | None = None
+    forecast_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +152,13 @@ class BatchDecision:
     Attributes:
         tighten: train the next batch with tightened bounds.
         stop_reason: why the run ends now; "": it goes on.
+        forecast_scale: 1, or less while a critical level is forecast: limit of the learning rate's factor.
         notices: (kind, text) to show; each kind is shown once in a run.
     """
 
     tighten: bool = False
     stop_reason: str = ""
+    forecast_scale: float = 1.0
     notices: tuple[tuple[str, str], ...] = ()
 
 
@@ -165,17 +173,39 @@ def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighte
     reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
     for finding in filter(lambda finding: _is_fatal(finding, observed.step), observed.findings):
         reason = finding.what
-    stops = spec.mode == "act" and spec.on_collapse == "checkpoint_and_stop"
+    acts = spec.mode == "act"
+    stop_reason = reason if acts and spec.on_collapse == "checkpoint_and_stop" else ""
+    if acts and spec.on_forecast == "checkpoint_and_stop" and observed.ahead:
+        stop_reason = stop_reason or str(observed.ahead[0])
+    scale = next_forecast_scale(observed, spec)
     return BatchDecision(
-        tighten=tightens(spec, tail_is_heavy=observed.tail_is_heavy, can_tighten=can_tighten),
-        stop_reason=reason if stops else "",
+        tighten=tightens(
+            spec,
+            tail_is_heavy=observed.tail_is_heavy,
+            is_forecast=scale < 1.0,
+            can_tighten=can_tighten,
+        ),
+        stop_reason=stop_reason,
+        forecast_scale=scale,
         notices=tuple(_notices(observed, spec, reason, can_tighten=can_tighten)),
     )
 
 
-def tightens(spec: GuardrailsSpec, *, tail_is_heavy: bool, can_tighten: bool) -> bool:
+def next_forecast_scale(observed: BatchObservation, spec: GuardrailsSpec) -> float:
+    """Halved by an examination that forecasts a critical level, doubled by one that does not."""
+    if spec.mode != "act" or spec.on_forecast == "warn":
+        return 1.0
+    if observed.ahead is None:
+        return observed.forecast_scale
+    scale = observed.forecast_scale * (0.5 if observed.ahead else 2.0)
+    return min(max(scale, LEAST_SCALE), 1.0)
+
+
+def tightens(spec: GuardrailsSpec, *, tail_is_heavy: bool, is_forecast: bool, can_tighten: bool) -> bool:
     """Whether the next batch is trained with tightened bounds."""
-    return tail_is_heavy and can_tighten and spec.mode == "act" and spec.on_heavy_tail == "tighten"
+    wanted = tail_is_heavy and spec.on_heavy_tail == "tighten"
+    wanted = wanted or (is_forecast and spec.on_forecast == "tighten")
+    return wanted and can_tighten and spec.mode == "act"
 
 
 def _is_fatal(finding: Finding, step: int) -> bool:
@@ -187,11 +217,11 @@ def _is_fatal(finding: Finding, step: int) -> bool:
 def _notices(
     observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
 ) -> Iterator[tuple[str, str]]:
-    def told(kind: str, what: str, action: str) -> tuple[str, str]:
+    def told(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
         """What was observed, and the action that is taken or that `act` would take."""
         done = ""
         if action != "warn":
-            does = _ACTIONS[action]
+            does = does or _ACTIONS[action]
             done = f": {does}" if spec.mode == "act" else f" (mode=act would have {does})"
         return kind, f"step {observed.step}: {what}{done}"
 
@@ -207,6 +237,9 @@ def _notices(
     if observed.tail_is_heavy:
         what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
         yield told("tail", what, spec.on_heavy_tail if can_tighten else "warn")
+    for one in observed.ahead or ():
+        does = _SLOWED if spec.on_forecast == "scale_lr" else ""
+        yield told(f"forecast {one.level.key}", str(one), spec.on_forecast, does)
     for finding in observed.findings:
         if not _is_fatal(finding, observed.step):
             tried = f"; try {finding.fixes[0]}" if finding.fixes else ""

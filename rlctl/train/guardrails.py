@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.framework_names import MetricFilter
 from rlctl.diagnose.rules import METRICS_READ, examine
 from rlctl.diagnose.table import RunLog, Table, facts_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.diagnose.finding import Finding
+    from rlctl.diagnose.forecast import Forecast
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
 
@@ -42,6 +44,7 @@ EVERY, EVERY_SHARE = 5, 1 / 500
 INTERVENTIONS, ALARMS = "guardrails/interventions", "guardrails/alarms"
 SKIPPED, LR_SCALE = "guardrails/skipped", "guardrails/lr_scale"
 UPDATES, TIGHTENED = "guardrails/updates", "guardrails/tightened"
+FORECAST_SCALE = "guardrails/forecast_scale"
 _NOT_FINITE_OR_EMPTY = "rollout_corr/skipped_updates"
 
 
@@ -69,12 +72,21 @@ class Guardrails:
         for metrics in run.history:
             if metrics["step"] > 0:
                 self._log.add(int(metrics["step"]), metrics)
-        last = self._log.last(LR_SCALE)[-1:]
-        is_carried = self.spec.mode == "act" and np.isfinite(last).any()
-        tight = tightens(self.spec, tail_is_heavy=self._tail_is_heavy(), can_tighten=self._can_tighten)
+        self._forecast_scale = self._carried(FORECAST_SCALE)
+        tight = tightens(
+            self.spec,
+            tail_is_heavy=self._tail_is_heavy(),
+            is_forecast=self._forecast_scale < 1.0,
+            can_tighten=self._can_tighten,
+        )
         ranks = run.ranks
         self.is_tight = ranks.max(float(ranks.is_main and tight)) > 0.0
-        self.lr_scale = ranks.max((float(last[0]) if is_carried else 1.0) if ranks.is_main else 0.0)
+        self.lr_scale = ranks.max(self._carried(LR_SCALE) if ranks.is_main else 0.0)
+
+    def _carried(self, key: str) -> float:
+        """The factor that the run's last batch logged; 1 where there is none, or none is used."""
+        last = self._log.last(key)[-1:]
+        return float(last[0]) if self.spec.mode == "act" and np.isfinite(last).any() else 1.0
 
     @property
     def settings(self) -> UpdateSettings:
@@ -104,7 +116,6 @@ class Guardrails:
         """
         if self.spec.mode == "off":
             return {}
-        self.lr_scale = lr_scale
         own = {
             ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
             INTERVENTIONS: float(sum(decision.changes_update for decision in decisions)) + self.is_tight,
@@ -112,27 +123,39 @@ class Guardrails:
             UPDATES: float(num_updates),
             TIGHTENED: float(self.is_tight),
             LR_SCALE: lr_scale,
+            FORECAST_SCALE: self._forecast_scale,
         }
         self._log.add(step, {**metrics, **own})
         decision = BatchDecision()
         if self._run.ranks.is_main:
+            findings, ahead = self._examined(step)
             observed = BatchObservation(
-                step, tuple(decisions), self._tail_is_heavy(), self._is_idle(), self._findings(step)
+                step,
+                tuple(decisions),
+                self._tail_is_heavy(),
+                self._is_idle(),
+                findings,
+                ahead,
+                self._forecast_scale,
             )
             decision = decide_batch(observed, self.spec, can_tighten=self._can_tighten)
             own[ALARMS] += observed.tail_is_heavy
-        self._act(decision)
+        self._act(decision, lr_scale)
+        own |= {LR_SCALE: self.lr_scale, FORECAST_SCALE: self._forecast_scale}
         own[INTERVENTIONS] += bool(self._run.stopped_because)
         return own
 
-    def _act(self, decision: BatchDecision) -> None:
-        """Carry out the main rank's decision on every rank."""
+    def _act(self, decision: BatchDecision, lr_scale: float) -> None:
+        """Carry out the main rank's decision on every rank; `lr_scale` is what the updates left."""
         for kind, text in decision.notices:
             self._notices.once(kind, text)
         ranks = self._run.ranks
         code = ranks.max(decision.tighten + 2.0 * bool(decision.stop_reason))
         self.is_tight = code in {1.0, 3.0}
         self._run.stopped_because = ranks.first(decision.stop_reason) if code >= 2.0 else ""
+        self._forecast_scale = decision.forecast_scale
+        limit = decision.forecast_scale if self.spec.on_forecast == "scale_lr" else 1.0
+        self.lr_scale = min(lr_scale, ranks.max(limit if ranks.is_main else 0.0))
 
     def _tail_is_heavy(self) -> bool:
         recent = self._log.last(RAW_ESS.key)
@@ -143,24 +166,28 @@ class Guardrails:
         made = planned - skipped - self._log.last(_NOT_FINITE_OR_EMPTY)
         return len(planned) == WINDOW and bool(((planned > 0) & (made <= 0)).all())
 
-    def _findings(self, step: int) -> tuple[Finding, ...]:
-        """What all rules find, worst first, every few batches."""
+    def _examined(self, step: int) -> tuple[tuple[Finding, ...], tuple[Forecast, ...] | None]:
+        """Every few batches what all rules find, worst first, and what is forecast before the run's end."""
         if step % max(EVERY, int(step * EVERY_SHARE)) or len(self._log) < WINDOW:
-            return ()
+            return (), None
         spec = self._run.spec
         try:
-            found = examine(RunLog(self._run.run_dir, self._log.table(), spec, facts=facts_of(spec))).findings
+            run = RunLog(self._run.run_dir, self._log.table(), spec, facts=facts_of(spec))
+            found, ahead = examine(run).findings, forecasts(run)
         except Exception as error:  # a fault in a rule must not end a healthy run
             self._notices.once("fault", f"a diagnosis rule failed, no rule was evaluated: {error!r}")
-            return ()
-        return tuple(finding for finding in found if finding.severity != "info")
+            return (), None
+        return (
+            tuple(finding for finding in found if finding.severity != "info"),
+            tuple(one for one in ahead if one.step <= self._run.total_steps),
+        )
 
 
 class _Log:
     """The run so far as diagnosis reads it: the metrics that its rules and the guardrails read."""
 
     def __init__(self) -> None:
-        own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, _NOT_FINITE_OR_EMPTY}
+        own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, FORECAST_SCALE, _NOT_FINITE_OR_EMPTY}
         self._wanted = MetricFilter(METRICS_READ | own)
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}

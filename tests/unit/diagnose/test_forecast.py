@@ -139,6 +139,26 @@ def test_no_trend_to_the_level_no_forecast(values: NDArray[np.float64]) -> None:
     assert of(values, RISING) is None
 
 
+def test_entropy_that_falls_while_the_reward_rises_is_no_fault() -> None:
+    falling = {"actor/entropy": 0.01 * np.exp(0.05 * (60 - np.arange(40)))}
+    rewards = {"critic/score/max": np.ones(40), "critic/score/min": np.zeros(40)}
+    flat, rising = ({"critic/score/mean": mean} for mean in (np.full(40, 0.3), 0.3 + np.arange(40) / 80))
+
+    def entropies(columns: dict[str, NDArray[np.float64]]) -> list[int]:
+        return [one.step for one in forecasts(RunLog(Path("log"), Table(np.arange(40), columns)))]
+
+    assert entropies(falling | rewards | flat) == [60]
+    assert entropies(falling | rewards | rising) == []
+
+
+def test_a_reference_that_costs_nothing_may_be_left() -> None:
+    columns = {"actor/kl_loss": np.arange(40) / 30}
+    run = RunLog(Path("log"), Table(np.arange(40), columns))
+
+    assert [one.step for one in forecasts(run)] == [60]
+    assert forecasts(replace(run, facts=Facts(kl_coef=0.0))) == ()
+
+
 def test_a_metric_that_is_logged_no_more_has_no_future() -> None:
     column = np.full(200, np.nan)
     column[:40] = np.arange(40) / 60 * K3.tiers[-1][1]

@@ -77,6 +77,7 @@ def run_of(ranks: Ranks, *overrides: str, history=(), notes: list[str] | None = 
     return SimpleNamespace(
         spec=spec,
         run_dir=None,
+        total_steps=1000,
         ranks=ranks,
         tracker=SimpleNamespace(note=note),
         history=list(history),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -118,11 +119,15 @@ def _documented(name: str, thing: Any) -> str:
 
 
 def _diagnosis_rules() -> str:
-    from rlctl.diagnose.rules import GROUPS
+    from itertools import groupby
+
+    from rlctl.diagnose.rules import all_rules
 
     parts = []
-    for heading, rules in GROUPS.items():
-        parts += [f"## {heading}\n", "| rule | metrics | info / warning / critical | source of the levels |"]
+    for module, rules in groupby(all_rules(), key=lambda rule: rule.detect.__module__):
+        heading = (sys.modules[module].__doc__ or "").partition(".")[0].removeprefix("Rules about ")
+        parts += [f"## {heading[:1].upper()}{heading[1:]}\n"]
+        parts += ["| rule | metrics | info / warning / critical | source of the levels |"]
         parts += ["|---|---|---|---|"]
         parts += [f"| `{r.name}` | {r.signal} | {r.thresholds} | {r.source} |" for r in rules]
         parts += [""]

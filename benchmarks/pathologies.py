@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks.learning import seeds_of
 from benchmarks.planted import FAULTS, HEALTHY, Planted, train_all
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, Diagnosis, examine
+from rlctl.diagnose.rules import Diagnosis, examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.run_spec import RunSpec
 from tests.simulated_logs.writers import Format, write_log
@@ -120,7 +120,7 @@ def from_responses(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def diagnose(log: Log) -> Diagnosis:
     """What `rlctl diagnose` says of it."""
-    return examine(read_run(log.path, METRICS_READ))
+    return examine(read_run(log.path, metrics_read()))
 
 
 def verdict(run: Planted, diagnosis: Diagnosis) -> str:

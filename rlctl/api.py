@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,20 +122,23 @@ def evaluate(
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
-def diagnose(log: str | Path | RunRecord) -> Diagnosis:
+def diagnose(log: str | Path | RunRecord, *, rules: Iterable[str] = ()) -> Diagnosis:
     """What a run's logged metrics say is wrong, and which spec change to try.
+
+    `verdict` of the result is `critical`, `warning`, `no warnings` or `too little to judge`.
 
     Args:
         log: a run directory, or a log of any framework that `rlctl diagnose` reads.
+        rules: rules of your own, as `path/to/file.py:function`.
 
     Raises:
-        UsageError: there is no such log, or nothing in it can be read.
+        UsageError: there is no such log, nothing in it can be read, or a rule cannot be imported.
     """
     from rlctl.diagnose.readers.detect import read_run
-    from rlctl.diagnose.rules import METRICS_READ, examine
+    from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
-    path = log.path if isinstance(log, RunRecord) else Path(log)
-    return examine(read_run(path, METRICS_READ))
+    path, own = log.path if isinstance(log, RunRecord) else Path(log), tuple(rules)
+    return examine(read_run(path, metrics_read(own)), all_rules(own))
 
 
 def grade(

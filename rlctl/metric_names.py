@@ -365,7 +365,10 @@ def _logged_elsewhere() -> Iterator[Metric]:
     yield Metric("rollout/empty_fraction", "fraction", empty, {"verl": "response/aborted_ratio"})
     yield Metric("rollout/error_fraction", "fraction", "share of rollouts that ended in an error")
     spread = "standard deviation over samples of the grader's score"
-    yield Metric("critic/score/std", "reward", spread, {"trl": "reward_std"})
+    yield Metric("critic/score/std", "reward", spread)
+    within = "mean over groups of the standard deviation of a group's rewards"
+    same = {"trl": "reward_std", "openrlhf": "group_reward_std"}
+    yield Metric("reward/group_std", "reward", within, same)
     idle = "share of the time in which the trainer waited for rollouts"
     yield Metric("perf/trainer_idle_fraction", "fraction", idle, {"verl": "fully_async/trainer/idle_ratio"})
 

@@ -1,4 +1,4 @@
-"""The parts of a run that have a name: losses, advantage estimators, KL estimators.
+"""The parts of a run that have a name: losses, advantage estimators, KL estimators, diagnosis rules.
 
 A part is registered where it is defined:
 
@@ -149,7 +149,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def __iter__(self) -> Iterator[str]:
         self._load()
-        known = [name for name in self._parts if not is_file_function(name)]
+        known = [name for name in self._parts if not name.rpartition(":")[0].endswith(".py")]
         yield from known
         yield from (point.name for point in self._entry_points() if point.name not in known)
 
@@ -258,3 +258,4 @@ KL_ESTIMATORS = Registry("kl estimator", key="actor.kl_loss_type", module="rlctl
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator", key="algorithm.adv_estimator", module="rlctl.algos.estimators"
 )
+DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules")

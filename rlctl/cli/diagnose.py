@@ -72,6 +72,15 @@ def diagnose(
             show_default=False,
         ),
     ] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rules",
+            metavar="FILE.py:FUNCTION",
+            help="Apply a rule of your own, too; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     what_if: Annotated[
         bool,
         typer.Option(
@@ -104,18 +113,22 @@ def diagnose(
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
     """
     if selftest:
-        _selftest(output_format, out, paths=paths, what_if=what_if or None, fix=fix, fail_on=fail_on)
+        _selftest(
+            output_format, out, paths=paths, what_if=what_if or None, rules=rules, fix=fix, fail_on=fail_on
+        )
         return
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
-        _what_if(paths, output_format, out, fix=fix, fail_on=fail_on)
+        _what_if(paths, output_format, out, rules=rules, fix=fix, fail_on=fail_on)
         return
     _check(paths, output_format, out, fix)
-    from rlctl.diagnose.rules import METRICS_READ, examine
+    from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
-    with reading(paths, METRICS_READ) as runs:
-        diagnoses = [examine(run) for run in runs]
+    own = tuple(rules or ())
+    applied = all_rules(own)
+    with reading(paths, metrics_read(own)) as runs:
+        diagnoses = [examine(run, applied) for run in runs]
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
@@ -148,7 +161,7 @@ def _what_if(
         UsageError: an option is given that is about findings; or see `what_if`.
     """
     for name, value in others.items():
-        if value is not None:
+        if value:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} is about findings; --what-if replays rollouts", where=option)
     from rlctl.cli.diagnose_what_if import what_if

@@ -43,10 +43,10 @@ def compare(
     check_out([a, b], out, is_page=output_format is ComparisonFormat.HTML)
     from rlctl.diagnose.compare import compare as run_comparison
     from rlctl.diagnose.compare import comparison_document
-    from rlctl.diagnose.rules import METRICS_READ, examine
+    from rlctl.diagnose.rules import examine, metrics_read
     from rlctl.metric_names import ELSEWHERE, METRICS
 
-    with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *METRICS_READ})) as runs:
+    with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()})) as runs:
         found = run_comparison(*(examine(run) for run in runs))
     if output_format is ComparisonFormat.TEXT:
         from rlctl.diagnose.output_text import print_comparison

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,26 @@ _CONFIGURED = {
     "trl": "the training arguments, which are in TensorBoard's and W&B's logs",
     **dict.fromkeys(("openrlhf", "slime", "nemo-rl"), "the configuration, which is in W&B's log"),
 }
+
+
+#: Setting of a framework → the metrics that it makes it log.
+_ENABLING: Mapping[str, Mapping[str, str]] = {
+    "verl": {
+        "actor_rollout_ref.rollout.calculate_log_probs=True": "rollout_corr/|mismatch/|training/roll",
+        "trainer.test_freq": "val/",
+    },
+    "trl": {
+        "use_vllm=True with vllm_importance_sampling_correction=True": (
+            r"rollout_corr/rollout_is_(?:mean|min|max)|mismatch/"
+        ),
+        "eval_strategy=steps": "val/",
+    },
+    "openrlhf": {"--algo.advantage.is_correction_enable": "rollout_corr/kl"},
+}
+#: Fact → its name in a sentence.
+_FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "length limit"}
+#: Frameworks that share another's keys.
+_SAME_KEYS: Mapping[str, str] = {"ms-swift": "trl", "llama-factory": "trl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +84,30 @@ class RunReport:
         name: the log.
         about: steps and framework.
         summary: all findings in one line.
-        severity: the worst, if at least a warning.
+        verdict: as in `Diagnosis`.
         notes: what had to be tolerated when reading.
         findings: worst first.
         forecasts: of critical levels, the soonest first.
         commands: that apply fixes.
         rules: (`found`, `ok`, `SKIPPED` or `n/a`; rule; what it looks for, or why it was skipped).
+        skipped: what the log lacks, and what would enable most rules, in one line; empty if it lacks nothing.
     """
 
     name: str
     about: str
     summary: str
-    severity: Severity | None
+    verdict: str
     notes: tuple[str, ...]
     findings: tuple[FindingReport, ...]
     forecasts: tuple[str, ...]
     commands: tuple[str, ...]
     rules: tuple[tuple[str, str, str], ...]
+    skipped: str
 
 
 def run_report(diagnosis: Diagnosis) -> RunReport:
     """The diagnosis as texts."""
     run, steps = diagnosis.run, diagnosis.run.table.steps
-    summary, severity = _summary(diagnosis)
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
@@ -95,9 +116,9 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     return RunReport(
         run_name(run),
         f"steps {steps[0]:,}–{steps[-1]:,}, logged by {run.framework}",
-        summary,
-        severity,
-        tuple(map(visible, run.notes)),
+        _summary(diagnosis),
+        diagnosis.verdict,
+        tuple(map(visible, (*run.notes, *_inferred(run)))),
         tuple(
             FindingReport(one.severity, one.rule, visible(one.what), tuple(_lines(one, run)))
             for one in diagnosis.findings
@@ -105,6 +126,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         tuple(map(str, forecasts(run))),
         _commands(run) if has_settings else (),
         tuple(rules),
+        _skipped(diagnosis),
     )
 
 
@@ -120,20 +142,49 @@ def run_name(run: RunLog) -> str:
 
 def settings(fix: Fix, run: RunLog) -> str:
     """The fix in the keys of what wrote the log, else in rlctl's, to paste; empty where no setting helps."""
-    if run.framework in fix.others:
-        return visible(fix.others[run.framework])
+    for framework in (run.framework, of_framework(run)):
+        if framework in fix.others:
+            return visible(fix.others[framework])
     return visible(" ".join(shlex.quote(setting) for setting in fix.spec))
 
 
-def _summary(diagnosis: Diagnosis) -> tuple[str, Severity | None]:
+def of_framework(run: RunLog) -> str:
+    """The framework whose keys the run's program has."""
+    return _SAME_KEYS.get(run.framework, run.framework)
+
+
+def _summary(diagnosis: Diagnosis) -> str:
     counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
-    worst = next((s for s in SEVERITIES[:2] if counts[s]), None)
-    if worst:
-        return ", ".join(f"{count} {s}" for s, count in counts.items() if count), worst
-    count = len(diagnosis.checked)
-    if count:
-        return f"{count} rule{'s' * (count != 1)} checked: no warnings.", None
-    return "No rule could be checked.", "warning"
+    rules, steps = len(diagnosis.checked), len(diagnosis.run.table.steps)
+    basis = f"{rules} rule{'s' * (rules != 1)} checked on {steps:,} step{'s' * (steps != 1)}"
+    if diagnosis.verdict in SEVERITIES:
+        return f"{', '.join(f'{count} {s}' for s, count in counts.items() if count)} ({basis})"
+    if diagnosis.verdict == "no warnings":
+        return f"{basis}: no warnings."
+    return f"Too little to judge: {basis}. Nothing found does not mean healthy."
+
+
+def _inferred(run: RunLog) -> Iterator[str]:
+    """Facts that the figures give, one line each."""
+    for fact, origin in run.fact_origins.items():
+        if "inferred" in origin:
+            yield f"{_FACTS.get(fact, fact)} {getattr(run.facts, fact):g}, {origin}"
+
+
+def _skipped(diagnosis: Diagnosis) -> str:
+    """How many rules wait for figures, and the setting or metric that most of them wait for."""
+    waiting = [one for one in diagnosis.skipped if one.missing]
+    if not waiting:
+        return ""
+    settings = _ENABLING.get(of_framework(diagnosis.run), {})
+    ways = {setting: re.compile(pattern) for setting, pattern in settings.items()}
+    ways |= {key: re.compile(re.escape(key)) for one in waiting for key in one.missing}
+    helps = {way: sum(any(map(key.match, one.missing)) for one in waiting) for way, key in ways.items()}
+    way, count = max(helps.items(), key=lambda item: item[1])
+    if way == RUN_SPEC_FILE and diagnosis.run.framework in _CONFIGURED:
+        way += f", or {_CONFIGURED[diagnosis.run.framework]}"
+    rules = f"{len(waiting)} rule{'s' * (len(waiting) != 1)}"
+    return visible(f"{rules} SKIPPED: the log lacks what they read. {count} of them wait for: {way}")
 
 
 def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
@@ -147,7 +198,10 @@ def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
             yield Line("logged", visible(f"{key} as {origin.name}{meaning}"))
     yield Line("cause", visible(finding.cause))
     for place, fix in enumerate(finding.fixes):
-        is_ours = bool(fix.spec) and run.framework not in {"rlctl", "unknown", *fix.others}
+        is_ours = bool(fix.spec) and not {"rlctl", "unknown", *fix.others} & {
+            run.framework,
+            of_framework(run),
+        }
         why = "; ".join(filter(None, ("in rlctl's keys" if is_ours else "", visible(fix.why))))
         yield Line("or" if place else "try", why, settings(fix, run))
     yield Line(
@@ -187,8 +241,11 @@ def _run_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "log": str(run.path),
         "framework": run.framework,
         "steps": {"first": int(steps[0]), "last": int(steps[-1]), "count": len(steps)},
+        "verdict": diagnosis.verdict,
+        "summary": _summary(diagnosis),
         "has_spec": run.spec is not None,
         "facts": asdict(run.facts),
+        "fact_origins": dict(run.fact_origins),
         "notes": list(run.notes),
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "forecasts": [asdict(one) for one in forecasts(run)],

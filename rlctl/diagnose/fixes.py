@@ -13,25 +13,49 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _TRL_IS = "vllm_importance_sampling_"
 OPENRLHF_IS = "--algo.advantage.is_correction_"
 
-#: rlctl's key → the same setting of verl, TRL and OpenRLHF; empty where there is none. The keys of rollout
-#: correction are verl's own.
-_FRAMEWORKS = ("verl", "trl", "openrlhf")
-_KEYS: dict[str, tuple[str, str, str]] = {
-    "actor.lr": (f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr"),
-    "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs"),
-    "actor.grad_clip": (f"{_ACTOR}grad_clip", "max_grad_norm", ""),
-    "actor.clip_ratio_high": (f"{_ACTOR}clip_ratio_high", "epsilon_high", ""),
-    "actor.kl_loss_coef": (f"{_ACTOR}kl_loss_coef", "beta", "--algo.kl.init_coef"),
-    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_ctrl.kl_coef", "beta", "--algo.kl.init_coef"),
-    "actor.loss_agg_mode": (f"{_ACTOR}loss_agg_mode", "", ""),
-    "rollout.n": (f"{_ROLLOUT}n", "num_generations", "--rollout.n_samples_per_prompt"),
-    "rollout.temperature": (f"{_ROLLOUT}temperature", "temperature", "--rollout.temperature"),
-    "data.max_response_length": (
-        "data.max_response_length", "max_completion_length", "--rollout.max_new_tokens"
+#: rlctl's key → the same setting of other frameworks; empty where there is none. The keys of rollout
+#: correction are verl's own. LLaMA-Factory and ms-swift take TRL's, ms-swift as options.
+_FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl")
+_KEYS: dict[str, tuple[str, str, str, str, str]] = {
+    "actor.lr": (
+        f"{_ACTOR}optim.lr", "learning_rate", "--actor.adam.lr", "--lr", "policy.optimizer.kwargs.lr"
     ),
-    "critic.ppo_epochs": ("critic.ppo_epochs", "", ""),
-    "trainer.critic_warmup": ("trainer.critic_warmup", "", ""),
+    "actor.ppo_epochs": (f"{_ACTOR}ppo_epochs", "num_iterations", "--train.max_epochs", "", ""),
+    "actor.grad_clip": (f"{_ACTOR}grad_clip", "max_grad_norm", "", "--clip-grad", "policy.max_grad_norm"),
+    "actor.clip_ratio_high": (
+        f"{_ACTOR}clip_ratio_high", "epsilon_high", "", "--eps-clip-high", "loss_fn.ratio_clip_max"
+    ),
+    "actor.kl_loss_coef": (
+        f"{_ACTOR}kl_loss_coef", "beta", "--algo.kl.init_coef", "--kl-loss-coef",
+        "loss_fn.reference_policy_kl_penalty",
+    ),
+    "algorithm.kl_ctrl.kl_coef": (
+        "algorithm.kl_ctrl.kl_coef", "beta", "--algo.kl.init_coef", "--kl-coef", ""
+    ),
+    "actor.loss_agg_mode": (f"{_ACTOR}loss_agg_mode", "", "", "", ""),
+    "rollout.n": (
+        f"{_ROLLOUT}n", "num_generations", "--rollout.n_samples_per_prompt", "--n-samples-per-prompt",
+        "grpo.num_generations_per_prompt",
+    ),
+    "rollout.temperature": (
+        f"{_ROLLOUT}temperature", "temperature", "--rollout.temperature", "--rollout-temperature",
+        "policy.generation.temperature",
+    ),
+    "data.max_response_length": (
+        "data.max_response_length", "max_completion_length", "--rollout.max_new_tokens",
+        "--rollout-max-response-len", "policy.generation.max_new_tokens",
+    ),
+    "critic.ppo_epochs": ("critic.ppo_epochs", "", "", "", ""),
+    "trainer.critic_warmup": ("trainer.critic_warmup", "", "", "", ""),
 }  # fmt: skip
+
+
+def _with_swift(others: dict[str, str]) -> dict[str, str]:
+    """The same with ms-swift's options, which are TRL's keys."""
+    if "trl" not in others or "ms-swift" in others:
+        return others
+    options = ("--" + setting.replace("=", " ") for setting in others["trl"].split())
+    return {**others, "ms-swift": " ".join(options)}
 
 
 def change(*settings: str, why: str = "", **others: str) -> Fix:
@@ -46,19 +70,27 @@ def change(*settings: str, why: str = "", **others: str) -> Fix:
     renamed = {}
     for place, framework in enumerate(_FRAMEWORKS):
         keys = [
-            key if key.startswith(RC) and place == 0 else _KEYS.get(key, ("", "", ""))[place]
+            key if key.startswith(RC) and place == 0 else _KEYS.get(key, ("",) * len(_FRAMEWORKS))[place]
             for key, _ in pairs
         ]
-        equals = " " if framework == "openrlhf" else "="
         if all(keys):
-            values = (f"{key}{equals}{value}" for key, (_, value) in zip(keys, pairs, strict=True))
+            values = (
+                f"{key}{' ' if key[0] == '-' else '='}{value}"
+                for key, (_, value) in zip(keys, pairs, strict=True)
+            )
             renamed[framework] = " ".join(values)
-    return Fix(settings, why, {**renamed, **others})
+    return Fix(settings, why, _with_swift({**renamed, **others}))
 
 
 def by_hand(why: str, **others: str) -> Fix:
     """What no setting of rlctl does."""
-    return Fix((), why, others)
+    return Fix((), why, _with_swift(others))
+
+
+def larger(key: str, why: str) -> Fix:
+    """A larger value of a key whose present value is not known."""
+    keys = dict(zip(_FRAMEWORKS, _KEYS[key], strict=True))
+    return Fix((), f"{why} (`{key}`)", _with_swift({name: other for name, other in keys.items() if other}))
 
 
 def gentler(run: RunLog) -> tuple[Fix, ...]:

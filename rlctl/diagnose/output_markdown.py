@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rlctl.diagnose.diagnosis_report import RunReport, run_report
 from rlctl.diagnose.rules import Diagnosis
 
+_JUDGED = {"found", "ok"}
 #: Everything that could begin markup, HTML included.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$@])")
 
@@ -29,9 +30,13 @@ def _run(report: RunReport) -> Iterator[str]:
         yield ""
     yield from (f"- forecast: {_plain(one)}\n" for one in report.forecasts)
     yield from (f"{_code(command)}\n" for command in report.commands)
-    yield "| rule | checked | |\n|---|---|---|"
-    yield from (f"| {name} | {word} | {_plain(text)} |" for word, name, text in report.rules)
-    yield ""
+    judged = [f"| {name} | {word} | {_plain(text)} |" for word, name, text in report.rules if word in _JUDGED]
+    if judged:
+        yield "| rule | checked | |\n|---|---|---|"
+        yield from judged
+        yield ""
+    if report.skipped:
+        yield f"{_plain(report.skipped)}\n"
 
 
 def _plain(text: str) -> str:

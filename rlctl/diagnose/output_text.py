@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+_STYLES = {
+    "critical": "bold red",
+    "warning": "bold yellow",
+    "info": "bold cyan",
+    "no warnings": "bold green",
+    "too little to judge": "bold yellow",
+}
 _LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
 _CHART_WIDTH = 60
 _LABEL_WIDTH, _LEAST_ROOM = 12, 20
@@ -38,16 +44,20 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print()
     for finding in report.findings:
         _print_finding(console, finding, diagnosis.run)
-    console.print(Text(report.summary, style=_STYLES[report.severity] if report.severity else "bold green"))
+    console.print(Text(report.summary, style=_STYLES[report.verdict]))
     for one in report.forecasts:
         console.print(Text(f"forecast: {one}", style="yellow"), soft_wrap=True)
     for command in report.commands:
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
     console.print()
-    width = max((len(name) for _, name, _ in report.rules), default=0)
-    for word, name, text in report.rules:
-        style = "yellow" if word == "SKIPPED" else "dim"
-        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, style)), soft_wrap=True)
+    judged = [(word, name, text) for word, name, text in report.rules if word in {"found", "ok"}]
+    width = max((len(name) for _, name, _ in judged), default=0)
+    for word, name, text in judged:
+        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, "dim")), soft_wrap=True)
+    if report.skipped:
+        console.print(Text(report.skipped, style="yellow"), soft_wrap=True)
+    if beside := [name for word, name, _ in report.rules if word == "n/a"]:
+        console.print(Text(f"n/a: {', '.join(beside)}", style="dim"), soft_wrap=True)
 
 
 def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> None:

@@ -1,7 +1,8 @@
 """The form of a rule: what it reads, what it detects, and what every finding of it says.
 
-A rule is `@Rule(...)` above one function, listed in its file's `RULES`. The function's docstring begins with
-the healthy state. The tables of docs/reference/diagnose-rules.md are made from the rules.
+`@Rule(...)` above a function registers the rule. The function's docstring begins with the healthy state. A
+user's rule has the same form, in a file (`--rules file.py:function`) or an installed package (entry point
+group `rlctl.diagnosis_rules`). The tables of docs/reference/diagnose-rules.md are made from the rules.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity,
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
+from rlctl.registry import DIAGNOSIS_RULES
 
 #: Facts of a run that a rule may need.
 Fact = Literal[
@@ -65,28 +67,33 @@ class Rule:
         uses: further metrics it reads where they are logged.
         facts: what must be known of the run.
         not_applicable: why it does not apply to a run; empty where it does.
-        min_steps: values that each needed metric must have.
+        min_steps: values that each needed metric must have. With fewer than `MIN_STEPS` a rule may find
+            something (critical levels, exact values), but not conclude that nothing is wrong.
         detect: returns None if nothing is found.
     """
 
     name: str
-    signal: str
-    thresholds: str | Levels
-    source: str
-    cause: str
-    sure: Sure
+    signal: str = ""
+    thresholds: str | Levels = "—"
+    source: str = "its author"
+    cause: str = "unknown"
+    sure: Sure = ("medium", "the rule's author states no confidence")
     fixes: Callable[[RunLog], tuple[Fix, ...]] = lambda run: ()
     needs: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     facts: tuple[Fact, ...] = ()
     not_applicable: Callable[[RunLog], str] = lambda run: ""
-    min_steps: int = MIN_STEPS
+    min_steps: int = 1
     detect: Detect = _detects_nothing
 
     def __call__(self, detect: Detect) -> Rule:
-        """The rule that detects by this function."""
-        return replace(self, detect=detect)
+        """The rule that detects by this function; it is registered."""
+        rule = replace(self, detect=detect)
+        register = DIAGNOSIS_RULES.register(
+            rule.name, label=rule.label, source=rule.source, needs=rule.metrics
+        )
+        return register(rule)
 
     @property
     def label(self) -> str:
@@ -101,23 +108,30 @@ class Rule:
     def apply(self, run: RunLog) -> Finding | Skipped | None:
         """The rule's finding; why it was skipped; or None."""
         why = self.not_applicable(run)
-        found = Skipped(why) if why else self._skipped(run) or self.detect(run)
+        found = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
+        if found is None:
+            found = self._skipped(run, MIN_STEPS)
         if found is None or isinstance(found, Skipped):
             return found and Skipped(found.why, found.missing, self.name)
-        fixes = self.fixes(run) if found.fixes is None else found.fixes
+        confidence, reason = found.sure or self.sure
+        count = max((_count(run, one.metric) or 0 for one in found.evidence), default=0)
+        if 0 < count < MIN_STEPS:
+            confidence = "medium" if confidence == "high" else confidence
+            reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
         return Finding(
             found.severity,
             found.what,
             found.evidence,
             found.cause or self.cause,
             self.source,
-            fixes,
-            *(found.sure or self.sure),
+            self.fixes(run) if found.fixes is None else found.fixes,
+            confidence,
+            reason,
             found.could_not_check,
             self.name,
         )
 
-    def _skipped(self, run: RunLog) -> Skipped | None:
+    def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
         """Why the log does not suffice, if so."""
         counts = {key: _count(run, key) for key in (*self.needs, *self.one_of)}
         missing = tuple(key for key in self.needs if counts[key] is None)
@@ -130,8 +144,8 @@ class Rule:
             return Skipped(f"unknown from the log: {', '.join(unknown)}", ("spec.yaml",))
         for keys in (*((key,) for key in self.needs), self.one_of):
             key = max(keys, key=lambda one: counts[one] or 0, default=None)
-            if key is not None and (count := counts[key] or 0) < self.min_steps:
-                why = f"{key} was logged at {count} of the {self.min_steps} steps that the rule needs"
+            if key is not None and (count := counts[key] or 0) < min_steps:
+                why = f"{key} was logged at {count} of the {min_steps} steps that the rule needs"
                 return Skipped(why, (key,))
         return None
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
-from rlctl.diagnose import (
+from rlctl.diagnose import (  # noqa: F401  each registers its rules
     rules_engines,
     rules_rejection,
     rules_reward,
@@ -14,21 +18,40 @@ from rlctl.diagnose import (
     rules_weights,
 )
 from rlctl.diagnose.finding import SEVERITIES, Finding, Severity, Skipped
+from rlctl.diagnose.inferred import with_inferred
 from rlctl.diagnose.rule import Rule
 from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.thresholds import MIN_STEPS
+from rlctl.errors import UsageError
+from rlctl.registry import DIAGNOSIS_RULES
 
-#: Heading → rules.
-GROUPS: Mapping[str, tuple[Rule, ...]] = {
-    "The gap between the two policies": rules_engines.RULES,
-    "Importance weights": rules_weights.RULES,
-    "Rejection, clipping, correction": rules_rejection.RULES,
-    "The update": rules_update.RULES,
-    "Rewards and lengths": rules_reward.RULES,
-    "Samples that are late or failed": rules_samples.RULES,
-}
-RULES: list[Rule] = [rule for rules in GROUPS.values() for rule in rules]
-#: The metrics a reader must keep; `<…>` stands for any text.
-METRICS_READ = frozenset(key for rule in RULES for key in rule.metrics)
+#: Rules that a run without a finding must have passed to be called free of warnings.
+MIN_RULES = 5
+
+
+def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
+    """The built-in rules, those of installed packages, and the user's.
+
+    Args:
+        names: of the user's, `path/to/file.py:function`. A function that is not decorated by `Rule` is one
+            with the name of the function.
+
+    Raises:
+        UsageError: a file or function cannot be imported.
+    """
+    found: dict[str, Rule] = {}
+    for name in dict.fromkeys((*DIAGNOSIS_RULES, *names)):
+        part = DIAGNOSIS_RULES[name]
+        rule = part if isinstance(part, Rule) else Rule(part.__name__, detect=part)
+        if found.setdefault(rule.name, rule) is not rule:
+            raise UsageError(f"there is a rule `{rule.name}` already", where=name, fix="give it another name")
+    return tuple(found.values())
+
+
+@cache
+def metrics_read(names: tuple[str, ...] = ()) -> frozenset[str]:
+    """The metrics a reader must keep for `all_rules`; `<…>` stands for any text."""
+    return frozenset(key for rule in all_rules(names) for key in rule.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +63,54 @@ class Diagnosis:
     checked: tuple[Rule, ...]
     skipped: tuple[Skipped, ...]
 
+    @property
+    def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
+        """The worst severity; where nothing is found, whether that says anything about the run."""
+        for severity in SEVERITIES[:2]:
+            if self.reaches(severity):
+                return severity  # type: ignore[return-value]
+        is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
+        return "no warnings" if is_enough else "too little to judge"
+
     def reaches(self, severity: Severity) -> bool:
         """Whether a finding is at least this severe."""
         limit = SEVERITIES.index(severity)
         return any(SEVERITIES.index(finding.severity) <= limit for finding in self.findings)
 
 
-def examine(run: RunLog) -> Diagnosis:
-    """Apply every rule: findings, what was checked, what was skipped and why."""
-    results = [(rule, rule.apply(run)) for rule in RULES]
+def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
+    """Apply every rule: findings, what was checked, what was skipped and why.
+
+    Args:
+        run: the log.
+        rules: those to apply; None: the built-in ones and those of installed packages.
+    """
+    run = with_inferred(run)
+    results = [(rule, _applied(rule, run)) for rule in (all_rules() if rules is None else rules)]
     found = [one for _, one in results if isinstance(one, Finding)]
     return Diagnosis(
         run,
-        tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+        tuple(sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.rule != "exception"))),
         tuple(rule for rule, one in results if not isinstance(one, Skipped)),
         tuple(one for _, one in results if isinstance(one, Skipped)),
     )
+
+
+def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
+    """The rule's result.
+
+    Raises:
+        UsageError: a rule that is not rlctl's own failed.
+    """
+    try:
+        return rule.apply(run)
+    except Exception as error:
+        if (rule.detect.__module__ or "").startswith("rlctl.diagnose."):
+            raise
+        file = inspect.getsourcefile(rule.detect) or ""
+        frames = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+        ]
+        where = f"{file}:{frames[-1]}" if frames else file
+        what = f"the rule `{rule.name}` failed: {type(error).__name__}: {error}"
+        raise UsageError(what, where=where, fix="correct the rule, or leave it out") from error

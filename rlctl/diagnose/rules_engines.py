@@ -10,7 +10,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import Crossing, change_evidence, crossing, trend
+from rlctl.diagnose.signals import Crossing, change_evidence, crossing, steps_text, trend
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -24,6 +24,8 @@ LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical",
 SAMPLED = Levels(_ENTROPY, (("warning", 0.34), ("critical", 0.69)))
 #: Nats per token by which they must differ, and the share of it by which the two log-probs may differ.
 SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
+#: Nats per token below which a policy may be that certain.
+SURE_NATS = 0.01
 TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
 #: A rising token error: the part above 1 grew by this factor, to at least this.
 TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
@@ -149,6 +151,32 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
         crossed.severity,
         f"sampled tokens are {'less' if apart > 0 else 'more'} likely than draws from the policy would be",
         (Evidence(_ENTROPY, figure, crossed.first_step, crossed.last_step),),
+    )
+
+
+@Rule(
+    "missing-log-probs", thresholds="— / — / on a step", source=th.LOGIC,
+    needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
+    signal="engine's mean log-prob (`rollout_corr/rollout_log_ppl`) exactly 0, and the trainer's not",
+    cause="the engine reports no log-probs, and zeros stand for them: every importance weight is wrong",
+    fixes=lambda run: (
+        fix.by_hand(
+            "let the engine return the log-probs of the sampled tokens",
+            verl="actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+    ),
+    sure=("high", "no sampled response is certain, to the digit, at every token"),
+)  # fmt: skip
+def missing_log_probs(run: RunLog) -> Detection | None:
+    """The engine reports log-probs."""
+    steps, (theirs, ours) = run.table.aligned(_ROLLOUT_PPL, _TRAINING_PPL)
+    zero = steps[(theirs == 0.0) & (np.abs(ours) > SURE_NATS)]
+    if not len(zero):
+        return None
+    first, last = int(zero[0]), int(zero[-1])
+    seen = Evidence(_ROLLOUT_PPL, f"exactly 0 on {len(zero):,} step(s)", first, last)
+    return Detection(
+        "critical", f"the engine's log-probs are exactly 0 in {steps_text(first, last)}", (seen,)
     )
 
 
@@ -315,9 +343,3 @@ def among_survivors(run: RunLog, key: str) -> Series:
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
     return Series(steps, mean / np.maximum(1.0 - masked, mean.clip(min=1e-12)))
-
-
-RULES = (
-    *(probability_gap, policy_gap, sampled_otherwise, token_error, first_step, template, frozen_gap),
-    stale_weights,
-)

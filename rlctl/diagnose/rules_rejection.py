@@ -165,6 +165,3 @@ def bypass_repeats(run: RunLog) -> Detection | None:
         return None
     seen = Evidence("actor.ppo_epochs", str(epochs))
     return Detection("warning", f"bypass mode with {epochs} passes over each batch", (seen,))
-
-
-RULES = (rejected, blind_rejection, clipped_on_policy, silently_off, bypass_repeats)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.reward_range import (
     BEST,
     LEARNED,
@@ -17,6 +18,7 @@ from rlctl.diagnose.reward_range import (
     VALIDATION,
     WORST,
     ends,
+    has_gained,
     has_learned,
     position_of,
     reward_span,
@@ -24,49 +26,78 @@ from rlctl.diagnose.reward_range import (
     width_of_ends,
 )
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
-from rlctl.diagnose.signals import change_evidence, crossing, longest_true, trend
+from rlctl.diagnose.signals import change_evidence, crossing, longest_true, moved, trend
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import Levels
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _ERRORS, _LENGTH = "reward/error_fraction", "response_length/mean"
 ZERO_REWARD_STEPS = 20
+#: Metric → its value where every reward is 0, and not only their mean.
+_ALL_ZERO = {
+    BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
+    "critic/advantages/mean": 0.0, "actor/pg_loss": 0.0,
+}  # fmt: skip
 ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
 #: Entropy that fell to this share of its start, over at least so many steps.
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
+#: Share of all right groups below which the dead ones are mostly wrong, where single rewards are not logged.
+MOSTLY_WRONG = 0.3
+#: Entropy that grew by this factor, beyond so many nats.
+ENTROPY_RISE = (2.0, 1.0)
+#: Steps that a run covers before a reward that stays is a fault, and rows it takes to see that.
+FLAT_STEPS, FLAT_ROWS = 500, 4
+#: A reward that grew by this factor is not flat, however small.
+FLAT_GROWTH = 1.25
 #: Validations that make up either end of a run, and those needed at least.
 VAL_ENDS, VAL_MIN = 2, 4
 #: Gain of the training reward minus gain of the validation reward, in shares of the reward's range.
 HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.30))
 TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.1), ("critical", 0.3)))
+#: Mean length, as a share of the limit, at which every response has reached it.
+AT_LIMIT = 0.995
+#: Share of the steps on which every response is cut off.
+ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
 #: Responses that got longer by this factor while validation gained less than `FLAT_REWARD`.
 LENGTH_GROWTH = 1.5
 
 
 @Rule(
     "dead-groups", source=th.FIELD, cause="the prompts are too easy or too hard",
-    needs=(th.ZERO_SPREAD.key,), uses=(SCORE, BEST, WORST),
-    signal="`reward/zero_spread_groups`; reports whether all are right or all wrong",
-    thresholds="learned³ / > 0.5 / > 0.75, where the rewards show that it is not learned",
+    one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=(SCORE, BEST, WORST),
+    signal="`reward/zero_spread_groups`, or steps whose `reward/group_std` is exactly 0; reports whether all "
+    "are right or all wrong",
+    thresholds="learned³ / > 0.5, or ≥ 40 % of the steps / > 0.75, where the rewards show that it is not "
+    "learned",
     sure=("high", "the mean reward of these steps shows which"),
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
 )  # fmt: skip
 def dead_groups(run: RunLog) -> Detection | None:
     """Groups contain better and worse responses."""
-    crossed = crossing(run.table.series(th.ZERO_SPREAD.key), th.ZERO_SPREAD)
-    if crossed is None:
+    few = _dead_groups(run)
+    if few is None:
         return None
+    severity, what, seen, dead = few
     steps, (score,) = run.table.aligned(SCORE)
-    inside = (steps >= crossed.first_step) & (steps <= crossed.last_step)
-    position = position_of(run.table, float(np.median(score[inside])) if inside.any() else None)
-    severity, cause, filtering = crossed.severity, None, "filter out prompts that are always or never solved"
-    if position is None and _rises(run.table, SCORE) and _rises(run.table, th.ZERO_SPREAD.key):
+    inside = score[np.isin(steps, dead)]
+    position = _position_of_dead(run.table, inside)
+    cause, filtering = None, "filter out prompts that are always or never solved"
+    unknown: Sure | None = None
+    if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
+        unknown = ("low", "the rewards that would separate right from wrong are not logged")
     elif position is None:  # all right would be success, so this is no more than a warning
         which, severity = "all right or all wrong", "warning"
+        unknown = ("low", "the rewards that would separate right from wrong are not logged")
     elif position >= LEARNED:
         which, severity = "mostly all right", "info"
         cause = "the policy has learned these prompts: stop, or add harder ones"
+    elif 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(BEST)):
+        which = "some all right, some all wrong"
+        cause = "the prompts are too easy or too hard for groups of this size"
     elif position >= MOSTLY_RIGHT:
         which, filtering = "mostly all right", "filter out prompts that are always solved"
         cause = "the prompts are too easy: filter out those that are always solved, or add harder ones"
@@ -75,37 +106,87 @@ def dead_groups(run: RunLog) -> Detection | None:
         filtering = "begin with easier prompts; grade some stored answers by hand"
         cause = "the prompts are too hard, or the grader cannot parse the answers: check some, start easier"
     filtered = fix.by_hand(
-        filtering, verl="algorithm.filter_groups.enable=True", openrlhf="--algo.dynamic_filtering_enable"
+        filtering,
+        verl="algorithm.filter_groups.enable=True",
+        openrlhf="--algo.dynamic_filtering_enable",
+        slime="--dynamic-sampling-filter-path",
+        **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
-    unknown = ("low", "the rewards that would separate right from wrong are not logged")
     return Detection(
         severity,
-        f"{crossed.worst:.0%} of the groups have equal rewards, {which}: no gradient {crossed.where}",
-        (crossed.evidence,),
+        what.format(which=which),
+        (seen,),
         cause,
         (*fix.larger_groups(run), filtered) if severity != "info" else (),
-        unknown if position is None else None,  # type: ignore[arg-type]
+        unknown,
         (f"{SCORE}, {BEST} and {WORST} would separate right from wrong",) if position is None else (),
     )
 
 
+def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
+    """Severity, sentence, evidence and steps; of fewer than `MIN_STEPS` steps a warning at most."""
+    series = run.table.series(th.ZERO_SPREAD.key)
+    if len(series):
+        crossed = crossing(series, th.ZERO_SPREAD)
+        if crossed is None:
+            return None
+        what = f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}: no gradient {crossed.where}"
+        inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
+        severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
+        return severity, what, crossed.evidence, series.steps[inside]
+    series = run.table.series(th.GROUP_STD)
+    dead = series.steps[series.values == 0.0]
+    share = len(dead) / len(series)
+    if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
+        return None
+    what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
+    seen = Evidence(th.GROUP_STD, f"exactly 0 on {len(dead):,} of {len(series):,} step(s)", *_ends(dead))
+    is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
+    return "critical" if is_critical else "warning", what, seen, dead
+
+
+def _ends(steps: NDArray[np.int64]) -> tuple[int, int]:
+    return int(steps[0]), int(steps[-1])
+
+
+def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | None:
+    """Where these mean rewards lie between the worst (0) and the best (1); None where the log does not tell.
+
+    Without the best and the worst reward: rewards that are all 0 are wrong ones; and if mean rewards range
+    from one whole number to another, these are taken for the ends.
+    """
+    middle = float(np.median(rewards)) if len(rewards) else None
+    position = position_of(table, middle)
+    if middle is None or position is not None:
+        return position
+    score = table.series(SCORE).values
+    low, high = float(score.min()), float(score.max())
+    if low.is_integer() and high.is_integer() and low < high:
+        return (middle - low) / (high - low)
+    return 0.0 if not rewards.any() else None
+
+
 def _rises(table: Table, key: str) -> bool:
+    """Whether the metric rises; of the spread within groups, whether it falls: more groups are dead."""
     found = trend(table.series(key))
-    return found is not None and found.rises
+    return found is not None and found.rises != (key == th.GROUP_STD)
 
 
 @Rule(
     "zero-reward", signal="every reward exactly 0", source=th.FIELD,
-    sure=("high", "the best single reward is 0 too"), needs=(SCORE,), uses=(BEST, _ERRORS),
-    thresholds=f"— / — / {ZERO_REWARD_STEPS} steps in a row",
+    sure=("high", "the best single reward is 0 too"), needs=(SCORE,), uses=(BEST, _ERRORS, *_ALL_ZERO),
+    thresholds="— / every step of the log, and no spread, advantage or loss / "
+    f"{ZERO_REWARD_STEPS} steps in a row",
     cause="the grader rejects everything: wrong answer format, wrong grader, or a task beyond the model",
 )  # fmt: skip
 def zero_reward(run: RunLog) -> Detection | None:
     """Some responses are rewarded."""
     has_best = len(run.table.series(BEST)) > 0
     steps, columns = run.table.aligned(SCORE, *((BEST,) if has_best else ()))
-    start, length = longest_true(np.logical_and.reduce([column == 0.0 for column in columns]))
-    if length < ZERO_REWARD_STEPS:
+    zero = np.logical_and.reduce([column == 0.0 for column in columns])
+    start, length = longest_true(zero)
+    shown = _no_signal(run.table) if len(zero) and zero.all() else None
+    if length < ZERO_REWARD_STEPS and shown is None:
         return None
     first, last = int(steps[start]), int(steps[start + length - 1])
     evidence: tuple[Evidence, ...] = (Evidence(SCORE, f"exactly 0 on {length:,} steps", first, last),)
@@ -119,15 +200,26 @@ def zero_reward(run: RunLog) -> Detection | None:
         other = run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto"
         auto = (fix.change("reward.name=auto", why="the grader that the data names"),) if other else ()
         cause, fixes = None, (fix.by_hand("run the grader on stored rollouts"), *auto)
+    is_sure = has_best or shown is not None
+    where = "" if length < len(steps) else ", all of the log"
     return Detection(
-        "critical",
-        f"every reward is exactly 0 for {length:,} steps",
-        evidence,
+        "critical" if length >= ZERO_REWARD_STEPS else "warning",
+        f"every reward is exactly 0 for {length:,} step(s){where}",
+        (*evidence, *((shown,) if shown else ())),
         cause,
         fixes,
-        None if has_best else ("medium", "the best single reward is not logged"),
-        () if has_best else (f"{BEST} would exclude rewards that average 0",),
+        None if is_sure else ("medium", "the best single reward is not logged"),
+        () if is_sure else (f"{BEST} would exclude rewards that average 0",),
     )
+
+
+def _no_signal(table: Table) -> Evidence | None:
+    """The figure that shows that rewards of mean 0 are all 0, on every step."""
+    for key, value in _ALL_ZERO.items():
+        series = table.series(key)
+        if len(series) and (series.values == value).all():
+            return Evidence(key, f"exactly {value:g} on these steps", *_ends(series.steps))
+    return None
 
 
 def _explore(run: RunLog) -> tuple[Fix, ...]:
@@ -185,6 +277,47 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     if first is None or last is None or last - first >= th.FLAT_REWARD or end > ENTROPY_SHARE * start:
         return None
     return start, end
+
+
+@Rule(
+    "entropy-rise", thresholds=f"— / × {ENTROPY_RISE[0]:g} to > {ENTROPY_RISE[1]:g} nat / —", source=th.OWN,
+    needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST), min_steps=th.MOVE_STEPS,
+    signal="`actor/entropy` far above its start to the end, and the reward does not rise",
+    cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
+    "advantages dominate, or the sampled tokens are not the policy's",
+    fixes=lambda run: (
+        *(
+            (fix.change("actor.entropy_coeff=0", why="no entropy bonus"),)
+            if run.spec is not None and run.spec.actor.entropy_coeff > 0
+            else ()
+        ),
+        *fix.correct_tokens(run),
+        fix.slower(run),
+    ),
+    sure=("medium", "the reward does not gain from the exploration"),
+)  # fmt: skip
+def entropy_rise(run: RunLog) -> Detection | None:
+    """Entropy does not grow without a gain."""
+    series = run.table.series(ENTROPY.key)
+    risen = moved(series, th.Move(ENTROPY.key, *ENTROPY_RISE))
+    if risen is None or has_gained(run.table) or _rises(run.table, SCORE):
+        return None
+    start, flags, medians = risen
+    since = len(flags) - int(np.argmin(flags[::-1])) if not flags.all() else 0
+    if not flags[-1] or len(flags) - since < th.WINDOW:
+        return None
+    end = float(medians[-1])
+    seen = change_evidence(ENTROPY.key, start.median, end, series.steps[since:])
+    what = f"entropy rose from {start.median:.2g} to {end:.2g} nats, and the reward did not"
+    if len(run.table.series(SCORE)):
+        return Detection("warning", what, (seen,))
+    return Detection(
+        "warning",
+        what.replace(", and the reward did not", ""),
+        (seen,),
+        sure=("low", "without the reward, this may be wanted exploration"),
+        could_not_check=(f"{SCORE} would show whether the exploration helps",),
+    )
 
 
 @Rule(
@@ -253,16 +386,34 @@ def _higher_limit(run: RunLog) -> Fix:
 
 
 @Rule(
-    "truncated", signal="`response_length/clip_ratio`", thresholds=TRUNCATED, source=th.FIELD,
-    needs=(TRUNCATED.key,),
+    "truncated", thresholds=TRUNCATED, source=th.FIELD, one_of=(TRUNCATED.key, _LENGTH),
+    uses=("response_length/max",),
+    signal="`response_length/clip_ratio`; without it the steps on which every response is as long as the "
+    "limit (> 5 % a warning, > 30 % critical)",
     cause="the limit is too short for the task, or the policy no longer ends its responses",
     fixes=lambda run: (_higher_limit(run), *_length_penalty(run)),
     sure=("medium", "too short a limit and responses that never end have the same effect on this figure"),
 )  # fmt: skip
-def truncated(run: RunLog) -> Detection | None:
+def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
-    return detect_crossing(
-        run, TRUNCATED, "{worst:.1%} of the responses are cut off at the length limit {where}"
+    series, limit = run.table.series(_LENGTH), run.facts.max_response_length
+    if len(run.table.series(TRUNCATED.key)):
+        return detect_crossing(
+            run, TRUNCATED, "{worst:.1%} of the responses are cut off at the length limit {where}"
+        )
+    if limit is None:
+        return Skipped("neither the share of cut off responses nor the limit is known", (TRUNCATED.key,))
+    full = series.steps[series.values >= AT_LIMIT * limit]
+    share = len(full) / len(series)
+    reached = [severity for severity, least in ALL_TRUNCATED if share > least]
+    if not reached:
+        return None
+    how = ", inferred" if "inferred" in run.fact_origins.get("max_response_length", "") else ""
+    return Detection(
+        reached[-1],
+        f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})",
+        (Evidence(_LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)", *_ends(full)),),
+        could_not_check=(f"{TRUNCATED.key} would show the share of single responses",),
     )
 
 
@@ -304,4 +455,38 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-RULES = (dead_groups, zero_reward, entropy, reward_hacking, truncated, length_growth)
+@Rule(
+    "flat-reward", source=th.OWN, needs=(SCORE,), uses=(BEST, WORST), min_steps=FLAT_ROWS,
+    thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps / —",
+    signal="`critic/score/mean` that neither rises nor falls by 5 % of its range, from the first to the last "
+    "fifth, unless learned³",
+    cause="nothing is learned: the learning rate is too low, the reward does not depend on what the policy "
+    "can change, or the updates do not reach the sampled policy",
+    fixes=lambda run: (
+        fix.larger("actor.lr", "raise the learning rate"),
+        fix.by_hand("grade some stored answers by hand; check that samples come from the updated weights"),
+    ),
+    sure=("low", "a flat reward does not show what keeps it flat"),
+)  # fmt: skip
+def flat_reward(run: RunLog) -> Detection | Skipped | None:
+    """The reward moves in a long run."""
+    series, span = run.table.series(SCORE), reward_span(run.table)
+    steps = int(series.steps[-1] - series.steps[0])
+    if steps < FLAT_STEPS:
+        return Skipped(f"the log covers {steps} steps, and a flat reward counts from {FLAT_STEPS}")
+    values = series.values
+    in_unit = span is None and values.min() >= 0.0 and values.max() <= 1.0
+    low, high = span or ((0.0, 1.0) if in_unit else (0.0, float(np.abs(values).max())))
+    fifths = np.array_split(values, min(5, len(values) // 2))
+    parts = [float(np.median(part)) for part in fifths]
+    moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
+    position = (parts[-1] - low) / ((high - low) or 1.0)
+    if moves or not values.any() or (span is not None and position >= LEARNED):
+        return None
+    unknown = "taken to be 0 to 1" if in_unit else f"{BEST} and {WORST} would show what is left to gain"
+    return Detection(
+        "warning" if position < MOSTLY_RIGHT and (span or in_unit) else "info",
+        f"the reward stays at {np.median(values):.2g} over {steps:,} steps",
+        (change_evidence(SCORE, parts[0], parts[-1], series.steps),),
+        could_not_check=() if span else (f"the rewards' range is not logged: {unknown}",),
+    )

@@ -1,6 +1,8 @@
-"""Rules about samples that are late, failed or missing, and about what makes the trainer wait."""
+"""Rules about failures: the program's, and samples that are late, failed or missing, or make it wait."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 
@@ -28,6 +30,65 @@ FAILED = tuple(
     for key in ("rollout/error_fraction", "rollout/empty_fraction", "reward/error_fraction")
 )
 _TIMES = 1e-9  # seconds that count as none
+
+
+#: What an exception's text matches → its cause, and what to do; the first that matches.
+_EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
+    (
+        r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b",
+        "somebody or the scheduler stopped the run",
+        (),
+    ),
+    (
+        r"out of memory|OutOfMemory|MemoryError|OOM",
+        "a device or the host ran out of memory",
+        (fix.by_hand("use smaller micro-batches, a shorter length limit or a smaller share for the engine"),),
+    ),
+    (
+        r"(?i)\bnan\b|\binf\b|overflow|non-?finite",
+        "numbers overflowed: weights or log-probs are no longer finite",
+        (fix.by_hand("resume from an earlier checkpoint with a lower learning rate or higher precision"),),
+    ),
+    (
+        r"(?i)nccl|timed? ?out|watchdog|connection|actor(?:died|unavailable)|worker.*died|broken ?pipe",
+        "a rank or a worker did not answer; the fault is in its own output, above",
+        (fix.by_hand("read the first error of every rank; the last one is only a consequence"),),
+    ),
+    (
+        r"CUDA error|cudaError|device-side assert|illegal memory|cublas",
+        "a kernel failed, often because of a token id beyond the vocabulary or the embedding",
+        (fix.by_hand("run once with CUDA_LAUNCH_BLOCKING=1 to see which operation fails"),),
+    ),
+)
+
+
+@Rule(
+    "exception", thresholds="stopped from outside / — / always", source=th.LOGIC,
+    signal="the exception that the log ends with",
+    cause="the program failed",
+    fixes=lambda run: (fix.by_hand("read the lines above the exception"),),
+    sure=("high", "no step follows the exception"),
+    not_applicable=lambda run: "" if run.exception else "the log does not end with an exception",
+)  # fmt: skip
+def exception(run: RunLog) -> Detection | None:
+    """The log does not end with an exception."""
+    raised = run.exception
+    if raised is None:
+        return None
+    known = next((one for one in _EXCEPTIONS if re.search(one[0], raised.text)), None)
+    cause, fixes = known[1:] if known else (None, None)
+    after = "" if raised.step is None else f" after step {raised.step}"
+    where = f" ({raised.where})" if raised.where else ""
+    seen = Evidence("line of the log", f"{raised.line}{where}")
+    stopped = known is _EXCEPTIONS[0]
+    return Detection(
+        "info" if stopped else "critical",
+        f"the log ends{after} with {raised.text}",
+        (seen,),
+        cause,
+        fixes,
+        sure=None if known else ("low", "the text of the exception is of no kind that is known here"),
+    )
 
 
 def _fresher(run: RunLog) -> tuple[Fix, ...]:
@@ -164,6 +225,3 @@ def failed_rollouts(run: RunLog) -> Detection | None:
         "the grader raises on some answers",
         (fix.by_hand("run the grader on stored rollouts"),),
     )
-
-
-RULES = (staleness, nondeterminism, slow_grader, failed_rollouts)

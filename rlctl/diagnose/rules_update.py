@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
-from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned
+from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned, reward_span
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.signals import Crossing, crossing, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
+_ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
+#: A norm that no usual loss has, whatever the model.
+HUGE_NORM = th.GRAD_NORM.tiers[-1][1]
 #: From this share of the steps, and this many of them, spikes are a warning and not a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
-ZERO_GRADIENT_SHARE = 0.4
+_REACH = fix.by_hand(
+    "check that trained parameters require a gradient and are in the optimizer; with adapters and gradient "
+    "checkpointing call `model.enable_input_require_grads()`"
+)
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
 REF_KL = tuple(
     Levels(key, (("warning", 0.5), ("critical", 2.0))) for key in (_KL_LOSS, "actor/reward_kl_penalty")
 )
+REF_KL_OK = REF_KL[0].tiers[0][1]
 EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
 #: Steps a critic is given to learn.
 CRITIC_STEPS = 40
@@ -81,14 +92,14 @@ def gradient_norm(run: RunLog) -> Detection | None:
     jumps = spikes(series)
     if len(jumps) == 0:
         return _large_norm(crossed) if crossed else None
-    many = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
-    largest = int(np.argmax(jumps.values))
-    value, median = float(jumps.values[largest]), float(np.median(series.values))
-    figure = f"{value:.3g} at step {jumps.steps[largest]}, median {median:.3g}"
+    largest = int(np.argmax(jumps.values / jumps.before))
+    value, before = float(jumps.values[largest]), float(jumps.before[largest])
+    many = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series)) or jumps.values.max() > HUGE_NORM
+    figure = f"{value:.3g} at step {jumps.steps[largest]}, median of the steps before it {before:.3g}"
     count = count_of_steps(len(jumps))
     return Detection(
         "warning" if many else "info",
-        f"the gradient norm jumps on {count}, at most to {value / max(median, 1e-12):.3g} times its median",
+        f"the gradient norm jumps on {count}, at most to {value / before:.2g} times the median before it",
         (Evidence(_NORM, figure, int(jumps.steps[0]), int(jumps.steps[-1])),),
         cause="single batches with extreme weights or advantages; a collapse begins the same way",
         fixes=None if many else (),
@@ -105,46 +116,123 @@ def _large_norm(crossed: Crossing) -> Detection:
 
 
 @Rule(
-    "no-gradient", signal="`actor/grad_norm` exactly 0", source=th.FIELD, needs=(_NORM,),
-    uses=(th.ZERO_SPREAD.key, th.MASKED.key),
-    thresholds=f"— / — / ≥ {ZERO_GRADIENT_SHARE * 100:g} % of the steps",
-    cause="all responses of each group have the same reward, or everything is rejected or frozen",
-    fixes=lambda run: (
-        *fix.larger_groups(run),
-        fix.by_hand("check that the loss reaches the trained parameters"),
-    ),
-    sure=("medium", "dead groups, rejection and a frozen adapter have the same effect"),
+    "no-gradient", signal="`actor/grad_norm` exactly 0; tells dead groups, rejection and parameters that are "
+    "not reached apart, where the log does", source=th.FIELD, needs=(_NORM,),
+    uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, "response_length/clip_ratio",
+    *_ADVANTAGE_ENDS),
+    thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
+    cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
+    "reach the trained parameters",
+    fixes=lambda run: (*fix.larger_groups(run), _REACH),
+    sure=("medium", "the log does not show which of these it is"),
 )  # fmt: skip
 def no_gradient(run: RunLog) -> Detection | None:
     """The gradient is not zero."""
     series = run.table.series(_NORM)
     is_zero = series.values == 0.0
     share = float(is_zero.mean())
-    if share < ZERO_GRADIENT_SHARE:
+    if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
         return None
     steps = series.steps[is_zero]
     first, last = int(steps[0]), int(steps[-1])
     evidence = [Evidence(_NORM, f"0 on {count_of_steps(len(steps))}", first, last)]
-    for key in (th.ZERO_SPREAD.key, th.MASKED.key):
-        other = run.table.series(key)
-        during = other.values[np.isin(other.steps, steps)]
-        if len(during) and np.median(during) > ALL_OF_THEM:
-            evidence.append(Evidence(key, "1 on these steps", first, last))
     what = f"the gradient is exactly zero on {share:.0%} of the steps"
-    sure = ("high", "another figure shows the reason") if len(evidence) > 1 else None
-    return Detection("critical", what, tuple(evidence), sure=sure)  # type: ignore[arg-type]
+    cut = _typical(run, "response_length/clip_ratio", steps)
+    rejected, dead = (_typical(run, key, steps) for key in (th.MASKED.key, th.ZERO_SPREAD.key))
+    if rejected is not None and rejected > ALL_OF_THEM:
+        evidence.append(Evidence(th.MASKED.key, "1 on these steps", first, last))
+        why = "everything is rejected"
+        fixes: tuple[Fix, ...] = (fix.by_hand("widen the bounds of rejection"),)
+    elif cut is not None and cut > ALL_OF_THEM:
+        evidence.append(Evidence("response_length/clip_ratio", "1 on these steps", first, last))
+        why = "every response is cut off, and cut off responses may be masked"
+        fixes = (fix.by_hand("raise the length limit, or do not mask cut off responses"),)
+    elif dead is not None and dead > ALL_OF_THEM:
+        evidence.append(Evidence(th.ZERO_SPREAD.key, "1 on these steps", first, last))
+        why, fixes = "all responses of each group have the same reward", fix.larger_groups(run)
+    elif (live := _groups_differ(run, dead, steps)) is not None:
+        evidence.append(live)
+        what += ", although rewards differ within groups"
+        why = (
+            "the loss does not reach the trained parameters: they are frozen or not in the optimizer, the "
+            "log-probs are detached, or gradient checkpointing cuts off an adapter's inputs"
+        )
+        fixes = (_REACH,)
+    else:
+        unknown = f"{th.ZERO_SPREAD.key} would tell dead groups from parameters that are not reached"
+        return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
+    return Detection(
+        "critical", what, tuple(evidence), why, fixes, ("high", "another figure shows the reason")
+    )
+
+
+def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
+    """The metric's median over these steps."""
+    series = run.table.series(key)
+    during = series.values[np.isin(series.steps, steps)]
+    return float(np.median(during)) if len(during) else None
+
+
+def _groups_differ(run: RunLog, dead: float | None, steps: NDArray[np.int64]) -> Evidence | None:
+    """The figure that shows rewards which differ within groups on these steps, or advantages not 0."""
+    shown = [(th.ZERO_SPREAD.key, dead)]
+    if dead is None:
+        shown = [(key, _typical(run, key, steps)) for key in (th.GROUP_STD, _ADVANTAGE_ENDS[0])]
+    for key, value in shown:
+        if value is not None and (value > 0.0 or key == th.ZERO_SPREAD.key):
+            return Evidence(key, f"{value:.3g} on these steps", int(steps[0]), int(steps[-1]))
+    return None
+
+
+@Rule(
+    "zero-advantages", source=th.LOGIC, needs=_ADVANTAGE_ENDS, uses=(SCORE, BEST, WORST),
+    signal="largest and smallest advantage both exactly 0, unless every response has the best reward",
+    thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
+    cause="every group has equal rewards, groups have one response, or rewards do not reach the advantages",
+    fixes=lambda run: (
+        *fix.larger_groups(run),
+        fix.by_hand("check that a prompt has several responses, and that the advantages use the rewards"),
+    ),
+    sure=("high", "advantages of 0 make no policy gradient"),
+)  # fmt: skip
+def zero_advantages(run: RunLog) -> Detection | None:
+    """Advantages are not all zero."""
+    steps, (most, least) = run.table.aligned(*_ADVANTAGE_ENDS)
+    is_zero = (most == 0.0) & (least == 0.0)
+    if not len(steps) or is_zero.mean() < (th.ZERO_SHARE if len(steps) >= th.MIN_STEPS else 1.0):
+        return None
+    during = steps[is_zero]
+    score, best, worst = (_typical(run, key, during) for key in (SCORE, BEST, WORST))
+    span = reward_span(run.table)
+    top = span[1] if span else best
+    if score is not None and score == top and top > 0.0:  # every response as good as the best of the run
+        return None
+    what = f"all advantages are exactly zero on {is_zero.mean():.0%} of the steps"
+    cause = None
+    if best is not None and worst is not None and best > worst:
+        what += ", although rewards differ"
+    elif score is not None:
+        cause = f"every response has the same reward ({score:.3g}): nothing to compare"
+    seen = Evidence(_ADVANTAGE_ENDS[0], "0, as is the smallest", int(during[0]), int(during[-1]))
+    return Detection("critical", what, (seen,), cause)
 
 
 def _penalty_coefficient(run: RunLog) -> float | None:
-    """The reference penalty's coefficient, as configured or else as logged."""
+    """The reference penalty's coefficient, as configured or inferred, else as logged."""
     logged = run.table.series(_KL_COEF).values
     return run.facts.kl_coef or (float(logged.max()) if len(logged) else None)
 
 
-def _stronger_penalty(run: RunLog, metric: str) -> tuple[Fix, ...]:
+def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
+    """A coefficient that is larger by about as much as the KL is too large."""
     coefficient = _penalty_coefficient(run)
-    key = "actor.kl_loss_coef" if metric == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
-    return (fix.change(f"{key}={2 * coefficient:.2g}"),) if coefficient else ()
+    key = "actor.kl_loss_coef" if found.key == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
+    if not coefficient:
+        return fix.larger(key, "raise the coefficient of the KL penalty")
+    times = max(factor for factor in (2, 5, 10) if factor == 2 or found.worst >= factor * REF_KL_OK)
+    how = run.fact_origins.get("kl_coef", "")
+    why = f"{times} times the coefficient {coefficient:.2g}" + (f" ({how})" if "inferred" in how else "")
+    return fix.change(f"{key}={times * coefficient:.2g}", why=why)
 
 
 @Rule(
@@ -166,7 +254,7 @@ def reference_drift(run: RunLog) -> Detection | Skipped | None:
     return replace(
         of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}"),
         evidence=tuple(one.evidence for one in found),
-        fixes=(*_stronger_penalty(run, worst.key), fix.slower(run)),
+        fixes=(_stronger_penalty(run, worst), fix.slower(run)),
     )
 
 
@@ -255,6 +343,3 @@ def gibberish(run: RunLog) -> Detection | None:
 def count_of_steps(count: int) -> str:
     """`1 step`, `1,000 steps`."""
     return "1 step" if count == 1 else f"{count:,} steps"
-
-
-RULES = (not_finite, gradient_norm, no_gradient, reference_drift, critic, healthy_loss, gibberish)

@@ -20,7 +20,7 @@ _SATURATED, _LENGTH, _NORM = f"{_CORR}saturated_sequences", "response_length/mea
 _RAW_MEAN = f"{_CORR}rollout_is_raw_mean"
 RAW_MEAN_HIGH = Levels(_RAW_MEAN, (("info", 1.2), ("critical", 2.0)))
 RAW_MEAN_LOW = Levels(_RAW_MEAN, (("info", 0.8), ("critical", 0.5)), is_floor=True)
-MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5),), is_floor=True)
+MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5), ("critical", 0.01)), is_floor=True)
 ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
 WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
 CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),))
@@ -46,7 +46,7 @@ def _no_weights(run: RunLog) -> str:
 @Rule(
     "weight-mean", source=th.GUIDE, one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
     signal="mean of the raw weights; of the bounded ones where the raw are not logged",
-    thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2]",
+    thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2], bounded < 0.01",
     cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
     fixes=lambda run: (fix.find_the_cause(), *_gentler(run)),
     sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
@@ -253,6 +253,3 @@ def _norm_meanwhile(norm: Series, first: int, last: int) -> Evidence | None:
         return None
     figure = f"up to {norm.values[inside].max():.3g}, median of all steps {np.median(norm.values):.3g}"
     return Evidence(_NORM, figure, first, last)
-
-
-RULES = (weight_mean, effective_samples, hidden_tail, chi2, long_products, variance_collapse)

@@ -19,7 +19,7 @@ from typing import Any
 from rlctl.diagnose.finding import SEVERITIES
 from rlctl.diagnose.readers.choose import LOG_FILE
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 
 DATA = Path(__file__).parent / "selftest.json.gz"
@@ -113,7 +113,7 @@ def _spec_text(overrides: tuple[str, ...]) -> str:
 
 
 def _check(case: Mapping[str, Any], framework: str, log: Path) -> SelftestResult:
-    diagnosis = examine(read_run(log, METRICS_READ))
+    diagnosis = examine(read_run(log, metrics_read()))
     rule, expected = case["rule"], case["expected"][framework]
     if not rule:
         alarms = [f"{one.severity} {one.rule}" for one in diagnosis.findings if one.severity != "info"]

@@ -52,7 +52,7 @@ class Crossing:
         severity: of the worst level crossed; `info` where there is a `remark`.
         worst: the window median furthest beyond it.
         limit: the level.
-        window: values of a window.
+        window: first and last step of the values whose median `worst` is.
         first_step, last_step: the steps beyond it.
         lasts: whether the newest window is beyond it.
         remark: why it is only a remark: the run has been like this from its start, or only at its start.
@@ -62,7 +62,7 @@ class Crossing:
     severity: Severity
     worst: float
     limit: float
-    window: int
+    window: tuple[int, int]
     first_step: int
     last_step: int
     lasts: bool
@@ -78,7 +78,7 @@ class Crossing:
     def evidence(self) -> Evidence:
         """The crossing as a figure."""
         relation = "over" if self.worst > self.limit else "under"
-        of = f" (median of {self.window} steps)" if self.window > 1 else ""
+        of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step)
 
@@ -141,8 +141,13 @@ def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
-    """The worst level that the series crossed for the length of a window, if any."""
-    if len(series) < levels.min_steps or not len(series):
+    """The worst level that the series crossed for the length of a window, if any.
+
+    With fewer values than the levels need only critical ones count, for the median of all values.
+    """
+    if len(series) < levels.min_steps:
+        levels = replace(levels, tiers=tuple(tier for tier in levels.tiers if tier[0] == "critical"))
+    if not len(series) or not levels.tiers:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
@@ -150,13 +155,14 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     if not ((values < mildest) if levels.is_floor else (values > mildest)).any():
         return None
     medians = rolling_median(values)
-    worst = float(medians.min() if levels.is_floor else medians.max())
+    at = int(medians.argmin() if levels.is_floor else medians.argmax())
+    window = int(series.steps[at]), int(series.steps[min(at + th.WINDOW, len(values)) - 1])
+    worst = float(medians[at])
     for severity, limit in reversed(levels.tiers):
         beyond = medians < limit if levels.is_floor else medians > limit
         if beyond.any():
             first, last = _span(beyond, len(values))
             first_step, last_step = int(series.steps[first]), int(series.steps[last])
-            window = min(th.WINDOW, len(values))
             lasts = bool(beyond[-1])
             found = Crossing(levels.key, severity, worst, limit, window, first_step, last_step, lasts)
             return _compared_with_start(
@@ -256,12 +262,19 @@ def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]
     return Evidence(key, f"from {start:.3g} to {end:.3g}", int(steps[0]), int(steps[-1]))
 
 
-def spikes(series: Series) -> Series:
+@dataclass(frozen=True, slots=True)
+class Spikes(Series):
+    """Values far above those before them; `before`: the median that each is compared with (M,)."""
+
+    before: NDArray[np.float64]
+
+
+def spikes(series: Series) -> Spikes:
     """The values far above the `SPIKE_HISTORY` values before them: a slow drift is no spike."""
     values = series.values
     width = min(th.SPIKE_HISTORY, max(th.SPIKE_MIN_HISTORY, len(values) // 2 | 1))
     if len(values) <= width:
-        return Series(series.steps[:0], values[:0])
+        return Spikes(series.steps[:0], values[:0], values[:0])
     half = width // 2
     before = smoothed(values, width, "nearest")[half : len(values) - half - 1]
     places = width + np.flatnonzero((before > 0.0) & (values[width:] > th.SPIKE_MEDIANS * before))
@@ -270,7 +283,7 @@ def spikes(series: Series) -> Series:
     sigma = [deviation(history[part - width]) for part in parts]
     limit = before[places - width] + th.SPIKE_SIGMAS * np.concatenate([np.empty(0), *sigma])
     found = places[values[places] > limit]
-    return Series(series.steps[found], values[found])
+    return Spikes(series.steps[found], values[found], before[found - width])
 
 
 def longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """How levels, starts, trends and spikes are judged, and the levels that several rules share.
 
-A level is crossed when the median of `WINDOW` consecutive values is beyond it, so that no single step raises
-an alarm. Steps are those at which the metric was logged.
+A level is crossed when the median of `WINDOW` consecutive values is beyond it, so that no single step of a
+long log raises an alarm. Steps are those at which the metric was logged. With fewer than `MIN_STEPS` values
+only critical levels and exact values (a gradient of 0, a share of 1) count: these need no window.
 
 A critical level always counts. A milder level of a metric whose healthy size differs from model to model
 (`relative`) is only a remark where the run began just as it is: published healthy ranges differ by a factor
@@ -16,7 +17,7 @@ from rlctl.diagnose.finding import SEVERITIES, Severity
 
 #: Odd, so that a median is a value of the window.
 WINDOW = 11
-#: Values that a level needs at least, unless the levels say otherwise.
+#: Values that a level below critical needs, and those from which the absence of findings says something.
 MIN_STEPS = 5
 
 GUIDE = "the reference guide's healthy ranges"
@@ -39,7 +40,7 @@ class Levels:
         is_floor: the metric must stay above them, not below.
         absolute: the metric's absolute value is compared.
         relative: levels milder than `critical` also need the metric far from the run's own start.
-        min_steps: values needed to apply them.
+        min_steps: values needed to apply those below critical.
     """
 
     key: str
@@ -107,8 +108,12 @@ FIRST_LOG_PROB_GAP = 0.03
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
 MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
-GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
+GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0), ("critical", 1e4)), relative=True)
 ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
+#: Rewards' standard deviation within a group; 0: a group has nothing to compare.
+GROUP_STD = "reward/group_std"
+#: Share of steps without a gradient from which a warning is due: exact zeros are no noise.
+ZERO_SHARE = 0.4
 #: Weights within this of 1 count as exactly 1, and a k3 below it as equal policies.
 EXACT = 1e-9
 #: Tokens from which a product of ratios is called long.

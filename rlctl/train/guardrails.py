@@ -16,7 +16,7 @@ import numpy as np
 
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.readers.framework_names import MetricFilter
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table, facts_of
 from rlctl.diagnose.thresholds import RAW_ESS, WINDOW
 from rlctl.train.guardrail_decisions import (
@@ -188,7 +188,7 @@ class _Log:
 
     def __init__(self) -> None:
         own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, FORECAST_SCALE, _NOT_FINITE_OR_EMPTY}
-        self._wanted = MetricFilter(METRICS_READ | own)
+        self._wanted = MetricFilter(metrics_read() | own)
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._nonfinite: dict[str, list[int]] = {}

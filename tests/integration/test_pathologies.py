@@ -5,7 +5,7 @@ import pytest
 from benchmarks.pathologies import FORMATS, in_formats
 from benchmarks.planted import DECOUPLED, never_synced
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from tests.runs import start_train
 
 STEPS = 22
@@ -32,7 +32,7 @@ def test_a_fault_is_found_in_every_format(tmp_path, patch, overrides, rules):
     assert job.wait() == 0, job.output[-4000:]
     found = {}
     for form, log in in_formats(run_dir):
-        diagnosis = examine(read_run(log, METRICS_READ))
+        diagnosis = examine(read_run(log, metrics_read()))
         assert diagnosis.run.framework == form
         found[form] = {one.rule for one in diagnosis.findings if one.severity == "critical"}
     assert found.keys() == set(FORMATS)

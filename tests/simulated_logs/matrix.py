@@ -20,7 +20,7 @@ import numpy as np
 from rlctl.diagnose.finding import SEVERITIES, Finding, Severity
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Rule
-from rlctl.diagnose.rules import METRICS_READ, RULES, Diagnosis, examine
+from rlctl.diagnose.rules import Diagnosis, all_rules, examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.spec.load import load_spec
 from tests.simulated_logs.faults import FAULTS, STEPS, Fault
@@ -86,7 +86,7 @@ class Matrix:
         for form in FORMATS:
             table.add_column(form, justify="right")
         table.add_column("delay", justify="right")
-        for rule in RULES:
+        for rule in all_rules():
             own = [trial for trial in self.trials if trial.rule == rule.name]
             delays = [trial.delay for trial in own if trial.delay is not None]
             late = f"{statistics.median(delays):.0f} … {max(delays)}" if delays else ""
@@ -165,14 +165,14 @@ def _jobs(seeds: int) -> Iterator[tuple[Fault | Kind, Format, int]]:
 
 def _try(planned: Fault | Kind, form: Format, seed: int, directory: Path) -> Trial:
     log = write_log(form, simulated(planned, seed), spec_of(planned.overrides), directory)
-    diagnosis = examine(read_run(log, METRICS_READ))
+    diagnosis = examine(read_run(log, metrics_read()))
     if isinstance(planned, Kind):
         return _healthy(planned, diagnosis, form, seed)
     if form not in planned.formats:
         skipped = any(one.rule == planned.rule for one in diagnosis.skipped)
         problem = "" if skipped else "judged without what it takes"
         return Trial(planned.rule, planned.degree, form, seed, "skipped", problem)
-    [rule] = [one for one in RULES if one.name == planned.rule]
+    [rule] = [one for one in all_rules() if one.name == planned.rule]
     wanted = planned.expected(form)
     found = next((finding for finding in diagnosis.findings if finding.rule == rule.name), None)
     if not _reaches(found, wanted):

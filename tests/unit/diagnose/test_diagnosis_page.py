@@ -15,7 +15,7 @@ from rlctl.diagnose.compare import compare
 from rlctl.diagnose.page import diagnosis_page
 from rlctl.diagnose.page.diagnosis_page import diagnosis_page as page_text
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.table import Table
 from tests.unit.diagnose.logs import CORR, healthy_rows, write_run
 
@@ -36,7 +36,7 @@ def shown(opened, tmp_path):
 
 
 def diagnosed(run_dir, rows):
-    return examine(read_run(write_run(run_dir, rows), METRICS_READ))
+    return examine(read_run(write_run(run_dir, rows), metrics_read()))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlctl.diagnose.readers.collect import Collector
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.errors import UsageError
 from tests.unit.diagnose.logs import healthy_rows, write_run
 
@@ -250,7 +250,7 @@ def test_the_newest_checkpoints_history_is_chosen(tmp_path):
 def test_facts_come_from_the_spec(tmp_path):
     run_dir = write_run(tmp_path / "run", healthy_rows(20), "actor.ppo_epochs=2", "rollout.n=4",
                         "algorithm.rollout_correction.rollout_is=sequence")  # fmt: skip
-    run = read_run(run_dir, METRICS_READ)
+    run = read_run(run_dir, metrics_read())
     assert run.framework == "rlctl"
     assert run.notes == ()
     spec, facts = run.spec, run.facts
@@ -263,7 +263,7 @@ def test_facts_come_from_the_spec(tmp_path):
 def test_a_broken_spec_is_noted_and_the_log_judged_without_it(tmp_path):
     run_dir = write_run(tmp_path / "run", healthy_rows(20))
     (run_dir / "spec.yaml").write_text("actor:\n  lr: fast\n")
-    run = read_run(run_dir, METRICS_READ)
+    run = read_run(run_dir, metrics_read())
     assert run.spec is None
     assert "actor.lr" in run.notes[0]
 
@@ -276,7 +276,7 @@ def test_a_long_log_takes_memory_for_what_is_wanted_only(tmp_path):
     table = read_run(tmp_path / "long.jsonl", KEYS).table
     assert list(table.columns) == ["actor/entropy"]
     assert np.all(table.columns["actor/entropy"] == 0.5)
-    assert examine(read_run(tmp_path / "long.jsonl", METRICS_READ)).findings == ()
+    assert examine(read_run(tmp_path / "long.jsonl", metrics_read())).findings == ()
 
 
 def test_diagnosis_imports_no_torch(tmp_path):
@@ -302,7 +302,7 @@ def test_a_byte_order_mark_costs_no_row(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_a_number_that_only_an_overflow_gives_is_not_finite(tmp_path):
     content = "".join(line(step, grad_norm=1e308 if step > 5 else 1.0, pg_loss=-1e308) for step in range(30))
-    run = read(tmp_path, content, METRICS_READ)
+    run = read(tmp_path, content, metrics_read())
     assert run.table.nonfinite["actor/grad_norm"].tolist() == list(range(6, 30))
     assert run.table.series("actor/grad_norm").values.tolist() == [1.0] * 6
     assert {finding.rule for finding in examine(run).findings} == {"not-finite"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mkdocs_hooks import with_tables
-from rlctl.diagnose.rules import METRICS_READ, RULES, examine
+from rlctl.diagnose.rules import all_rules, examine, metrics_read
 from rlctl.diagnose.table import Facts
 from rlctl.metric_names import describe
 from rlctl.spec.load import load_spec
@@ -100,6 +100,21 @@ longer = both(
     always(critic__score__mean=0.3),
 )
 blind = corr(rollout_rs_masked_fraction=later(0.1, 0.03), k3_kl=later(5e-4, 4e-3))
+
+
+no_advantages = always(critic__advantages__max=0.0, critic__advantages__min=0.0)
+
+
+def group_std(values):
+    return both(without("reward/zero_spread_groups"), always(reward__group_std=values))
+
+
+#: 60 rows that cover 600 steps.
+def sparse(rows):
+    for row in rows:
+        row["step"] *= 10
+
+
 slow = always(timing_s__reward=lambda s: 30.0 if s % 10 == 0 else 1.0, timing_s__step=lambda s: 50.0)
 
 #: rule → (severity, spoil, overrides of the spec)
@@ -201,8 +216,25 @@ TRIGGERS = {
         ("info", always(actor__grad_norm=25.0), []),  # as from the start
         ("warning", spikes(33, 41, 52), ["actor.grad_clip=0"]),
         ("info", spikes(41), []),
+        ("warning", always(actor__grad_norm=lambda s: 3e9 if s == 41 else 0.8), []),
+        ("critical", always(actor__grad_norm=3e9), []),
     ],
     "no-gradient": [("critical", always(actor__grad_norm=lambda s: 0.0 if s % 2 else 0.5), [])],
+    "zero-advantages": [
+        ("critical", no_advantages, []),
+        ("critical", both(no_advantages, no_score_range), []),
+    ],
+    "missing-log-probs": [("critical", corr(rollout_log_ppl=0.0, training_log_ppl=0.6), [])],
+    "entropy-rise": [
+        ("warning", always(actor__entropy=later(0.6, 2.5), critic__score__mean=0.3), []),
+        ("warning", both(always(actor__entropy=later(0.6, 2.5)), without("critic/score/mean")), []),
+    ],
+    "flat-reward": [
+        ("warning", both(sparse, always(critic__score__mean=0.31)), []),
+        ("warning", both(sparse, always(critic__score__mean=0.13), no_score_range), []),
+        ("info", both(sparse, always(critic__score__mean=0.8)), []),
+        ("info", both(sparse, always(critic__score__mean=13.0), no_score_range), []),
+    ],
     "reference-drift": [
         ("warning", always(actor__kl_loss=0.8), ["actor.use_kl_loss=true"]),
         ("critical", always(actor__reward_kl_penalty=3.0), ["algorithm.use_kl_in_reward=true"]),
@@ -213,6 +245,8 @@ TRIGGERS = {
     ],
     "healthy-loss": [("info", always(actor__pg_loss=lambda s: 1e-3 * (-1) ** s), [PPO])],
     "dead-groups": [
+        ("critical", both(group_std(lambda s: 0.3 * (s % 5 == 0)), always(critic__score__mean=0.1)), []),
+        ("warning", both(group_std(lambda s: 0.3 * (s % 2)), no_score_range), []),
         ("warning", always(reward__zero_spread_groups=0.6), []),
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.05), []),
         ("critical", always(reward__zero_spread_groups=0.8, critic__score__mean=0.8), []),
@@ -234,6 +268,9 @@ TRIGGERS = {
         ("warning", both(hacking, always(critic__score__mean=ramp(0.3, 0.55))), []),
     ],
     "truncated": [
+        ("warning", both(without("response_length/clip_ratio"),
+                         always(response_length__mean=lambda s: 300.0 if s % 10 else 512.0)),
+         ["data.max_response_length=512"]),
         ("info", always(response_length__clip_ratio=0.07), []),
         ("warning", always(response_length__clip_ratio=0.2), ["data.max_response_length=64"]),
         ("critical", always(response_length__clip_ratio=0.5), []),
@@ -271,10 +308,11 @@ def test_rule_finds_what_it_is_for(rule, severity, spoil, overrides):
     assert finding.cause
     assert finding.source
     assert finding.confidence_reason
+    last = STEPS * (10 if rule == "flat-reward" else 1)
     for evidence in finding.evidence:
         if evidence.first_step is not None:
             assert describe(evidence.metric) or "<" in evidence.metric
-            assert 1 <= evidence.first_step <= evidence.last_step <= STEPS
+            assert 1 <= evidence.first_step <= evidence.last_step <= last
     for fix in finding.fixes:  # what is proposed can be trained with, and changes something
         assert fix.spec or fix.why
         if fix.spec:
@@ -282,13 +320,13 @@ def test_rule_finds_what_it_is_for(rule, severity, spoil, overrides):
 
 
 def test_every_rule_is_tried():
-    assert set(TRIGGERS) == {rule.name for rule in RULES}
-    assert all(describe(key) or "<" in key for key in METRICS_READ)
+    assert set(TRIGGERS) | {"exception"} == {rule.name for rule in all_rules()}
+    assert all(describe(key) or "<" in key for key in metrics_read())
 
 
 def test_the_page_of_rules_lists_every_rule():
     page = with_tables(DOCS.read_text(encoding="utf-8"))
-    assert [rule.name for rule in RULES if page.count(f"| `{rule.name}` | {rule.signal} |") != 1] == []
+    assert [rule.name for rule in all_rules() if page.count(f"| `{rule.name}` | {rule.signal} |") != 1] == []
 
 
 @pytest.mark.parametrize(
@@ -376,6 +414,24 @@ def test_the_page_of_rules_lists_every_rule():
         # ... or on its way
         ("entropy", always(actor__entropy=lambda s: 0.8 - s / 100), []),
         ("healthy-loss", always(actor__pg_loss=0.0, actor__grad_norm=0.0), [PPO]),
+        # every response has the best reward of the run
+        ("zero-advantages", both(no_advantages, always(critic__score__mean=1.0, critic__score__min=1.0)), []),
+        ("zero-advantages", always(critic__advantages__max=lambda s: 1.0 * (s % 5 != 0),
+                                   critic__advantages__min=lambda s: -1.0 * (s % 5 != 0)), []),
+        # a policy may be certain; and one that is certain on both sides agrees
+        ("missing-log-probs", corr(rollout_log_ppl=0.0, training_log_ppl=0.0), []),
+        ("entropy-rise", always(actor__entropy=later(0.6, 2.5)), []),  # and the reward rises
+        ("entropy-rise", always(actor__entropy=later(0.2, 0.6), critic__score__mean=0.3), []),
+        ("entropy-rise", always(actor__entropy=lambda s: 2.5 if 21 <= s <= 40 else 0.6,
+                                critic__score__mean=0.3), []),  # it came back
+        ("flat-reward", always(critic__score__mean=0.31), []),  # 60 steps
+        ("flat-reward", both(sparse, always(critic__score__mean=ramp(0.02, 0.06))), []),  # it triples
+        ("flat-reward", both(sparse, always(critic__score__mean=0.97)), []),  # learned
+        ("dead-groups", group_std(lambda s: 0.3 * (s % 3 > 0)), []),
+        # one length may be the longest by chance
+        ("truncated", both(without("response_length/clip_ratio"),
+                           always(response_length__mean=lambda s: 300.0 + s)),
+         ["data.max_response_length=512"]),
         ("reward-hacking", always(), []),
         # validation falls, but so does the training reward
         ("reward-hacking", always(critic__score__mean=0.3,
@@ -397,7 +453,7 @@ def test_rule_lets_pass_what_it_should(rule, spoil, overrides):
     assert found(diagnose(spoil, *overrides)).get(rule) in {None, "info"}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.name)
 def test_without_its_metrics_a_rule_says_what_it_misses(rule):
     """... and never raises, whatever else is missing."""
     for keys in (rule.needs, rule.one_of):
@@ -419,14 +475,19 @@ def test_facts_that_nobody_tells_are_named():
     assert found(diagnosis) == {"policy-gap": "critical"}
 
 
-def test_a_run_of_three_steps_is_not_judged():
-    diagnosis = diagnose(corr(kl=0.2), count=3)
-    assert found(diagnosis) == {}
-    assert any("was logged at 3 of the 5 steps" in skipped.why for skipped in diagnosis.skipped)
+@pytest.mark.parametrize("count", [1, 3])
+def test_critical_levels_count_from_one_step_and_milder_ones_do_not(count):
+    [finding] = [one for one in diagnose(corr(kl=0.2), count=count).findings if one.rule == "policy-gap"]
+    assert finding.severity == "critical"
+    assert f"{'one step' if count == 1 else '3 steps'} only" in finding.confidence_reason
+    mild = diagnose(corr(k3_kl=0.004), ONE_UPDATE, count=count)
+    assert found(mild) == {}
+    skipped = {one.rule: one.why for one in mild.skipped}
+    assert f"was logged at {count} of the 5 steps" in skipped["policy-gap"]
 
 
 def test_the_first_step_alone_is_judged_where_it_says_enough():
-    assert found(diagnose(corr(kl=0.8), ONE_UPDATE, count=2)) == {"template": "critical"}
+    assert found(diagnose(corr(kl=0.8), ONE_UPDATE, count=2))["template"] == "critical"
 
 
 def test_a_validation_before_the_first_step_does_not_hide_it():

@@ -40,7 +40,8 @@ def test_a_healthy_run_raises_no_alarm(seed, kind):
     noise = random.Random(seed)
     for row in rows:
         row["critic/vf_explained_var"] = min(0.6, row["step"] / 60) + noise.gauss(0, 0.05)
-        row["actor/kl_loss"] = 0.001 * row["step"]
+        row |= {"actor/kl_loss": 0.001 * row["step"]}
+        row |= {f"critic/advantages/{end}": sign * 1.5 for end, sign in (("max", 1), ("min", -1))}
     diagnosis = examine(run_log(rows, *KINDS[kind]))
     assert set(found(diagnosis).values()) <= HARMLESS
     missing = {skipped.rule for skipped in diagnosis.skipped if skipped.missing}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlctl.diagnose.compare import compare, comparison_document, metric_change, sentences
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.table import Table
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, write_run
 
@@ -21,7 +21,7 @@ def compared(tmp_path, rows_a, rows_b, *overrides_b, has_spec=True):
         write_run(tmp_path / "a", rows_a, has_spec=has_spec),
         write_run(tmp_path / "b", rows_b, *overrides_b, has_spec=has_spec),
     )
-    return compare(*(examine(read_run(run, METRICS_READ)) for run in runs))
+    return compare(*(examine(read_run(run, metrics_read())) for run in runs))
 
 
 def table(values, start=1):

@@ -10,7 +10,7 @@ import pytest
 from rlctl.cli.app import run as rlctl
 from rlctl.diagnose import rules_reward, rules_weights, selftest
 from rlctl.diagnose.readers.detect import read_run
-from rlctl.diagnose.rules import METRICS_READ, RULES
+from rlctl.diagnose.rules import all_rules, metrics_read
 from rlctl.diagnose.rules_reward import TRUNCATED
 from rlctl.diagnose.rules_weights import CHI2_TOKEN
 from rlctl.diagnose.selftest import DATA
@@ -20,6 +20,10 @@ from tests.simulated_logs.faults import FAULTS
 from tests.simulated_logs.healthy import KINDS
 from tests.simulated_logs.simulate import healthy_rows, interrupted
 from tests.simulated_logs.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
+
+#: Rules of exact values and of long runs need no simulation: `test_rules.py` tries them.
+EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "flat-reward"}
+SIMULATED = {rule.name for rule in all_rules()} - EXACT
 
 
 def of(*rules):
@@ -36,8 +40,8 @@ def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
     found = matrix.run(1, lambda *counts: done.append(counts))
     assert found.failures == ()
     assert done[-1] == (len(found.trials), len(found.trials))
-    for rule in RULES:
-        own = [trial for trial in found.trials if trial.rule == rule.name]
+    for rule in SIMULATED:
+        own = [trial for trial in found.trials if trial.rule == rule]
         assert {trial.kind for trial in own if trial.wanted != "skipped"} == {"mild", "severe"}
         assert any(trial.delay is not None and trial.delay >= 0 for trial in own)
         # Every format is tried, or says that it cannot tell.
@@ -99,7 +103,7 @@ def test_the_shipped_logs_are_the_simulated_ones():
     shipped = json.loads(gzip.decompress(DATA.read_bytes()))
     assert repr(shipped) == repr(json.loads(json.dumps(export.document())))
     tried = {case["rule"] for case in shipped["cases"]}
-    assert tried == {rule.name for rule in RULES} | {""}
+    assert tried == SIMULATED | {""}
 
 
 def test_the_command_passes_on_all_of_them(capsys):
@@ -135,12 +139,14 @@ def test_without_a_log_it_says_so(capsys):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_logs_are_recognised_and_hold_what_was_written(tmp_path, form):
-    names = {"rlctl": {key: key for key in METRICS_READ}, "verl": VERL, "trl": TRL, "nemo-rl": NEMO_RL}[form]
+    names = {"rlctl": {key: key for key in metrics_read()}, "verl": VERL, "trl": TRL, "nemo-rl": NEMO_RL}[
+        form
+    ]
     rows = healthy_rows(30)
-    run = read_run(write_log(form, rows, matrix.spec_of(()), tmp_path), METRICS_READ)
+    run = read_run(write_log(form, rows, matrix.spec_of(()), tmp_path), metrics_read())
     assert run.framework == form
     assert len(run.table.steps) == 30
-    written = (METRICS_READ & names.keys() & rows[0].keys()) - {"training/staleness_max"}
+    written = (metrics_read() & names.keys() & rows[0].keys()) - {"training/staleness_max"}
     assert written <= run.table.columns.keys()
     for key in written:
         np.testing.assert_allclose(run.table.columns[key], [row[key] for row in rows])
@@ -148,7 +154,7 @@ def test_logs_are_recognised_and_hold_what_was_written(tmp_path, form):
 
 def test_a_printed_configuration_tells_the_facts_of_the_run(tmp_path):
     spec = matrix.spec_of(("actor.ppo_mini_batch_size=null", "actor.lr=3e-6"))
-    facts = read_run(write_log("verl", healthy_rows(10), spec, tmp_path), METRICS_READ).facts
+    facts = read_run(write_log("verl", healthy_rows(10), spec, tmp_path), metrics_read()).facts
     assert (facts.updates_per_batch, facts.bypass_mode, facts.lr) == (1, True, 3e-6)
 
 
@@ -162,7 +168,7 @@ def test_a_run_as_it_was_knows_nothing_of_later(tmp_path):
     rows = healthy_rows(20)
     rows[12]["actor/grad_norm"] = "NaN"
     log = write_log("rlctl", rows, matrix.spec_of(()), tmp_path)
-    run = read_run(log, METRICS_READ)
+    run = read_run(log, metrics_read())
     assert run.table.nonfinite["actor/grad_norm"].tolist() == [13]
     before, after = matrix.until(run, 12).table, matrix.until(run, 13).table
     assert before.steps.tolist() == list(range(1, 13))

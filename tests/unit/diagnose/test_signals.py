@@ -52,16 +52,18 @@ def test_floors_and_absolute_values():
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_too_few_steps_cross_nothing(count):
-    assert crossing(series([9.0] * count), LEVELS) is None
+def test_below_critical_a_level_needs_five_values(count):
+    assert crossing(series([1.5] * count), LEVELS) is None
+    assert (crossing(series([9.0] * count), LEVELS) is None) == (count == 0)
 
 
-def test_levels_may_count_from_one_step():
-    sure = Levels("some/key", (("critical", 2.0),), min_steps=1)
-    found = crossing(series([3.0]), sure)
+def test_a_window_states_its_steps():
+    found = crossing(series([3.0]), LEVELS)
     assert (found.severity, found.where) == ("critical", "in step 1")
     assert found.evidence.figure == "3, over 2"
-    assert crossing(series([3.0] * 7), LEVELS).evidence.figure == "3 (median of 7 steps), over 2"
+    assert crossing(series([3.0] * 7), LEVELS).evidence.figure == "3 (median of steps 1–7), over 2"
+    late = crossing(series([0.0] * 20 + [3.0] * 30 + [4.0] * 11), LEVELS)
+    assert late.evidence.figure == "4 (median of steps 46–56), over 2"
 
 
 def test_a_start_is_a_robust_one():

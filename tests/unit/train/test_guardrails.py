@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.diagnose.rules import RULES
+from rlctl.diagnose.rules import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe
@@ -366,7 +366,7 @@ def test_a_fault_in_a_rule_does_not_end_the_run(monkeypatch) -> None:
 
 
 def test_fatal_rules_exist() -> None:
-    assert {rule.name for rule in RULES} >= FATAL
+    assert {rule.name for rule in all_rules()} >= FATAL
 
 
 def wild_rows(seed: int, count: int = 45):

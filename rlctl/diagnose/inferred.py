@@ -1,0 +1,64 @@
+"""Settings that a log does not state, inferred from its figures; each says that it is inferred."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.table import RunLog, Table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Relative deviation up to which loss / KL counts as one number.
+SAME_RATIO = 0.05
+#: Rows that share the largest length to the digit: at least so many, and this share of all.
+AT_LIMIT_ROWS, AT_LIMIT_SHARE = 3, 0.05
+#: A limit is no shorter. Fixed answers of one length may be, so if all rows agree it is longer than those.
+SHORTEST_LIMIT, LONG_ANSWER = 16.0, th.LONG_RESPONSE
+
+
+def with_inferred(run: RunLog) -> RunLog:
+    """The run with the facts that its figures give and its log does not state."""
+    found = {"kl_coef": _kl_coefficient(run.table), "max_response_length": _length_limit(run.table)}
+    how = {"kl_coef": "inferred: loss / KL is constant", "max_response_length": "inferred: lengths end there"}
+    new = {fact: v for fact, v in found.items() if v is not None and getattr(run.facts, fact) is None}
+    if not new:
+        return run
+    origins = {**run.fact_origins, **{fact: how[fact] for fact in new}}
+    return replace(run, facts=replace(run.facts, **new), fact_origins=origins)  # type: ignore[arg-type]
+
+
+def _kl_coefficient(table: Table) -> float | None:
+    """Loss / KL, where that is constant: on-policy the rest of a group-centred loss is zero."""
+    _, (loss, kl) = table.aligned("actor/pg_loss", "actor/kl_loss")
+    large = (kl > 0.0) & (kl >= np.median(kl)) if len(kl) else np.empty(0, dtype=bool)
+    if large.sum() < th.MIN_STEPS:
+        return None
+    ratio = loss[large] / kl[large]
+    middle = float(np.median(ratio))
+    if middle <= 0.0 or float(np.median(np.abs(ratio - middle))) > SAME_RATIO * middle:
+        return None
+    return float(f"{middle:.2g}")
+
+
+def _length_limit(table: Table) -> int | None:
+    """The length that many rows share to the digit as their largest."""
+    mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
+    _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
+    if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:
+        return int(all_at_once.max())  # all responses of a row are as long as its longest
+    for values in (longest, mean):
+        if len(values) and _ends_sharply(values):
+            return int(values.max())
+    return None
+
+
+def _ends_sharply(values: NDArray[np.float64]) -> bool:
+    top = float(values.max())
+    count = int((values == top).sum())
+    is_long = top >= (LONG_ANSWER if count == len(values) else SHORTEST_LIMIT)
+    return top.is_integer() and is_long and count >= max(AT_LIMIT_ROWS, AT_LIMIT_SHARE * len(values))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose.diagnosis_report import diagnosis_document
 from rlctl.diagnose.forecast import MIN_VALUES, SLOPE_WANDER, Forecast, Level, forecast, forecasts, levels_of
 from rlctl.diagnose.output_markdown import as_markdown
-from rlctl.diagnose.rules import METRICS_READ, examine
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.diagnose.table import Facts, RunLog, Series, Table
 from rlctl.diagnose.thresholds import K3
 
@@ -252,4 +252,4 @@ def test_readers_keep_every_metric_that_is_forecast() -> None:
     columns = {"critic/score/max": np.ones(9), "critic/score/min": np.zeros(9)}
     run = RunLog(Path("log"), Table(np.arange(9), columns), facts=Facts(max_response_length=8))
 
-    assert {level.key for level in levels_of(run)} | columns.keys() <= METRICS_READ
+    assert {level.key for level in levels_of(run)} | columns.keys() <= metrics_read()

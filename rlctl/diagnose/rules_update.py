@@ -24,7 +24,7 @@ _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "act
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
 #: A norm that no usual loss has, whatever the model.
-HUGE_NORM = th.GRAD_NORM.tiers[-1][1]
+HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
 #: From this share of the steps, and this many of them, spikes are a warning and not a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
 _REACH = fix.by_hand(
@@ -79,14 +79,14 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
     "gradient-norm", source=f"{th.FIELD}; of the jumps {th.OWN}", fixes=fix.calmer, needs=(_NORM,),
     signal="`actor/grad_norm`: level (relative), and jumps over 8 robust deviations **and** 3 medians of the "
     "51 steps before",
-    thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps / —",
+    thresholds="1 or 2 jumps / > 10, or ≥ 3 jumps and 1 % of the steps, or a jump to > 1e4 / > 1e4",
     cause="the update is unstable, or the loss is a sum instead of a mean",
     sure=("medium", "it is also far from the run's own start, where there is one to compare with"),
 )  # fmt: skip
 def gradient_norm(run: RunLog) -> Detection | None:
     """Gradient norm neither jumps nor stays large."""
     series = run.table.series(_NORM)
-    crossed = crossing(series, th.GRAD_NORM)
+    crossed = crossing(series, HUGE_NORM) or crossing(series, th.GRAD_NORM)
     if crossed is not None and not crossed.remark:
         return _large_norm(crossed)
     jumps = spikes(series)
@@ -94,7 +94,10 @@ def gradient_norm(run: RunLog) -> Detection | None:
         return _large_norm(crossed) if crossed else None
     largest = int(np.argmax(jumps.values / jumps.before))
     value, before = float(jumps.values[largest]), float(jumps.before[largest])
-    many = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series)) or jumps.values.max() > HUGE_NORM
+    many = (
+        len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
+        or jumps.values.max() > HUGE_NORM.tiers[0][1]
+    )
     figure = f"{value:.3g} at step {jumps.steps[largest]}, median of the steps before it {before:.3g}"
     count = count_of_steps(len(jumps))
     return Detection(

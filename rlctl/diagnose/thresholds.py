@@ -108,7 +108,7 @@ FIRST_LOG_PROB_GAP = 0.03
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
 RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), is_floor=True)
 MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
-GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0), ("critical", 1e4)), relative=True)
+GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
 ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
 #: Rewards' standard deviation within a group; 0: a group has nothing to compare.
 GROUP_STD = "reward/group_std"

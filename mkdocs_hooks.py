@@ -148,7 +148,20 @@ def _log_names(framework: str) -> str:
     return "\n".join(lines)
 
 
+def _graders() -> str:
+    """Every built-in grader, as it is registered."""
+    from rlctl.registry import GRADERS
+
+    lines = ["| `reward.name` | grades | score | needs |", "|---|---|---|---|"]
+    for part in sorted(GRADERS.parts(), key=lambda part: (part.name != "auto", part.name)):
+        source = f" ({part.source})" if part.source else ""
+        needs = "; ".join(sorted(part.needs))
+        lines.append(f"| `{part.name}` | {part.label} | {part.formula}{source} | {needs} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "graders": _graders,
     "spec keys": _spec_keys,
     "metrics": _metrics,
     "commands": _commands,

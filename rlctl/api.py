@@ -147,7 +147,8 @@ def grade(
     """Score responses as training does, in child processes with a deadline.
 
     Args:
-        grader: `maths`, `exact`, `multiple_choice`, `countdown`, or `file.py:function`.
+        grader: `maths`, `exact`, `multiple_choice`, `countdown`, one of an installed package, or
+            `file.py:function`.
         responses: of a model.
         ground_truths: one for each.
         deadline_s: seconds one grading may take.

@@ -1,4 +1,4 @@
-"""The parts of a run that have a name: losses, advantage estimators, KL estimators, diagnosis rules.
+"""The parts of a run that have a name: losses, estimators, graders, rollout engines, trackers, diagnosis rules.
 
 A part is registered where it is defined:
 
@@ -17,20 +17,18 @@ No torch: modules that define parts import it through `rlctl.lazy`.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import pkgutil
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlctl.errors import UsageError
+from rlctl.user_code import is_file_function, load_function
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from pydantic import BaseModel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,6 +49,7 @@ class Part:
         capabilities: of a rollout engine, what it can do.
         unbiased: on-policy its expected gradient is that of the expected reward (tested by enumeration).
         experimental: not yet proven on real runs.
+        answer_of: of a grader: response → what it answers, as text that is equal for equal answers.
     """
 
     name: str
@@ -64,6 +63,7 @@ class Part:
     capabilities: Any = None
     unbiased: bool = False
     experimental: bool = False
+    answer_of: Callable[[str], str | None] | None = None
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -97,6 +97,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         capabilities: Any = None,
         unbiased: bool = False,
         experimental: bool = False,
+        answer_of: Callable[[str], str | None] | None = None,
     ) -> Callable[[Function], Function]:
         """Decorator that registers a function; arguments as in `Part`, the name is the function's own.
 
@@ -120,6 +121,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 capabilities=capabilities,
                 unbiased=unbiased,
                 experimental=experimental,
+                answer_of=answer_of,
             )
             return function
 
@@ -165,8 +167,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
         for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
             importlib.import_module(f"{self.module}.{found.name}")
 
-    def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
-        return importlib.metadata.entry_points(group=self.group)
+    def _entry_points(self) -> Iterable[EntryPoint]:
+        from importlib.metadata import entry_points  # slow to import
+
+        return entry_points(group=self.group)
 
     def _load_entry_point(self, name: str) -> None:
         for point in self._entry_points():
@@ -193,63 +197,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
             self._prefix = ""
 
 
-def is_file_function(name: str) -> bool:
-    """Whether a name has the form `path/to/file.py:function`."""
-    file, colon, function = name.rpartition(":")
-    return bool(colon) and file.endswith(".py") and function.isidentifier()
-
-
-def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """Import the user's `path/to/file.py:function`, the path as seen from the working directory.
-
-    Args:
-        name: of that form.
-        key: the spec key that names it, for messages.
-
-    Raises:
-        UsageError: no such file or function, or an error while importing it (with file and line).
-    """
-    file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise UsageError(f"{file}: no such file", where=key, fix=f"paths are relative to {Path.cwd()}")
-    function = getattr(_import_file(path), function_name, None)
-    if not callable(function):
-        what = "no such function" if function is None else f"{function_name} is not a function"
-        raise UsageError(what, where=name, fix=f"define `def {function_name}(…)` in {file}")
-    return function  # type: ignore[no-any-return]
-
-
-def _import_file(path: Path) -> ModuleType:
-    name = f"rlctl_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError("not a Python file", where=str(path))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    sys.path.insert(0, str(path.parent))  # so that it can import the files beside it
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        what = f"importing it failed: {type(error).__name__}: {error}"
-        raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
-    return module
-
-
-def _line_of(error: BaseException, path: Path) -> str:
-    """`file:line` of the innermost line of the user's file that the error came through."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)
-
-
 def _first_line(function: Callable[..., Any]) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 ROLLOUT_ENGINES = Registry("rollout engine", key="rollout.name", module="rlctl.rollout.engines")
+GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
 TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
 POLICY_LOSSES = Registry(
     "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"

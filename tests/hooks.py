@@ -90,18 +90,21 @@ def nan_rollouts_at(step: int, rows: int) -> None:
 
 def failing_grader(every: int) -> None:
     """Every so many gradings one raises."""
-    from rlctl.reward import build, graders
+    import dataclasses
+
+    from rlctl.registry import GRADERS
 
     calls = [0]
-    original = graders.GRADERS["exact"]
+    part = GRADERS.part("exact")
 
     def grade(response, ground_truth):
         calls[0] += 1
         if calls[0] % every == 0:
             raise ValueError("the grader choked")
-        return original(response, ground_truth)
+        return part.function(response, ground_truth)
 
-    build.GRADERS = {**graders.GRADERS, "exact": grade}
+    grade.__module__ = part.function.__module__
+    GRADERS._parts["exact"] = dataclasses.replace(part, function=grade)
 
 
 def failing_sync_at(step: int) -> None:

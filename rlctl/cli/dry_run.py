@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rlctl.cli.messages import print_problems
 from rlctl.errors import Problem
+from rlctl.registry import GRADERS
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
@@ -18,6 +19,7 @@ from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.preflight import check_inputs
+from rlctl.user_code import is_file_function
 
 
 def print_dry_run(loaded: LoadedSpec, *, show_all: bool) -> int:
@@ -33,6 +35,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool) -> int:
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal  # piped lines are never wrapped
     _print_correction(loaded.spec, console)
+    _print_reward(loaded.spec, console)
     _print_batch(loaded.spec, console)
     _print_memory(loaded.spec, console)
     _print_values(loaded, console, show_all=show_all)
@@ -114,6 +117,19 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
         _print_indented(Text(f"ρ here: {band.bounds}; outside: {band.outside}", "dim"), 6, console)
     for note in notes(spec):
         _print_indented(Text(note), 2, console)
+
+
+def _print_reward(spec: RunSpec, console: Console) -> None:
+    """What each term grades, and what it needs."""
+    _print_title("Reward", console)
+    for term in spec.reward.all_terms:
+        shown = "your own; imported where it runs, when the run starts"
+        if not is_file_function(term.name):
+            part = GRADERS.part(term.name)
+            needs = f"; needs {', '.join(sorted(part.needs))}" if part.needs else ""
+            shown = f"{part.label}: {part.formula}{needs}"
+        weight = "" if spec.reward.terms is None else f" × {term.weight:g}"
+        _print_indented(Text.assemble((term.name + weight, "bold"), f"  {shown}"), 2, console)
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:

@@ -96,14 +96,14 @@ def _spec(what: str) -> RunSpec:
     Raises:
         UsageError: it is none of these, or the spec has problems.
     """
+    from rlctl.registry import GRADERS
     from rlctl.spec.load import RUN_SPEC_FILE, load_spec
     from rlctl.spec.presets import all_presets
-    from rlctl.spec.reward import GRADER_NAMES
 
     if what == "model":
         fix = "write a spec with reward.name: model and reward.model.path"
         raise UsageError("a reward model needs a path", where=what, fix=fix)
-    if what in GRADER_NAMES or ".py:" in what:
+    if what in set(GRADERS) or ".py:" in what:
         return load_spec([], [], [f"reward.name={what}"]).spec
     path = Path(what)
     if path.is_dir() and (path / RUN_SPEC_FILE).is_file():
@@ -112,7 +112,7 @@ def _spec(what: str) -> RunSpec:
         return load_spec([], [path], []).spec
     if what in all_presets():
         return load_spec([what], [], []).spec
-    fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADER_NAMES)}"
+    fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADERS)}"
     raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 
 

@@ -27,8 +27,8 @@ from rlctl.prepare.row_checks import (
     TextChecks,
     answer_doubts,
 )
-from rlctl.reward.graders import knows_source
 from rlctl.reward.round_trip import check_ground_truths
+from rlctl.reward.sources import knows_source
 
 #: Data sources without a grader named one by one.
 SOURCES_SHOWN = 20

@@ -148,8 +148,8 @@ class _GraderCheck:
 
     def check(self, block: Block, done: Transformed) -> dict[int, BadRow]:
         """The bad rows of a block by their place among its rows."""
-        from rlctl.reward.graders import knows_source
         from rlctl.reward.round_trip import check_ground_truths
+        from rlctl.reward.sources import knows_source
 
         reasons = check_ground_truths(done.truths)
         wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
@@ -173,7 +173,7 @@ class _GraderCheck:
 
 
 def _unknown(by_source: Counter[str]) -> list[DataFinding]:
-    from rlctl.reward.graders import knows_source
+    from rlctl.reward.sources import knows_source
 
     return [
         findings.unknown_source(name, count)

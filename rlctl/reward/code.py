@@ -15,12 +15,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlctl.registry import GRADERS
 from rlctl.reward.pool import share_of_cores
-from rlctl.reward.protocol import Failure, Grade, Sample
+from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
 from rlctl.reward.sandbox.jail import encode
 from rlctl.reward.sandbox.run import Limits, Outcome, Step, check_sandbox, run_program
+
+if TYPE_CHECKING:
+    from rlctl.spec.reward import RewardSpec
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[0-9]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
@@ -29,6 +33,12 @@ _BLOCK = re.compile(
 TOLERANCE = 1e-9
 
 
+@GRADERS.register(
+    "code",
+    label="a program that passes tests",
+    formula="1 if the response's program passes all tests of the ground truth, else 0",
+    needs={"tests as ground truth", "Linux on x86_64 or aarch64"},
+)
 class CodeScorer:
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
 
@@ -39,14 +49,20 @@ class CodeScorer:
         EnvironmentFailure: this machine cannot confine programs.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        check_sandbox(limits)
-        self._limits = limits
+    reads_answers = False
+
+    def __init__(self, spec: RewardSpec, device: object = None) -> None:
+        self._limits = Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb)
+        check_sandbox(self._limits)
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """One grade per sample, in order; as many programs at once as this rank has cores."""
         with ThreadPoolExecutor(share_of_cores()) as threads:
             return list(threads.map(self._grade, samples))
+
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+        """Grades; programs have no answers."""
+        return [(grade, None) for grade in self.grade(samples)]
 
     def close(self) -> None:
         """Nothing outlives a grading."""

@@ -1,22 +1,19 @@
-"""The user's own reward, `file.py:function`. No torch: it runs in grading processes."""
+"""How a grader is called: its parameters are filled by their names. No torch: grading processes import it."""
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import inspect
-import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from rlctl.errors import UsageError
+from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Sample
 
-MODULE = "rlctl_user_reward"
-KEY = "reward"
-#: Parameter → what it is given.
+#: Parameter → what it is given, one call per response.
 KNOWN: dict[str, Callable[[Sample], object]] = {
     "response": lambda sample: sample.response,
     "solution_str": lambda sample: sample.response,
@@ -26,91 +23,142 @@ KNOWN: dict[str, Callable[[Sample], object]] = {
     "extra_info": lambda sample: sample.extra_info,
     "messages": lambda sample: sample.messages,
 }
+#: Parameters of TRL's reward functions that are no columns of the data; what they log is dropped.
+_OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+#: Columns that TRL's functions compare with, where the data has none of that name.
+_GROUND_TRUTHS = ("solution", "answer")
+
+#: One value for each of the samples.
+Call = Callable[[Sequence[Sample]], Sequence[object]]
 
 
-def load(name: str) -> Callable[[Sample], object]:
-    """Import the file and bind the function's parameters by their names.
+@dataclass(frozen=True, slots=True)
+class LoadedGrader:
+    """What a grading process calls.
+
+    Attributes:
+        grade: called with samples.
+        takes_groups: it is to be called with all responses to one prompt.
+        answer_of: see `rlctl.registry.Part`.
+    """
+
+    grade: Call
+    takes_groups: bool
+    answer_of: Callable[[str], str | None] | None
+
+
+def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
+    """Import a grader and see that it can be called.
 
     Args:
-        name: `path/to/file.py:function`, the path as seen from the working directory.
+        name: a registered grader, or the user's `path/to/file.py:function`.
+        params: the grader's own parameters.
 
     Raises:
-        UsageError: no such file or function, an error while importing it (with file and line), or a
-            parameter without default that nothing is known for.
+        UsageError: no such grader, an error while importing it (with file and line), parameters that it does
+            not have, or a parameter without default that nothing is known for.
     """
-    file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise UsageError(f"{file}: no such file", where=KEY, fix=f"paths are seen from {Path.cwd()}")
-    function = getattr(_module(path), function_name, None)
-    if not callable(function):
-        what = "no such function" if function is None else f"{function_name} is not a function"
-        raise UsageError(
-            what, where=f"{file}:{function_name}", fix=f"define `def {function_name}(response, ground_truth)`"
-        )
-    return _bound(function, f"{file}:{function_name}")
-
-
-def text_of(error: BaseException) -> str:
-    """The traceback, starting at the first frame that is not this package's; text that can be printed."""
-    trace, ours = error.__traceback__, str(Path(__file__).parent)
-    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return text.encode("utf-8", "backslashreplace").decode()  # it may quote half of a surrogate pair
-
-
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    if spec is None or spec.loader is None:
-        raise UsageError("not a Python file", where=str(path))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # dataclasses and pickle look a module up by its name
-    sys.path.insert(0, str(path.parent))  # so that it can import what lies next to it
+    part = GRADERS.part(name)
+    function, values = part.function, None
+    if params and part.params is None:
+        raise UsageError(f"{name} has no parameters of its own", where="reward.params", fix="leave them out")
+    if part.params is not None:
+        try:
+            values = part.params.model_validate(params or {})
+        except ValueError as error:  # Pydantic's own is one
+            known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
+            raise UsageError(str(error), where="reward.params", fix=known) from error
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        what = f"importing it failed: {type(error).__name__}: {error}"
-        raise UsageError(what, where=_place(error, path), fix="correct the file") from error
-    return module
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """`file:line` of the innermost line of the user's file that the error came through."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
-    return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _bound(function: Callable[..., Any], where: str) -> Callable[[Sample], object]:
-    """`function` with its parameters filled by name; those with a default that nobody knows keep it."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise UsageError(
-            "its parameters cannot be read", where=where, fix="wrap it in a function of yours"
-        ) from None
+        fix = "wrap it in a function of yours"
+        raise UsageError("its parameters cannot be read", where=name, fix=fix) from None
+    if "completions" in parameters:
+        return LoadedGrader(_of_lists(function, list(parameters.values())), True, part.answer_of)
+    call = _bound(function, list(parameters.values()), name, {"params": values} if part.params else {})
+    return LoadedGrader(lambda samples: [call(sample) for sample in samples], False, part.answer_of)
+
+
+def _bound(
+    function: Callable[..., Any], parameters: list[inspect.Parameter], name: str, fixed: dict[str, object]
+) -> Callable[[Sample], object]:
+    """`function` of one sample; parameters with a default that nobody knows keep it."""
     positional: list[str] = []
     named: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
-            named += [name for name in KNOWN if name not in {"solution_str", *named, *positional}]
-        elif parameter.kind is parameter.VAR_POSITIONAL:
+            named += [known for known in KNOWN if known not in {"solution_str", *named, *positional}]
+        elif parameter.kind is parameter.VAR_POSITIONAL or parameter.name in fixed:
             continue
         elif parameter.name in KNOWN:
             (positional if parameter.kind is parameter.POSITIONAL_ONLY else named).append(parameter.name)
         elif parameter.default is parameter.empty:
             raise UsageError(
                 f"nothing is known to fill the parameter `{parameter.name}` with",
-                where=where,
+                where=name,
                 fix=f"give it a default, or use {', '.join(KNOWN)}",
             )
 
     def call(sample: Sample) -> object:
-        values = [KNOWN[name](sample) for name in positional]
-        return function(*values, **{name: KNOWN[name](sample) for name in named})
+        values = [KNOWN[known](sample) for known in positional]
+        return _result(function(*values, **{known: KNOWN[known](sample) for known in named}, **fixed))
 
     return call
+
+
+def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> Call:
+    """`function` as TRL's trainers call it: lists of prompts, completions and columns, by keyword."""
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    needed = {one.name for one in parameters if one.name in names and one.default is one.empty}
+    annotation = str(next(one.annotation for one in parameters if one.name == "completions"))
+    as_messages = "dict" in annotation.lower() or ("str" not in annotation and _reads_messages(function))
+
+    def call(samples: Sequence[Sample]) -> Sequence[object]:
+        prompts: list[Any] = [sample.prompt for sample in samples]
+        completions: list[Any] = [sample.response for sample in samples]
+        if as_messages:
+            asked = (sample.messages or [{"role": "user", "content": sample.prompt}] for sample in samples)
+            prompts = [[dict(message) for message in messages] for messages in asked]
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        truths = [sample.ground_truth for sample in samples]
+        given: dict[str, object] = {name: truths for name in _GROUND_TRUTHS if name in names}
+        columns = dict.fromkeys(name for sample in samples for name in sample.extra_info)
+        given |= {name: [sample.extra_info.get(name) for sample in samples] for name in columns}
+        given |= {"data_source": [sample.data_source for sample in samples], "ground_truth": truths}
+        given |= {"prompts": prompts, "completions": completions, **_OF_TRAINER}
+        if all(sample.response_ids for sample in samples):
+            given["completion_ids"] = [list(sample.response_ids) for sample in samples]
+        if missing := sorted(needed - given.keys()):
+            what = f"the reward function needs {', '.join(missing)}, the data has {', '.join(columns)}"
+            raise ValueError(f"{what}; a parameter with a default is left alone")
+        values = _result(function(**{k: v for k, v in given.items() if takes_all or k in names}))
+        found = list(values) if hasattr(values, "__iter__") and not isinstance(values, str) else []
+        if len(found) != len(samples):
+            raise ValueError(f"it must return one number per completion, not {repr(values)[:200]}")
+        return found
+
+    return call
+
+
+def _reads_messages(function: Callable[..., Any]) -> bool:
+    """Whether its code, or that of functions it calls, has the constant "content": a key of messages."""
+    inner = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
+    inner = inner if hasattr(inner, "__code__") else type(inner).__call__  # an object that can be called
+    waiting: list[CodeType] = [inner.__code__] if hasattr(inner, "__code__") else []
+    known, seen = getattr(inner, "__globals__", {}), set()
+    while waiting:
+        code = waiting.pop()
+        if "content" in code.co_consts:
+            return True
+        if code not in seen:
+            seen.add(code)
+            called = (known.get(name) for name in code.co_names)
+            waiting += [one.__code__ for one in called if inspect.isfunction(one)]
+            waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+def _result(value: object) -> Any:
+    """What a function returns, run to its end where it is a coroutine."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -1,56 +1,171 @@
-"""The graders by name; no torch, so that a grading process starts fast."""
+"""The graders that compare texts: the whole text, the letter of an option, an equation.
+
+A grader is a function (response, ground_truth) → score, or a class of scorers made from (section `reward`,
+device). It is registered where it is defined: the others in `maths.py`, `code.py`, `model.py`, `sources.py`.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+import operator
+import re
 from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
 
-from rlctl.reward import choice, countdown, exact, function, maths
-from rlctl.reward.protocol import Sample
-from rlctl.reward.sources import GraderName, SourceGrader, grader_for, knows_source
-
-__all__ = ["GRADERS", "GraderName", "SourceGrader", "answer_of", "grader_for", "knows_source", "load_grader"]
-
-Grader = Callable[[str, str], float]
-
-#: name → grade(response, ground_truth), the one function training and evaluation share
-GRADERS: dict[GraderName, Grader] = {
-    "exact": exact.grade,
-    "maths": maths.grade,
-    "multiple_choice": choice.grade,
-    "countdown": countdown.grade,
-}
-#: name → answer_of(response), see below
-_READERS: dict[str, Callable[[str], str | None]] = {
-    "exact": exact.answer_of,
-    "maths": maths.answer_of,
-    "multiple_choice": choice.answer_of,
-    "countdown": countdown.answer_of,
-}
+from rlctl.registry import GRADERS
+from rlctl.reward import code, maths, model, sources  # noqa: F401  they register graders
+from rlctl.reward.answer import Place, own_part, places
+from rlctl.reward.numbers import plain
 
 
-def answer_of(grader: str, response: str) -> str | None:
-    """What a response answers, as text that is equal for answers the grader takes for equal.
-
-    For majority votes. Like the grader, it may be kept busy for ever: call it where that can be ended.
-
-    Args:
-        grader: a name in `GRADERS`; all others read no answers.
-        response: of a model.
-
-    Returns:
-        None: it gives no answer, or nothing is known of how to read one.
-    """
-    reader = _READERS.get(grader)
-    return reader(response) if reader else None
+def exact_answer(response: str) -> str | None:
+    """The response without white space around it; None when nothing is left."""
+    return response.strip() or None
 
 
-def load_grader(name: str) -> Callable[[Sample], object]:
-    """What a grading process calls: a grader above, or the user's `file.py:function`.
+@GRADERS.register(
+    "exact",
+    label="the same text",
+    formula="1 if the response is the ground truth but for white space around it, else 0",
+    answer_of=exact_answer,
+)
+def exact(response: str, ground_truth: str) -> float:
+    """1.0 when the texts are equal but for white space around them, else 0.0."""
+    return float(response.strip() == ground_truth.strip())
+
+
+#: `B`, `(B)`, `B. 26`, `b) 26`: an option as a ground truth or a whole line shows it.
+_OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
+#: Possessive throughout: after "answer" and a thousand blanks, trying every split would take for ever.
+_LETTER = (
+    r"[\s*_\"'({\[$]*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
+    r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names none
+)
+_IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
+#: Where an option stands, the strongest first; of several of one kind the last one counts. First those that
+#: name it as the answer, then one that is spoken of ("option A is wrong" may follow the answer), then a line
+#: that begins with one, then one in brackets.
+_OPTIONS = (
+    re.compile(
+        rf"(?:\\(?:boxed|fbox)\s*\{{|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
+        rf"[\s*_\"']*+(?i:option|choice|letter)?){_LETTER}"
+    ),
+    re.compile(rf"\b(?i:choice|option)\b{_LETTER}"),
+    re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))", re.MULTILINE),
+    re.compile(r"\(([A-J])\)"),
+)
+_CAPITAL = re.compile(r"\b[A-J]\b")
+
+
+def chosen_option(response: str) -> str | None:
+    """The letter of the option a response settles on; None when it names none."""
+    text = own_part(response, evidence=_CAPITAL)
+    for pattern in _OPTIONS:
+        found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
+        if found:
+            return str(found[-1]).upper()
+    return None
+
+
+@GRADERS.register(
+    label="the letter of an option",
+    formula="1 if the response settles on the ground truth's option, else 0",
+    needs={"a ground truth such as `B` or `B. 26`"},
+    answer_of=chosen_option,
+)
+def multiple_choice(response: str, ground_truth: str) -> float:
+    """1.0 when the response settles on the ground truth's option, else 0.0.
 
     Raises:
-        UsageError: the user's function cannot be had; see `rlctl.reward.function.load`.
+        ValueError: the ground truth begins with no letter from A to J.
     """
-    for known, grade in GRADERS.items():
-        if name == known:
-            return lambda sample: grade(sample.response, sample.ground_truth)
-    return function.load(name)
+    option = _OPTION.match(ground_truth)
+    if option is None:
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} begins with no letter of an option")
+    return float(chosen_option(response) == (option[1] or option[2]).upper())
+
+
+#: Characters of an equation that are read.
+MAX_EQUATION_CHARS = 1000
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+_OPERATION = re.compile(r"[\d)]\s*[-+*/]")
+_ARITHMETIC = re.compile(r"[\d+\-*/(). ]*\d[\d+\-*/(). ]*")
+
+
+def equation_of(response: str) -> str | None:
+    """The response's equation without white space; None when it has none."""
+    found = filter(None, map(_equation, places(response)))
+    return next((equation.replace(" ", "") for equation in found), None)
+
+
+@GRADERS.register(
+    label="an equation that makes a target",
+    formula="1 if the response's equation uses each number once and makes the target, else 0",
+    source="Gandhi et al. 2024, arXiv 2404.03683",
+    needs={'a ground truth such as `{"numbers": [25, 3, 4], "target": 88}`'},
+    answer_of=equation_of,
+)
+def countdown(response: str, ground_truth: str) -> float:
+    """1.0 when the response's equation uses each number once and makes the target, else 0.0.
+
+    Args:
+        response: of a model; its equation may go on with "= 24".
+        ground_truth: JSON, `{"numbers": [2, 3, 4], "target": 24}`.
+
+    Raises:
+        ValueError: the ground truth is something else.
+    """
+    expected, target = countdown_task(ground_truth)
+    for place in places(response):
+        equation = _equation(place)
+        if equation is None:
+            continue
+        numbers: list[Fraction] = []
+        try:
+            value = _value(ast.parse(equation, mode="eval").body, numbers)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return 0.0
+        return float(sorted(numbers) == expected and value == target)
+    return 0.0
+
+
+@lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
+def countdown_task(ground_truth: str) -> tuple[list[Fraction], Fraction]:
+    """The numbers in ascending order, and the target.
+
+    Raises:
+        ValueError: it is not `{"numbers": […], "target": …}` in JSON.
+    """
+    values = json.loads(ground_truth, parse_float=Fraction)
+    try:
+        return sorted(map(Fraction, values["numbers"])), Fraction(values["target"])
+    except (TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f'the ground truth is not {{"numbers": […], "target": …}}: {error!r}') from None
+
+
+def _equation(place: Place) -> str | None:
+    """The arithmetic of a piece of text: of its sides around equals signs the first that has an operator."""
+    shown = plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS]
+    sides = [text.strip(" .") for side in shown.split("=") for text in _ARITHMETIC.findall(side)]
+    return next((side for side in sides if _OPERATION.search(side)), sides[0] if sides else None)
+
+
+def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
+    """The value of plain arithmetic; its numbers are appended to `numbers`."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            numbers.append(Fraction(str(value)))
+            return numbers[-1]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, numbers)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left, numbers), _value(right, numbers))
+    raise ValueError(f"not plain arithmetic: {ast.dump(node)[:80]}")

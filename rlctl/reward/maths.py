@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from rlctl.registry import GRADERS
 from rlctl.reward import expressions
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
 from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
@@ -63,25 +64,6 @@ class _Gold:
         return self.number is not None or expressions.is_closed_number(self.expression)
 
 
-def grade(response: str, ground_truth: str) -> float:
-    """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).
-
-    Raises:
-        ValueError: the ground truth is no answer: it is a sentence, or has neither letters nor digits.
-    """
-    gold = _gold(ground_truth)
-    for place in places(response):
-        text = place.text if place.is_whole else _formula(place.text) or place.text
-        if gold.spelling in (_spelling(place.text), _spelling(text)):
-            return 1.0
-        answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
-        if answer is not None:
-            return float(_equal(gold, answer, text))
-        if place.is_marked:
-            return 0.0
-    return 0.0
-
-
 def answer_of(response: str) -> str | None:
     """The answer as text: numbers by their value ("1/2" and "0.5" alike, percent without its sign), anything
     else as sympy prints it, or as it is spelled; None without one.
@@ -99,6 +81,33 @@ def answer_of(response: str) -> str | None:
         if place.is_marked:
             break
     return unread or None
+
+
+@GRADERS.register(
+    "maths",
+    label="the same mathematical answer",
+    formula="1 if the answer equals the ground truth, read in its kind, else 0",
+    source="math-verify, with stricter rules",
+    needs={"a ground truth that is a number, an expression or a few words"},
+    answer_of=answer_of,
+)
+def grade(response: str, ground_truth: str) -> float:
+    """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).
+
+    Raises:
+        ValueError: the ground truth is no answer: it is a sentence, or has neither letters nor digits.
+    """
+    gold = _gold(ground_truth)
+    for place in places(response):
+        text = place.text if place.is_whole else _formula(place.text) or place.text
+        if gold.spelling in (_spelling(place.text), _spelling(text)):
+            return 1.0
+        answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
+        if answer is not None:
+            return float(_equal(gold, answer, text))
+        if place.is_marked:
+            return 0.0
+    return 0.0
 
 
 def boxed(ground_truth: str) -> str:

@@ -6,20 +6,27 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
-from rlctl.reward.protocol import Failure, Grade, Sample
-from rlctl.spec.reward import RewardModelSpec
+from rlctl.lazy import torch
+from rlctl.registry import GRADERS
+from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from rlctl.spec.reward import RewardModelSpec, RewardSpec
+
 _FIX = (
     "name a sequence classifier with one output; reward.model.trust_remote_code=true if it ships its own code"
 )
 
 
+@GRADERS.register(
+    "model",
+    label="a reward model",
+    formula="logit of a sequence classifier with one output",
+    needs={"`reward.model.path`"},
+)
 class ModelScorer:
     """Scores are the classifier's logits in float32.
 
@@ -28,7 +35,7 @@ class ModelScorer:
     other. Beyond `max_length` tokens the start is cut off.
 
     Args:
-        spec: which model, and how it runs.
+        section: `reward`; its `model` says which one, and how it runs.
         device: where, unless the spec says.
 
     Raises:
@@ -36,7 +43,10 @@ class ModelScorer:
         EnvironmentFailure: the hub or the device cannot be reached.
     """
 
-    def __init__(self, spec: RewardModelSpec, device: torch.device) -> None:
+    reads_answers = False
+
+    def __init__(self, section: RewardSpec, device: torch.device) -> None:
+        spec = section.model
         self._model, self._tokenizer = _load(spec)
         self._device = _device(spec, device)
         try:
@@ -50,7 +60,6 @@ class ModelScorer:
         self._batch_size = spec.batch_size
         self._max_length = spec.max_length
 
-    @torch.no_grad()
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """One logit per sample, in order; a `Failure` where it is not finite.
 
@@ -77,9 +86,14 @@ class ModelScorer:
                 )
         return grades
 
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+        """Grades; the model reads no answers."""
+        return [(grade, None) for grade in self.grade(samples)]
+
     def _scores(self, batch: Any) -> list[float]:
         try:
-            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            with torch.no_grad():
+                logits = self._model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         except torch.OutOfMemoryError as error:
             rows, length = batch["input_ids"].shape
             raise RunFailure(
@@ -120,6 +134,7 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     if looks_local and not (Path(path) / "config.json").is_file():
         raise UsageError("not a Hugging Face model directory: no config.json in it", where=where, fix=_FIX)
     trust = {"trust_remote_code": spec.trust_remote_code}
+    dtype = torch.float32 if spec.dtype == "fp32" else torch.bfloat16
     try:
         config = AutoConfig.from_pretrained(path, **trust)
         if config.num_labels != 1:
@@ -128,7 +143,10 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
             )
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=_DTYPES[spec.dtype], output_loading_info=True, **trust
+            path,
+            dtype=dtype,
+            output_loading_info=True,
+            **trust,
         )
     except (OSError, SafetensorError) as error:
         raise _not_loaded(path, where, error) from error

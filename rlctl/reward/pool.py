@@ -1,24 +1,21 @@
-"""Gradings in processes that die on their deadline."""
+"""Gradings in child processes, and whose fault it is when one fails."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-import rlctl
-from rlctl.errors import UsageError
-from rlctl.reward.graders import GRADERS
-from rlctl.reward.protocol import Failure, Grade, Sample
+from rlctl.reward.grading_process import GradingProcess, is_ours
+from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
 
 DEADLINE_S = 5.0
+#: Seconds for one call of a user's function: it may ask a server, or import a library when first called.
+FUNCTION_DEADLINE_S = 30.0
 MAX_WORKERS = 8
 #: A response is right at this score or more.
 RIGHT = 1.0
@@ -27,32 +24,44 @@ _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
 #: Ground truths whose self-test is remembered.
 _MAX_TESTED = 100_000
 
-_Graded = tuple[Grade, str | None]
-
 
 class GradingPool:
     """Grades samples in child processes, started when first needed.
 
-    A grading that runs into `deadline_s` or the memory limit, or brings its process down, is a `Failure`
+    A grading that runs into its deadline or the memory limit, or brings its process down, is a `Failure`
     of that sample only. The response has caused it, and is scored like a wrong one, if the same grader
     gives the ground truth itself, as a response, 1 within the limits; otherwise the grader or the ground
     truth has. An exception of a grader of ours is graded in the same way; one of a user's function is the
     function's fault.
 
     Args:
-        grader: a name in `rlctl.reward.graders.GRADERS`, or `file.py:function`.
-        deadline_s: seconds one grading may take: of processor time, for a user's function by the clock.
+        grader: a name in `rlctl.registry.GRADERS`, or `file.py:function`.
+        params: the grader's own parameters.
+        deadline_s: seconds one grading may take: of processor time for a grader of ours, by the clock for a
+            user's function; None: 5 and 30.
         num_workers: processes; None: this rank's share of the cores.
     """
 
     def __init__(
-        self, grader: str, *, deadline_s: float = DEADLINE_S, num_workers: int | None = None
+        self,
+        grader: str,
+        params: dict[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+        num_workers: int | None = None,
     ) -> None:
-        count = num_workers or share_of_cores()
-        self._is_ours = grader in GRADERS
+        self._is_ours = is_ours(grader)
+        deadline_s = deadline_s or (DEADLINE_S if self._is_ours else FUNCTION_DEADLINE_S)
         self._kinds_of_responses = {"time-out", "memory", "crash"} | ({"error"} if self._is_ours else set())
-        self._workers = [_Worker(grader, deadline_s, self._is_ours) for _ in range(count)]
-        self._wrong_scores: dict[str, float | None] = {}  # see `_wrong_score`
+        self._workers = [
+            GradingProcess(grader, params or {}, deadline_s) for _ in range(num_workers or share_of_cores())
+        ]
+        self._wrong_scores: dict[str, float | None] = {}  # see `_test_ground_truths`
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the grader says what responses answer; of a user's function known after `check`."""
+        return self._workers[0].reads_answers
 
     def check(self) -> None:
         """Start one process, to see that the grader can be loaded.
@@ -66,38 +75,44 @@ class GradingPool:
         """One grade per sample, in order."""
         return [grade for grade, _ in self._map(samples, read_answers=False)]
 
-    def grade_and_read(self, samples: Sequence[Sample]) -> list[tuple[Grade, str | None]]:
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
         """Grades, and what the responses answer (None: nothing, or the grader reads no answers)."""
-        return self._map(samples, read_answers=True)
+        return self._map(samples, read_answers=self.reads_answers)
 
     def close(self) -> None:
-        """End the child processes; a later call starts new ones."""
-        for worker in self._workers:
-            worker.close()
+        """End the child processes and all that they have started; a later call starts new ones."""
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            list(threads.map(GradingProcess.close, self._workers))
 
-    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[_Graded]:
+    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[GradeAndAnswer]:
         graded = self._grade(samples, read_answers)
         if not self._is_ours:
             # The server that a function asks may be down now and up later: nothing is remembered.
             self._wrong_scores.clear()
-        blamed = {
+        caused = {
             place: grade
             for place, (grade, _) in enumerate(graded)
             if isinstance(grade, Failure) and grade.kind in self._kinds_of_responses
         }
-        self._test_ground_truths(samples[place] for place in blamed)
-        for place, failure in blamed.items():
+        self._test_ground_truths(samples[place] for place in caused)
+        for place, failure in caused.items():
             graded[place] = replace(failure, score=self._wrong_scores[_key(samples[place])]), None
         return graded
 
-    def _grade(self, samples: Sequence[Sample], read_answers: bool) -> list[_Graded]:
-        """All workers at once, each takes its share of the samples."""
-        count = min(len(self._workers), max(1, len(samples)))
-        graded: list[_Graded] = [(0.0, None)] * len(samples)
+    def _grade(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
+        """All workers at once, each takes its share of the calls: one sample each, or all of one prompt."""
+        calls = [[place] for place in range(len(samples))]
+        if not self._is_ours and len(samples) > 1 and self._workers[0].takes_groups():
+            by_prompt = groupby(range(len(samples)), lambda place: _key(samples[place]))
+            calls = [list(places) for _, places in by_prompt]
+        count = min(len(self._workers), max(1, len(calls)))
+        graded: list[GradeAndAnswer] = [(0.0, None)] * len(samples)
 
         def grade_share(first: int) -> None:
-            for position in range(first, len(samples), count):
-                graded[position] = self._workers[first].grade(samples[position], read_answers)
+            for places in calls[first::count]:
+                found = self._workers[first].grade([samples[place] for place in places], read_answers)
+                for place, grade in zip(places, found, strict=True):
+                    graded[place] = grade
 
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(grade_share, range(count)))
@@ -127,103 +142,6 @@ class GradingPool:
             self._wrong_scores[key] = min(0.0, score) if isinstance(score, float) else 0.0
 
 
-class _Worker:
-    def __init__(self, grader: str, deadline_s: float, is_ours: bool) -> None:
-        self._grader = grader
-        self._deadline_s = deadline_s
-        self._is_ours = is_ours
-        self._process: subprocess.Popen[str] | None = None
-
-    def grade(self, sample: Sample, read_answer: bool) -> _Graded:
-        is_used = self._process is not None
-        graded = self._try(sample, read_answer)
-        if is_used and isinstance(graded[0], Failure) and graded[0].kind in {"memory", "crash"}:
-            # What earlier gradings left behind may be the cause, or somebody who killed it: once more.
-            self.close()
-            graded = self._try(sample, read_answer)
-        if isinstance(graded[0], Failure) and graded[0].kind == "memory":
-            self.close()
-        return graded
-
-    def _try(self, sample: Sample, read_answer: bool) -> _Graded:
-        try:
-            process = self._process or self.start()
-        except UsageError as error:  # it could be loaded when the run began
-            return Failure(str(error), "machine"), None
-        asked = {"sample": asdict(sample), "read_answer": read_answer}
-        reply = self._exchange(process, json.dumps(asked, default=str) + "\n")
-        if reply is None:
-            return self._post_mortem(self._reap(process)), None
-        if "error" in reply:
-            return Failure(reply["error"], reply.get("kind", "error")), None
-        answered = self._exchange(process, "") if read_answer else {}
-        if answered is None:
-            self._reap(process)  # reading the answer took too long, but the score stands
-            return float(reply["score"]), None
-        return float(reply["score"]), answered.get("answer")
-
-    def _post_mortem(self, code: int) -> Failure:
-        if code == -signal.SIGPROF or (code == -signal.SIGALRM and not self._is_ours):
-            return Failure(f"the grading took longer than {self._deadline_s:g} s", "time-out")
-        if code == -signal.SIGALRM:
-            return Failure("the machine was too busy for the grading to get processor time", "machine")
-        how = f" ({signal.strsignal(-code)})" if code < 0 else ""
-        return Failure(f"the grading process ended with code {code}{how}", "crash")
-
-    def start(self) -> subprocess.Popen[str]:
-        """A process that has loaded the grader.
-
-        Raises:
-            UsageError: it could not be loaded.
-        """
-        root = str(Path(rlctl.__file__).parents[1])  # importable in the child wherever it is here
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlctl.reward.worker", self._grader, str(self._deadline_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        reply = self._exchange(process, "")
-        if reply is None:
-            code = self._reap(process)
-            why = "takes too long" if code == -signal.SIGALRM else f"ends the process with code {code}"
-            raise UsageError(f"importing it {why}", where=self._grader, fix="import it in Python to see more")
-        if "what" in reply:
-            self._reap(process)
-            raise UsageError(reply["what"], where=reply["where"], fix=reply["fix"])
-        return process
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._reap(self._process)
-
-    def _exchange(self, process: subprocess.Popen[str], line: str) -> dict[str, Any] | None:
-        """Send a line, if there is one, and read the reply; None when the process is gone."""
-        if process.stdin is None or process.stdout is None:
-            raise AssertionError("the grading process was started with pipes")
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        return dict(json.loads(answer)) if answer else None
-
-    def _reap(self, process: subprocess.Popen[str]) -> int:
-        self._process = None
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:  # what was still buffered for a dead process
-                    continue
-        return process.wait()
-
-
 def share_of_cores() -> int:
     """How many processes this rank may keep busy: its share of the cores it may run on."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -232,4 +150,4 @@ def share_of_cores() -> int:
 
 def _key(sample: Sample) -> str:
     """What a grading depends on but for the response."""
-    return json.dumps(asdict(replace(sample, response="")), default=str)
+    return json.dumps(asdict(replace(sample, response="", response_ids=())), default=str)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.metric_names import OVERLONG
+from rlctl.user_code import visible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +28,11 @@ class Sample:
     data_source: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # the row's own, JSON-able
     messages: Sequence[Mapping[str, str]] = ()  # the prompt as {role, content}, where it is known
+    response_ids: Sequence[int] = ()  # tokens of the response, where they are known
 
 
 #: Why a grading gave no score.
-FailureKind = Literal["error", "machine", "time-out", "memory", "crash"]
+FailureKind = Literal["error", "machine", "time-out", "memory", "crash", "inapplicable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Failure:
     Attributes:
         text: why, a traceback or one line.
         kind: `error`: the grader raised an exception; `machine`: its process could not be started or got
-            too little processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died.
+            too little processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died;
+            `inapplicable`: the grader says that it does not grade this sample, other terms may.
         score: what the response gets because it caused the failure; None: the grader or the ground truth
             did, and the response is excluded, not scored 0.
     """
@@ -49,15 +52,28 @@ class Failure:
     kind: FailureKind = "error"
     score: float | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", visible(self.text))
+
 
 Grade = float | Failure
+GradeAndAnswer = tuple[Grade, str | None]
 
 
 class Scorer(Protocol):
     """One term of a reward."""
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether it can say what responses answer."""
+        ...
+
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """A finite score or a `Failure` for each sample, in order."""
+        ...
+
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+        """Grades, and what each response answers: text that is equal for equal answers; None: nothing."""
         ...
 
     def close(self) -> None:
@@ -72,7 +88,7 @@ class RewardResult:
     scores: Tensor  # (B,) float32: weighted sum of the terms plus any overlong penalty; 0.0 where not `valid`
     valid: Tensor  # (B,) bool: every term graded it; the others are left out, not scored 0
     #: term → its own scores (B,) float32 before the weight, and `overlong` when that is on. Meant to be
-    #: read where `valid`; 0.0 where this term failed.
+    #: read where `valid`; 0.0 where this term failed, NaN where it does not apply.
     parts: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # the first few failures, as text
     errors_by_term: dict[str, int] = field(

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from rlctl.reward import maths
 from rlctl.reward.code import parse_tests
-from rlctl.reward.countdown import parse_task
+from rlctl.reward.graders import countdown_task
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Grade, Sample
 from rlctl.reward.sources import SourceGrader, grader_for
@@ -19,7 +19,7 @@ MAX_KNOWN = 100_000
 #: Characters of a response in a reason.
 MAX_CHARS = 60
 #: Ground truths that are no answers, and what reads them.
-_TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": parse_task}
+_TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": countdown_task}
 #: The first number that is no subscript, and any.
 _NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
 #: Numbers that need no process: the tests show that all of them go round.

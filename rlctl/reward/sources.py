@@ -1,14 +1,28 @@
-"""Which grader `auto` takes for a row: by the name of its data source."""
+"""Who grades a term of the reward; with `auto`, each row by the name of its data source."""
 
 from __future__ import annotations
 
+import math
 import re
+import traceback
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-GraderName = Literal["exact", "maths", "multiple_choice", "countdown"]
-#: `code` runs programs in a sandbox instead of comparing texts.
-SourceGrader = GraderName | Literal["code"]
+from rlctl.registry import GRADERS
+from rlctl.reward.grading_process import is_ours
+from rlctl.reward.pool import GradingPool
+from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlctl.spec.reward import RewardSpec
+
+#: Those that `auto` chooses from.
+SourceGrader = Literal["exact", "maths", "multiple_choice", "countdown", "code"]
+#: Graders that compute too little to need a process of their own.
+_IN_THIS_PROCESS = {"exact", "multiple_choice", "countdown"}
 
 #: A part of a source's name, as in `openai/gsm8k` or `allenai/ai2_arc`, and who grades its rows.
 _SOURCES: list[tuple[SourceGrader, str]] = [
@@ -25,6 +39,11 @@ _PATTERNS = [
 ]
 
 
+@lru_cache(maxsize=1024)
+def _registered(data_source: str) -> SourceGrader | None:
+    return next((grader for grader, pattern in _PATTERNS if pattern.search(data_source)), None)
+
+
 def grader_for(data_source: str) -> SourceGrader:
     """Who grades rows of this source when the spec says `auto`; `maths` when nothing is known of it."""
     return _registered(data_source) or "maths"
@@ -35,6 +54,101 @@ def knows_source(data_source: str) -> bool:
     return _registered(data_source) is not None
 
 
-@lru_cache(maxsize=1024)
-def _registered(data_source: str) -> SourceGrader | None:
-    return next((grader for grader, pattern in _PATTERNS if pattern.search(data_source)), None)
+def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
+    """What grades a term.
+
+    Args:
+        name: a registered grader, or `file.py:function`.
+        params: the grader's own parameters.
+        spec: the section `reward`, for the graders with a section of their own.
+        device: where a reward model runs, unless the spec names another.
+
+    Raises:
+        UsageError: a function or reward model cannot be used.
+        EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
+    """
+    if is_ours(name):
+        function = GRADERS[name]
+        if isinstance(function, type):
+            scorer: Scorer = function(spec, device)
+            return scorer
+        if name in _IN_THIS_PROCESS:
+            return LocalScorer(name)
+        return GradingPool(name)
+    pool = GradingPool(name, params)
+    pool.check()
+    return pool
+
+
+class LocalScorer:
+    """Calls a grader in this process."""
+
+    reads_answers = True
+
+    def __init__(self, name: str) -> None:
+        self._part = GRADERS.part(name)
+
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade per sample, in order."""
+        return [self._grade(sample) for sample in samples]
+
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+        """Grades, and what the responses answer."""
+        read: Callable[[str], str | None] = self._part.answer_of or (lambda _: None)
+        return [(self._grade(sample), read(sample.response)) for sample in samples]
+
+    def close(self) -> None:
+        """It started nothing."""
+
+    def _grade(self, sample: Sample) -> Grade:
+        try:
+            score = float(self._part.function(sample.response, sample.ground_truth))
+        except Exception:
+            return Failure(traceback.format_exc())
+        return score if math.isfinite(score) else Failure(f"the grader returned {score}")
+
+
+@GRADERS.register(
+    "auto",
+    label="by each row's source",
+    formula="what the grader of the row's `data_source` says; `maths` for a source that none is known for",
+)
+class SourceScorer:
+    """Grades each row with the grader of its data source; a grader is started when first needed."""
+
+    reads_answers = True
+
+    def __init__(self, spec: RewardSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._scorers: dict[SourceGrader, Scorer] = {}
+
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade per sample, in order."""
+        return [grade for grade, _ in self._map(samples, read_answers=False)]
+
+    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
+        """Grades, and what the responses answer."""
+        return self._map(samples, read_answers=True)
+
+    def close(self) -> None:
+        """End the grading processes."""
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[GradeAndAnswer]:
+        places: dict[SourceGrader, list[int]] = {}
+        for place, sample in enumerate(samples):
+            places.setdefault(grader_for(sample.data_source), []).append(place)
+        graded: list[GradeAndAnswer] = [(0.0, None)] * len(samples)
+        for grader, rows in places.items():
+            if grader not in self._scorers:
+                self._scorers[grader] = scorer_of(grader, {}, self._spec, self._device)
+            scorer, asked = self._scorers[grader], [samples[row] for row in rows]
+            if read_answers:
+                found = scorer.grade_and_read(asked)
+            else:
+                found = [(grade, None) for grade in scorer.grade(asked)]
+            for row, one in zip(rows, found, strict=True):
+                graded[row] = one
+        return graded

@@ -1,92 +1,135 @@
-"""A grading process: one JSON line in, a grade out, and an end to itself when a grading takes too long.
+"""A grading process: numbered requests in, numbered replies out, one JSON object a line.
 
-Run as `python -m rlctl.reward.worker GRADER DEADLINE_S`; `rlctl.reward.pool` starts and feeds it. Its first
-line says whether the grader could be loaded. For each sample it writes a line with the score or the error,
-and then, if the answer is asked for and there is a score, a line with the answer.
+Run as `python -P -m rlctl.reward.worker GRADER PARAMETERS`; `rlctl.reward.pool` starts it and holds the
+deadlines. There are two processes. The one that is started only watches: it ends the other one, and all that
+this one has started, when the pool goes away or the other one ends. The other one grades.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import resource
-import signal
+import select
 import sys
+import traceback
 from collections.abc import Mapping
 from numbers import Real
-
-from rlctl.errors import UsageError
-from rlctl.reward.function import text_of
-from rlctl.reward.graders import GRADERS, answer_of, load_grader
-from rlctl.reward.protocol import Sample
+from typing import Any
 
 MEMORY_LIMIT_BYTES = 4 << 30
-START_DEADLINE_S = 60.0
-#: A grading that is given so little processor time that it takes this many deadlines by the clock is ended.
-STALLED = 10.0
+#: Characters of one error that are sent, the last ones.
+MAX_ERROR_CHARS = 4000
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(grader: str, deadline_s: float) -> None:
-    """Grade until the input ends, which it does when the parent goes away."""
-    # Replies get a descriptor of their own, so that whatever a library prints cannot mix with them.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def main(grader: str, params: dict[str, Any]) -> None:
+    """Grade until the input ends, which it does when the pool's process goes away."""
+    # Requests and replies get descriptors of their own: what the grader reads or prints cannot mix with them.
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the trainer finishes its step first
-    # The default action of these signals ends the process from the kernel, which reaches where no Python
-    # handler does: inside one huge integer power. The parent sees the end of the pipe.
-    for number in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
+    # Processes whose parent has ended become children of this one, also those with a session of their own.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        _serve(grader, params, requests, replies)
+        return
+    code = _wait(child, requests)
+    _end_children()
+    if code is not None:
+        os.write(replies, json.dumps({"ended": code}).encode() + b"\n")
+    os._exit(0)
+
+
+def _wait(child: int, requests: int) -> int | None:
+    """The exit code of the child, negative for a signal; None: the pool has gone away."""
+    poll = select.poll()
+    poll.register(requests, 0)  # says only that nobody can write to it any more
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    while True:
+        events = poll.poll(1000)
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans of the grader
+            if found[0] == child:
+                return os.waitstatus_to_exitcode(found[1])
+        if any(fd == requests for fd, _ in events):
+            return None
+
+
+def _end_children() -> None:
+    """End every process that the grader has started; those of ended ones become children of this one."""
+    import psutil
+
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            child.kill()
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:
+    from rlctl.errors import UsageError
+    from rlctl.reward.function import load_grader
+    from rlctl.reward.grading_process import is_ours
+    from rlctl.reward.protocol import Sample
+
+    me = os.getpid()
     # A user's function may import libraries that reserve address space by the tens of GiB: what counts
     # for it is memory that can be written to.
-    limit = resource.RLIMIT_AS if grader in GRADERS else resource.RLIMIT_DATA
+    limit = resource.RLIMIT_AS if is_ours(grader) else resource.RLIMIT_DATA
     resource.setrlimit(limit, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
-    def start_clock() -> None:
-        # Our own graders only compute: what they take in processor time does not depend on how busy the
-        # machine is. A user's function may wait, for a server.
-        if grader in GRADERS:
-            signal.setitimer(signal.ITIMER_PROF, deadline_s)
-        signal.setitimer(signal.ITIMER_REAL, deadline_s * (STALLED if grader in GRADERS else 1.0))
+    def reply(number: int, **values: object) -> None:
+        if os.getpid() != me:  # a copy of this process that the grader has forked
+            os._exit(0)
+        line = json.dumps({"number": number, **values}).encode() + b"\n"
+        while line:
+            line = line[os.write(replies, line) :]
 
-    def reply(values: dict[str, object]) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps(values) + "\n")
-        replies.flush()
-
-    signal.setitimer(signal.ITIMER_REAL, START_DEADLINE_S)
+    sys.path.append(os.getcwd())  # noqa: PTH109
     try:
-        grade = load_grader(grader)
+        loaded = load_grader(grader, params)
     except UsageError as error:
-        reply({"what": error.what, "where": error.where, "fix": error.fix})
+        reply(0, what=error.what, where=error.where, fix=error.fix)
         return
-    if grader in GRADERS:  # pay for late imports now; a failure shows again, with its text, when grading
+    if is_ours(grader):  # pay for late imports now; a failure shows again, with its text, when grading
         with contextlib.suppress(Exception):
-            grade(Sample("\\boxed{x + 1}", "\\frac{x}{2}"))
-    reply({"ready": True})
-    for line in sys.stdin:
-        asked = json.loads(line)
-        sample = Sample(**asked["sample"])
-        start_clock()
-        try:
-            values = checked(grade(sample))
-        except MemoryError:
-            values = {
-                "error": f"the grading needs more than {MEMORY_LIMIT_BYTES >> 30} GiB",
-                "kind": "memory",
-            }
-        except Exception as error:
-            values = {"error": text_of(error)}
-        reply(values)
-        if asked["read_answer"] and "score" in values:
-            start_clock()
-            answer = None
-            with contextlib.suppress(Exception):  # the score stands
-                answer = answer_of(grader, sample.response)
-            reply({"answer": answer})
+            loaded.grade([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
+    reply(0, pid=me, takes_groups=loaded.takes_groups, reads_answers=loaded.answer_of is not None)
+    with os.fdopen(requests, "rb") as lines:
+        for line in lines:
+            asked = json.loads(line)
+            if "answer_of" in asked:
+                answer = None
+                with contextlib.suppress(Exception):  # the score stands
+                    answer = loaded.answer_of(asked["answer_of"]) if loaded.answer_of else None
+                reply(asked["number"], answer=answer)
+                continue
+            try:
+                samples = [Sample(**one) for one in asked["samples"]]
+                # TRL's functions return None for what they do not grade; any other forgets its return.
+                skipped = {"error": "the grader returned None", "kind": "inapplicable"}
+                values = loaded.grade(samples)
+                grades = [skipped if loaded.takes_groups and v is None else checked(v) for v in values]
+            except MemoryError:
+                text = f"the grading needs more than {MEMORY_LIMIT_BYTES >> 30} GiB"
+                grades = [{"error": text, "kind": "memory"}] * len(asked["samples"])
+            except Exception as error:
+                grades = [{"error": text_of(error)}] * len(asked["samples"])
+            reply(asked["number"], grades=grades)
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback, starting at the first frame that is not this package's."""
+    trace, ours = error.__traceback__, os.path.dirname(__file__)  # noqa: PTH120
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))[-MAX_ERROR_CHARS:]
 
 
 def checked(value: object) -> dict[str, object]:
@@ -101,12 +144,11 @@ def checked(value: object) -> dict[str, object]:
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or PyTorch
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
-        return {
-            "error": f"the grader returned {repr(value)[:200]} of type {type(value).__name__}, not a number"
-        }
+        what = f"{repr(value)[:200]} of type {type(value).__name__}"
+        return {"error": f"the grader returned {what}, not a number"}
     score = float(value)
     return {"score": score} if math.isfinite(score) else {"error": f"the grader returned {score}"}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]))

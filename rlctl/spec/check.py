@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from rlctl.errors import Problem
 from rlctl.metric_names import OVERLONG
+from rlctl.registry import GRADERS
 from rlctl.spec import check_algorithm, check_rollout  # register their checks  # noqa: F401
 from rlctl.spec.check_base import BATCH_KEYS, CHECKS, ESTIMATOR, LEAVE_OUT, Problems, error, reads, warning
 from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.model import ALL_LINEAR
+from rlctl.spec.parts import param_problems
 from rlctl.spec.run_spec import RunSpec
+from rlctl.user_code import is_file_function
 
 #: Learning rates above this are unusual for a pretrained language model.
 UNUSUAL_LR = 1e-4
@@ -178,7 +181,7 @@ def budget_holds_a_row(spec: RunSpec) -> Problems:
             yield error(key, what, fix)
 
 
-@reads("reward.name", "reward.terms", "reward.model.path")
+@reads("reward.name", "reward.terms", "reward.params", "reward.model.path")
 def rewards_are_complete(spec: RunSpec) -> Problems:
     """Every reward has a name of its own, a weight and, for a reward model, a path."""
     reward = spec.reward
@@ -197,6 +200,12 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
     if any(term.weight == 0 for term in reward.all_terms):
         what = "a weight of 0: the reward is computed and not used"
         yield warning("reward.terms", what, "leave the term out, or give it a weight")
+    for term in reward.all_terms:
+        if not is_file_function(term.name):  # of a file, they are checked where it is imported
+            key = "reward.terms" if reward.terms else "reward.params"
+            yield from param_problems(GRADERS, term.name, key, term.params)
+    if reward.terms and reward.params:
+        yield warning("reward.params", "no effect: each of reward.terms has its own", LEAVE_OUT)
     if "model" in names and reward.model.path is None:
         fix = "reward.model.path=… (a sequence classifier with one output)"
         yield error("reward.model.path", "the reward model has no path", fix)

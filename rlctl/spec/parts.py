@@ -10,17 +10,26 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, Vali
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rlctl.errors import Problem, UsageError
-from rlctl.registry import Part, Registry, is_file_function
+from rlctl.registry import Part, Registry
+from rlctl.user_code import is_file_function
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Annotation of a text field: the name of a part, or `path/to/file.py:function`."""
+    """Annotation of a text field: the name of a part, or `path/to/file.py:function`.
+
+    Attributes:
+        registry: of such parts.
+        imports_files: a user's file is imported when the spec is checked; else where the part runs.
+    """
 
     registry: Registry
+    imports_files: bool = True
 
     def check(self, name: str) -> str:
-        """The name, if there is such a part; a user's file is imported."""
+        """The name, if there is such a part."""
+        if is_file_function(name) and not self.imports_files:
+            return name
         if not is_file_function(name) and name not in set(self.registry):
             names = [f"'{known}'" for known in self.registry]
             expected = f"{', '.join(names)} or path/to/file.py:function"

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from rlctl.spec.base import NullWord, Section
+from rlctl.registry import GRADERS
+from rlctl.spec.base import NullWord, OpenMapping, Section
+from rlctl.spec.parts import Registered
 
-GRADER_NAMES = ("auto", "maths", "exact", "multiple_choice", "countdown", "code", "model")
-
-
-def _is_grader(name: str) -> str:
-    file, colon, function = name.rpartition(":")
-    if name in GRADER_NAMES or (colon and file.endswith(".py") and function.isidentifier()):
-        return name
-    raise ValueError(f"write one of {', '.join(GRADER_NAMES)}, or path/to/file.py:function")
-
-
-GraderName = Annotated[str, AfterValidator(_is_grader)]
+GraderName = Annotated[str, Registered(GRADERS, imports_files=False)]
 
 
 class RewardTerm(Section):
@@ -28,6 +20,8 @@ class RewardTerm(Section):
     """As `reward.name`."""
     weight: float = 1.0
     """Factor of its scores."""
+    params: OpenMapping = Field(default={})
+    """As `reward.params`."""
 
     @property
     def label(self) -> str:
@@ -77,6 +71,8 @@ class RewardSpec(Section):
     """`maths`: math-verify; `exact`: text equals ground truth; `multiple_choice`: the option's letter;
     `countdown`: an equation; `code`: runs the response against tests; `model`: a reward model;
     `file.py:function`: your own; `auto`: by each row's `data_source`."""
+    params: OpenMapping = Field(default={})
+    """The grader's own parameters, where it has some: `reward.params.NAME=VALUE`."""
     terms: Annotated[list[RewardTerm] | None, NullWord] = None
     """Several rewards with weights, added up; null: `name` alone."""
     max_error_fraction: float = Field(default=0.1, ge=0, le=1)
@@ -89,4 +85,4 @@ class RewardSpec(Section):
     @property
     def all_terms(self) -> list[RewardTerm]:
         """`terms`, or `name` as the only one."""
-        return [RewardTerm(name=self.name)] if self.terms is None else self.terms
+        return [RewardTerm(name=self.name, params=self.params)] if self.terms is None else self.terms

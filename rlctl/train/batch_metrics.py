@@ -49,7 +49,8 @@ def batch_sums(
         "timeouts": torch.full_like(rewards.sum(), sum(graded.timeouts.values())),
     }
     for term, scores in graded.parts.items():
-        moments[f"term/{term}"] = moments_of(scores.to(rewards), scored.score_valid)
+        applies = ~scores.isnan().to(scored.score_valid.device)
+        moments[f"term/{term}"] = moments_of(scores.nan_to_num().to(rewards), scored.score_valid & applies)
         sums[f"errors/{term}"] = torch.full_like(rewards.sum(), graded.errors_by_term.get(term, 0))
     sums["flat_groups"], sums["groups"] = zero_spread_fraction(
         scored.scores, rollouts.group_ids, scored.score_valid

@@ -12,7 +12,8 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate import questions as questions_module
 from rlctl.evaluate.benchmark_table import BENCHMARKS
 from rlctl.evaluate.questions import Columns, find_benchmark, load_questions
-from rlctl.reward.graders import GRADERS, grader_for
+from rlctl.registry import GRADERS
+from rlctl.reward.sources import grader_for
 from rlctl.tiny.task import write_parquet
 
 #: One row of each benchmark in the data set's own columns, the ground truth, and a response that is right.

@@ -20,6 +20,7 @@ def rollouts(*samples, lengths=None, extra_infos=()):
         prompt_texts=tuple(f"prompt {i}" for i in range(len(samples))),
         extra_infos=extra_infos,
         messages=(),
+        responses=torch.ones(len(samples), int(counts.max()), dtype=torch.int64),
         response_mask=torch.arange(int(counts.max())) < counts[:, None],
     )
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.reward import choice, countdown, exact, maths
-from rlctl.reward.graders import GRADERS, answer_of, grader_for, knows_source
-from rlctl.spec.reward import GRADER_NAMES
+from rlctl.registry import GRADERS
+from rlctl.reward import maths
+from rlctl.reward.graders import chosen_option, countdown, exact, multiple_choice
+from rlctl.reward.sources import grader_for, knows_source
 
 LABELLED = Path(__file__).with_name("labelled.jsonl")
 AGREEMENT = 0.99
@@ -122,9 +123,9 @@ def test_a_ground_truth_that_is_no_mathematics_is_an_error_not_a_zero():
 
 
 def test_exact_looks_past_white_space_only():
-    assert exact.grade(" 640\n", "640") == 1.0
-    assert exact.grade("640.", "640") == 0.0
-    assert exact.grade("", "640") == 0.0
+    assert exact(" 640\n", "640") == 1.0
+    assert exact("640.", "640") == 0.0
+    assert exact("", "640") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -156,10 +157,10 @@ def test_exact_looks_past_white_space_only():
     ],
 )
 def test_multiple_choice_reads_the_letter(response, letter):
-    assert choice.answer_of(response) == letter
+    assert chosen_option(response) == letter
     for option in "ABCD":
         for truth in (option, f"({option})", f"{option}. the text"):
-            assert choice.grade(response, truth) == float(letter == option)
+            assert multiple_choice(response, truth) == float(letter == option)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +169,13 @@ def test_multiple_choice_reads_the_letter(response, letter):
 def test_multiple_choice_takes_no_time_for_long_and_repetitive_responses(hostile):
     """It runs in the trainer's own process, where nothing would end it."""
     start = time.process_time()
-    assert choice.answer_of(hostile) is None
+    assert chosen_option(hostile) is None
     assert time.process_time() - start < 2.0
 
 
 def test_multiple_choice_wants_a_letter_as_ground_truth():
     with pytest.raises(ValueError, match="'zebra' begins with no letter"):
-        choice.grade("B", "zebra")
+        multiple_choice("B", "zebra")
 
 
 TASK = '{"numbers": [25, 3, 4], "target": 88}'
@@ -200,18 +201,18 @@ TASK = '{"numbers": [25, 3, 4], "target": 88}'
     ],
 )
 def test_countdown_wants_each_number_once_and_the_target(response, score):
-    assert countdown.grade(response, TASK) == score
+    assert countdown(response, TASK) == score
 
 
 def test_countdown_computes_exactly():
-    assert countdown.grade("<answer>(1/3)*3*7</answer>", '{"numbers": [1, 3, 3, 7], "target": 7}') == 1.0
-    assert countdown.grade("<answer>8/(3-8/3)</answer>", '{"numbers": [8, 3, 8, 3], "target": 24}') == 1.0
+    assert countdown("<answer>(1/3)*3*7</answer>", '{"numbers": [1, 3, 3, 7], "target": 7}') == 1.0
+    assert countdown("<answer>8/(3-8/3)</answer>", '{"numbers": [8, 3, 8, 3], "target": 24}') == 1.0
 
 
 @pytest.mark.parametrize("truth", ["24", "{}", "no", '{"numbers": "ab", "target": 1}', '{"numbers": [1]}'])
 def test_countdown_refuses_other_ground_truths(truth):
     with pytest.raises(ValueError, match=r"."):
-        countdown.grade("1", truth)
+        countdown("1", truth)
 
 
 @pytest.mark.parametrize(
@@ -226,20 +227,20 @@ def test_countdown_refuses_other_ground_truths(truth):
     ],
 )
 def test_equal_answers_are_equal_text(grader, alike, others):
-    texts = {answer_of(grader, response) for response in alike}
+    answer_of = GRADERS.part(grader).answer_of
+    texts = {answer_of(response) for response in alike}
     assert len(texts) == 1
     assert None not in texts
-    assert texts.isdisjoint(answer_of(grader, response) for response in others)
-    assert answer_of(grader, "") is None
+    assert texts.isdisjoint(answer_of(response) for response in others)
+    assert answer_of("") is None
 
 
-@pytest.mark.parametrize("grader", ["code", "model", "mine.py:f"])
-def test_other_rewards_read_no_answers(grader):
-    assert answer_of(grader, "#### 1") is None
-
-
-def test_graders_are_those_the_spec_names():
-    assert {*GRADERS, "auto", "code", "model"} == set(GRADER_NAMES)
+def test_every_grader_says_what_it_grades():
+    assert set(GRADERS) >= {"exact", "maths", "multiple_choice", "countdown", "code", "model", "auto"}
+    for part in GRADERS.parts():
+        assert part.label
+        assert part.formula
+        assert (part.function.__doc__ or "").strip()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.reward.code import CodeScorer, parse_tests, program_of
 from rlctl.reward.protocol import Failure, Sample
 from rlctl.reward.sandbox import run
-from rlctl.reward.sandbox.run import Limits
+from rlctl.spec.reward import CodeSpec, RewardSpec
 
-LIMITS = Limits(timeout_s=5.0, memory_mb=512)
+LIMITS = RewardSpec(code=CodeSpec(timeout_s=5.0, memory_mb=512))
 DOUBLE = json.dumps({"inputs": ["2\n", "-1\n"], "outputs": ["4\n", "-2"]})
 CALLS = json.dumps({"fn_name": "f", "inputs": [[1, 2], [[], "a"]], "outputs": [[2, 1], ["a", []]]})
 ASSERTS = "import math\nassert f(1) == 2\nassert [2, {3}] == f(2), 'hint'\nassert math.isclose(f(4), 0.5)\n"
@@ -120,7 +120,7 @@ def test_the_last_block_is_the_program():
 
 def test_a_sandbox_that_cannot_be_set_up_is_said(monkeypatch):
     with pytest.raises(EnvironmentFailure, match="a small program ended with code"):
-        CodeScorer(Limits(timeout_s=5.0, memory_mb=1))
+        CodeScorer(RewardSpec.model_construct(code=CodeSpec.model_construct(timeout_s=5.0, memory_mb=1)))
     monkeypatch.setattr(run, "_read_reply", lambda reply, token: {"refused": "prctl: not permitted"})
     with pytest.raises(EnvironmentFailure, match="safely here: prctl: not permitted"):
         CodeScorer(LIMITS)

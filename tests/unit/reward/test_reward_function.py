@@ -1,10 +1,17 @@
 """The user's own reward: found or refused with the reason, called with what it names, never a silent 0."""
 
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from rlctl.errors import UsageError
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Sample
+from tests.unit.reward.samples import built, rollouts
 
 SAMPLE = Sample(
     response="r",
@@ -59,7 +66,7 @@ def mine(tmp_path_factory):
     return folder / "mine.py"
 
 
-def judged(name, deadline_s=5.0):
+def graded(name, deadline_s=5.0):
     pool = GradingPool(name, deadline_s=deadline_s, num_workers=1)
     try:
         pool.check()
@@ -83,7 +90,7 @@ def judged(name, deadline_s=5.0):
     ],
 )
 def test_parameters_are_filled_by_name(mine, function, score):
-    assert judged(f"{mine}:{function}") == score
+    assert graded(f"{mine}:{function}") == score
 
 
 @pytest.mark.parametrize(
@@ -100,13 +107,13 @@ def test_parameters_are_filled_by_name(mine, function, score):
     ],
 )
 def test_what_is_no_score_is_a_failure(mine, function, text):
-    verdict = judged(f"{mine}:{function}")
-    assert isinstance(verdict, Failure)
-    assert text in verdict.text
+    grade = graded(f"{mine}:{function}")
+    assert isinstance(grade, Failure)
+    assert text in grade.text
 
 
 def test_a_function_that_hangs_is_a_failure(mine):
-    assert judged(f"{mine}:hangs", deadline_s=0.5) == Failure(
+    assert graded(f"{mine}:hangs", deadline_s=0.5) == Failure(
         "the grading took longer than 0.5 s", kind="time-out"
     )
 
@@ -121,7 +128,7 @@ def test_a_function_that_hangs_is_a_failure(mine):
 )
 def test_a_function_that_cannot_be_called_is_refused(mine, function, what):
     with pytest.raises(UsageError, match=what) as caught:
-        judged(f"{mine}:{function}")
+        graded(f"{mine}:{function}")
     assert caught.value.where == f"{mine}:{function}"
 
 
@@ -141,14 +148,329 @@ def test_an_error_on_import_names_file_and_line(tmp_path, source, what, line):
     file = tmp_path / "bad.py"
     file.write_text(source)
     with pytest.raises(UsageError, match=what) as caught:
-        judged(f"{file}:f")
+        graded(f"{file}:f")
     assert caught.value.where == f"{file}:{line}"
     assert "Traceback" not in caught.value.what
 
 
 def test_a_file_that_is_missing_or_ends_the_process_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"gone\.py: no such file"):
-        judged(f"{tmp_path}/gone.py:f")
+        graded(f"{tmp_path}/gone.py:f")
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    with pytest.raises(UsageError, match="importing it ends the process with code 7"):
-        judged(f"{tmp_path}/dies.py:f")
+    with pytest.raises(UsageError, match="importing it failed: the grading process ended with code 7"):
+        graded(f"{tmp_path}/dies.py:f")
+
+
+UNRULY = """
+import os, pathlib, signal, subprocess, sys, threading, time
+
+def note(name, pid):
+    pathlib.Path(__file__).with_name(name).write_text(str(pid))
+
+def cancels_alarms(response):
+    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    time.sleep(60)
+
+def has_its_own_alarm(response):
+    def end(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return 0.25
+
+def ignores_signals(response):
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    time.sleep(60)
+
+def stops_itself(response):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def forks(response):
+    if os.fork() == 0:
+        return 0.0
+    time.sleep(0.2)
+    return 1.0
+
+def forks_and_raises(response):
+    if os.fork() == 0:
+        raise ValueError("in the copy")
+    os.wait()
+    return 1.0
+
+def leaves_a_process(response):
+    note("child", subprocess.Popen(["sleep", "600"]).pid)
+    return 1.0
+
+def leaves_a_daemon(response):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note("child", os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    time.sleep(0.3)
+    return 1.0
+
+def hangs_after_a_daemon(response):
+    leaves_a_daemon(response)
+    time.sleep(60)
+
+def reads_input(response):
+    return float(len(sys.stdin.read()))
+
+def floods(response):
+    def write(fd):
+        while True:
+            os.write(fd, b'{"number": 0, "grades": [{"score": 1.0}]}\\n' * 1000)
+    for fd in range(1, 20):
+        threading.Thread(target=write, args=(fd,), daemon=True).start()
+    time.sleep(60)
+
+def escapes(response):
+    raise ValueError("\\x1b[2J\\x1b]0;title\\x07 gone\\u202e")
+"""
+
+
+@pytest.fixture(scope="module")
+def unruly(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unruly")
+    (folder / "unruly.py").write_text(UNRULY)
+    return folder / "unruly.py"
+
+
+@pytest.mark.parametrize("function", ["cancels_alarms", "ignores_signals", "stops_itself"])
+def test_a_deadline_does_not_depend_on_the_function(unruly, function):
+    grade = graded(f"{unruly}:{function}", deadline_s=0.5)
+    assert grade == Failure("the grading took longer than 0.5 s", kind="time-out")
+
+
+@pytest.mark.parametrize(
+    ("function", "score"),
+    [("has_its_own_alarm", 0.25), ("forks", 1.0), ("forks_and_raises", 1.0), ("reads_input", 0.0)],
+)
+def test_what_a_function_does_with_signals_forks_and_input_is_its_own(unruly, function, score):
+    """And a copy that it forks replies to nobody: neither now nor in the next grading."""
+    pool = GradingPool(f"{unruly}:{function}", deadline_s=10.0, num_workers=1)
+    try:
+        assert pool.grade([SAMPLE] * 3) == [score] * 3
+    finally:
+        pool.close()
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("function", ["leaves_a_process", "leaves_a_daemon", "hangs_after_a_daemon"])
+def test_no_process_outlives_the_pool(unruly, function):
+    child = unruly.with_name("child")
+    child.unlink(missing_ok=True)
+    graded(f"{unruly}:{function}", deadline_s=2.0)
+    assert not is_alive(int(child.read_text()))
+
+
+def test_no_process_outlives_a_killed_trainer(unruly):
+    child = unruly.with_name("child")
+    child.unlink(missing_ok=True)
+    code = (
+        "from rlctl.reward.pool import GradingPool\nfrom rlctl.reward.protocol import Sample\n"
+        f"GradingPool('{unruly}:hangs_after_a_daemon', num_workers=1).grade([Sample('r', 'g')])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as trainer:
+        while not (child.exists() and child.read_text()):
+            time.sleep(0.05)
+        trainer.kill()
+    pid = int(child.read_text())
+    for _ in range(200):
+        if not is_alive(pid):
+            return
+        time.sleep(0.05)
+    pytest.fail("it is still running")
+
+
+def test_a_flood_of_replies_is_cut_off(unruly):
+    grade = graded(f"{unruly}:floods", deadline_s=20.0)
+    assert grade == Failure("the grading process replied with more than 1 MiB", kind="crash")
+
+
+def test_control_characters_in_an_error_are_shown_not_sent(unruly):
+    grade = graded(f"{unruly}:escapes")
+    assert "\\x1b[2J\\x1b]0;title\\x07 gone\\u202e" in grade.text
+    assert "\x1b" not in grade.text
+
+
+def test_control_characters_in_an_import_error_are_shown_not_sent(tmp_path):
+    (tmp_path / "bad.py").write_text("raise ValueError('\\x1b[2J')\n")
+    with pytest.raises(UsageError) as caught:
+        graded(f"{tmp_path}/bad.py:f")
+    assert "\\x1b[2J" in caught.value.what
+
+
+def test_files_named_like_the_standard_library_are_left_alone(tmp_path, monkeypatch):
+    """In the working directory, and beside the function's own file."""
+    for name in ("html", "json", "signal", "secrets", "statistics"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a stray file')\n")
+    (tmp_path / "helper.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "def f(response):\n    import html, statistics, helper\n    return helper.VALUE\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":/nowhere")  # an empty entry means the working directory
+    assert graded("mine.py:f") == 0.5
+
+
+TRL = """
+import asyncio
+
+def lengths(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+def columns(prompts, completions, difficulty, solution, **kwargs):
+    assert kwargs["data_source"] == ["d"] * len(prompts) and kwargs["trainer_state"] is None
+    kwargs["log_metric"]("name", 1.0)
+    return [d + (p == "p") + (s == "g") for p, d, s in zip(prompts, difficulty, solution)]
+
+def chat(completions, **kwargs):
+    return [float(completion[0]["content"] == "r") for completion in completions]
+
+def text_of(completion):
+    return completion[-1]["content"]
+
+def chat_by_a_helper(prompts, completions, **kwargs):
+    try:
+        return [float(text_of(c) == "r" and p[0]["role"] == "system") for p, c in zip(prompts, completions)]
+    except Exception:
+        return [0.0] * len(completions)
+
+def chat_by_annotation(completions: list[list[dict[str, str]]]) -> list[float]:
+    return [float(isinstance(completion, list)) for completion in completions]
+
+async def asynchronous(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [0.25] * len(completions)
+
+def siblings(completions, **kwargs):
+    return [float(len(completions))] * len(completions)
+
+def tokens(completion_ids: list[list[int]], completions=None):
+    return [float(sum(ids)) for ids in completion_ids]
+
+def one_bad(completions, **kwargs):
+    if "bad" in completions:
+        raise KeyError("bad")
+    return [1.0] * len(completions)
+
+def some(completions, **kwargs):
+    return [None if completion == "skip" else 1.0 for completion in completions]
+
+def too_many(completions, **kwargs):
+    return [1.0, 1.0]
+
+def needs(completions, level): return [1.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    (folder / "trl_rewards.py").write_text(TRL)
+    return folder / "trl_rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("function", "score"),
+    [
+        ("lengths", 1.0),
+        ("columns", 2.5),
+        ("chat", 1.0),
+        ("chat_by_a_helper", 1.0),
+        ("chat_by_annotation", 1.0),
+        ("asynchronous", 0.25),
+        ("tokens", 12.0),
+    ],
+)
+def test_functions_written_for_trl_work_as_they_are(trl, function, score):
+    pool = GradingPool(f"{trl}:{function}", num_workers=1)
+    try:
+        assert pool.grade([replace(SAMPLE, response_ids=(5, 7))]) == [score]
+    finally:
+        pool.close()
+
+
+def test_responses_to_one_prompt_are_graded_in_one_call(trl):
+    samples = [Sample(str(i), str(truth)) for truth, count in ((1, 3), (2, 2)) for i in range(count)]
+    pool = GradingPool(f"{trl}:siblings", num_workers=2)
+    try:
+        assert pool.grade(samples) == [3.0, 3.0, 3.0, 2.0, 2.0]
+    finally:
+        pool.close()
+
+
+def test_of_a_call_that_fails_each_response_is_graded_alone(trl):
+    pool = GradingPool(f"{trl}:one_bad", num_workers=1)
+    try:
+        good, bad, _ = pool.grade([Sample("a", "1"), Sample("bad", "1"), Sample("c", "1")])
+    finally:
+        pool.close()
+    assert good == 1.0
+    assert "KeyError: 'bad'" in bad.text
+
+
+def test_what_does_not_fit_trls_form_is_said(trl):
+    assert "needs level, the data has" in graded(f"{trl}:needs").text
+    assert "one number per completion" in graded(f"{trl}:too_many").text
+
+
+def test_none_of_one_term_leaves_the_others(trl):
+    terms = [{"name": f"{trl}:some", "weight": 2.0}, {"name": "exact", "weight": 1.0}]
+    reward = built(terms=terms)
+    result = reward.score(rollouts(("skip", "skip", "x"), ("a", "a", "x")))
+    reward.close()
+    assert result.scores.tolist() == [1.0, 3.0]
+    assert result.valid.all()
+    assert result.parts["some"].isnan().tolist() == [True, False]
+    alone = built(name=f"{trl}:some")
+    result = alone.score(rollouts(("skip", "skip", "x"), ("a", "a", "x")))
+    alone.close()
+    assert result.valid.tolist() == [False, True]
+
+
+REGISTERED = """
+from pydantic import BaseModel, Field
+from rlctl.registry import GRADERS
+
+class Params(BaseModel, extra="forbid"):
+    limit: int = Field(default=3, gt=0)
+
+@GRADERS.register(label="short", params=Params, answer_of=lambda response: response.upper())
+def short(response, params):
+    return float(len(response) <= params.limit)
+"""
+
+
+def test_a_registered_function_has_parameters_and_reads_answers(tmp_path):
+    name = f"{tmp_path}/short.py:short"
+    (tmp_path / "short.py").write_text(REGISTERED)
+    reward = built(name=name, params={"limit": 2})
+    batch = rollouts(("abc", "", "x"), ("ab", "", "x"))
+    result = reward.score(batch, read_answers=True)
+    reward.close()
+    assert result.scores.tolist() == [0.0, 1.0]
+    assert result.answers == ["ABC", "AB"]
+    for params, words in (({"limit": 0}, "greater than 0"), ({"size": 1}, "size")):
+        with pytest.raises(UsageError, match=words):
+            built(name=name, params=params)
+
+
+def test_the_example_of_the_docs_works():
+    reward = built(name="examples/custom_grader.py:brevity", params={"scale": 2})
+    result = reward.score(rollouts(("abcd", "", "x"), ("ab", "", "x")))
+    reward.close()
+    assert result.scores.tolist() == [0.5, 1.0]

@@ -13,7 +13,7 @@ from transformers import (
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.protocol import Failure, Sample
-from rlctl.spec.reward import RewardModelSpec
+from rlctl.spec.reward import RewardModelSpec, RewardSpec
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", *"abcdefgh"]
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
@@ -54,7 +54,7 @@ def saved(tmp_path_factory):
 
 def scorer(path, **settings):
     spec = RewardModelSpec(path=str(path), **{"dtype": "fp32", **settings})
-    return ModelScorer(spec, torch.device("cpu"))
+    return ModelScorer(RewardSpec(model=spec), torch.device("cpu"))
 
 
 def logits(model, words):

@@ -84,33 +84,33 @@ def grader(tmp_path):
         pool.close()
 
 
-def scores(verdicts):
+def scores(grades):
     """The score of each; None: excluded."""
-    return [verdict.score if isinstance(verdict, Failure) else verdict for verdict in verdicts]
+    return [grade.score if isinstance(grade, Failure) else grade for grade in grades]
 
 
-def kinds(verdicts):
-    return [verdict.kind for verdict in verdicts if isinstance(verdict, Failure)]
+def kinds(grades):
+    return [grade.kind for grade in grades if isinstance(grade, Failure)]
 
 
 def test_a_response_that_takes_too_long_is_wrong(maths):
-    verdicts = maths.grade(pairs(("\\boxed{x+1}", "x+1"), (HANGS, "x+1"), ("\\boxed{x}", "x+1")))
-    assert scores(verdicts) == [1.0, 0.0, 0.0]
-    assert verdicts[1].text == "the grading took longer than 2 s"
-    assert verdicts[1].kind == "time-out"
+    grades = maths.grade(pairs(("\\boxed{x+1}", "x+1"), (HANGS, "x+1"), ("\\boxed{x}", "x+1")))
+    assert scores(grades) == [1.0, 0.0, 0.0]
+    assert grades[1].text == "the grading took longer than 2 s"
+    assert grades[1].kind == "time-out"
 
 
 def test_a_ground_truth_that_takes_too_long_excludes_its_responses(maths):
     gold = "\\int_0^1 x^{x^{\\sin(x)}} dx \\cdot \\int_0^1 \\frac{\\sin(x^3)}{1+e^x} dx"
-    verdicts = maths.grade(pairs(("\\boxed{x^2+y}", gold), ("\\boxed{1}", "1")))
-    if isinstance(verdicts[0], Failure):  # else sympy has learnt to compare with it
-        assert verdicts[0].score is None
-    assert verdicts[1] == 1.0
+    grades = maths.grade(pairs(("\\boxed{x^2+y}", gold), ("\\boxed{1}", "1")))
+    if isinstance(grades[0], Failure):  # else sympy has learnt to compare with it
+        assert grades[0].score is None
+    assert grades[1] == 1.0
 
 
 def test_an_unreadable_ground_truth_excludes_its_responses(maths):
-    [verdict] = maths.grade(pairs(("\\boxed{1}", "€")))
-    assert (verdict.kind, verdict.score) == ("error", None)
+    [grade] = maths.grade(pairs(("\\boxed{1}", "€")))
+    assert (grade.kind, grade.score) == ("error", None)
 
 
 @pytest.mark.parametrize(
@@ -125,27 +125,27 @@ def test_an_unreadable_ground_truth_excludes_its_responses(maths):
 def test_limits_and_crashes_of_a_function_are_the_responses_where_the_gold_gets_1(
     grader, response, kind, words
 ):
-    verdicts = grader("grade").grade(pairs((response, "gold"), ("gold", "gold"), (response, "broken")))
-    assert scores(verdicts) == [0.0, 1.0, None]
-    assert kinds(verdicts) == [kind, kind]
-    assert words in verdicts[0].text
+    grades = grader("grade").grade(pairs((response, "gold"), ("gold", "gold"), (response, "broken")))
+    assert scores(grades) == [0.0, 1.0, None]
+    assert kinds(grades) == [kind, kind]
+    assert words in grades[0].text
 
 
 def test_an_exception_of_a_function_is_the_functions_fault(grader):
-    [verdict] = grader("grade").grade(pairs(("raise", "gold")))
-    assert (verdict.kind, verdict.score) == ("error", None)
-    assert "no such response" in verdict.text
+    [grade] = grader("grade").grade(pairs(("raise", "gold")))
+    assert (grade.kind, grade.score) == ("error", None)
+    assert "no such response" in grade.text
 
 
 def test_a_ground_truth_that_crashes_the_grader_excludes_its_responses(grader):
-    verdicts = grader("grade").grade(pairs(("segfault", "crashing"), ("1", "crashing")))
-    assert scores(verdicts) == [None, None]
+    grades = grader("grade").grade(pairs(("segfault", "crashing"), ("1", "crashing")))
+    assert scores(grades) == [None, None]
 
 
 def test_where_wrong_means_less_than_0_so_does_this(grader):
     """As in functions that return −1 or 1: 0 would be a reward for not being graded."""
-    verdicts = grader("boxed").grade(pairs(("segfault", "7"), ("\\boxed{7}", "7"), ("8", "7")))
-    assert scores(verdicts) == [-1.0, 1.0, -1.0]
+    grades = grader("boxed").grade(pairs(("segfault", "7"), ("\\boxed{7}", "7"), ("8", "7")))
+    assert scores(grades) == [-1.0, 1.0, -1.0]
 
 
 def test_a_function_that_does_not_give_the_gold_1_says_nothing_of_its_responses(grader):
@@ -182,7 +182,7 @@ def test_the_gold_is_tested_once(maths, monkeypatch):
     worker = maths._workers[0]
     grade = worker.grade
     monkeypatch.setattr(
-        worker, "grade", lambda sample, read: asked.append(sample.response) or grade(sample, read)
+        worker, "grade", lambda some, read: asked.extend(one.response for one in some) or grade(some, read)
     )
     for _ in range(2):
         assert scores(maths.grade(pairs((HANGS, gold)))) == [0.0]
@@ -192,11 +192,12 @@ def test_the_gold_is_tested_once(maths, monkeypatch):
 def test_an_answer_that_cannot_be_read_in_time_leaves_the_score(tmp_path, monkeypatch):
     """The reply with the score comes before the answer is read."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import rlctl.reward.maths as m, time\n"
+        "from dataclasses import replace\n"
+        "from rlctl.registry import GRADERS\n"
         "def slow(response):\n"
         "    while 'slow' in response: pass\n"
         "    return '7'\n"
-        "m.answer_of = slow\n"
+        "GRADERS._parts['maths'] = replace(GRADERS.part('maths'), answer_of=slow)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool("maths", deadline_s=2.0, num_workers=1)
@@ -206,15 +207,18 @@ def test_an_answer_that_cannot_be_read_in_time_leaves_the_score(tmp_path, monkey
 
 
 OURS = """
-import rlctl.reward.maths as m, time
-grade = m.grade
+import time
+from dataclasses import replace
+from rlctl.registry import GRADERS
+part = GRADERS.part("maths")
+grade = part.function
 def odd(response, ground_truth):
     if response == "raise":
         raise RecursionError("too deep for sympy")
     if response == "wait":
         time.sleep(60)
     return grade(response, ground_truth)
-m.grade = odd
+GRADERS._parts["maths"] = replace(part, function=odd)
 """
 
 
@@ -223,10 +227,10 @@ def test_of_our_graders_exceptions_count_like_crashes_and_a_busy_machine_does_no
     (tmp_path / "sitecustomize.py").write_text(OURS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pool = GradingPool("maths", deadline_s=0.5, num_workers=1)
-    verdicts = pool.grade(pairs(("raise", "7"), ("wait", "7"), ("raise", "€"), ("\\boxed{7}", "7")))
+    grades = pool.grade(pairs(("raise", "7"), ("wait", "7"), ("raise", "€"), ("\\boxed{7}", "7")))
     pool.close()
-    assert scores(verdicts) == [0.0, None, None, 1.0]
-    assert kinds(verdicts) == ["error", "machine", "error"]
+    assert scores(grades) == [0.0, None, None, 1.0]
+    assert kinds(grades) == ["error", "machine", "error"]
 
 
 def test_a_batch_of_them_is_scored_and_counted(tmp_path):

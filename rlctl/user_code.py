@@ -1,0 +1,92 @@
+"""The user's own functions, `path/to/file.py:function`: imported by path, with errors that name the line.
+
+Grading processes import this: no Pydantic, no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlctl.errors import UsageError
+
+
+def is_file_function(name: str) -> bool:
+    """Whether a name has the form `path/to/file.py:function`."""
+    file, colon, function = name.rpartition(":")
+    return bool(colon) and file.endswith(".py") and function.isidentifier()
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Import the user's `path/to/file.py:function`, the path as seen from the working directory.
+
+    Args:
+        name: of that form.
+        key: the spec key that names it, for messages.
+
+    Raises:
+        UsageError: no such file or function, or an error while importing it (with file and line).
+    """
+    file, _, function_name = name.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"{file}: no such file", where=key, fix=f"paths are relative to {Path.cwd()}")
+    function = getattr(_import_file(path), function_name, None)
+    if not callable(function):
+        what = "no such function" if function is None else f"{function_name} is not a function"
+        raise UsageError(what, where=name, fix=f"define `def {function_name}(…)` in {file}")
+    return function  # type: ignore[no-any-return]
+
+
+def search_beside(folder: Path) -> None:
+    """Let modules of a directory be imported, after the standard library and before installed packages.
+
+    A file of the user's named like a module of the standard library does not replace it.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    standard = {str(library), str(library / "lib-dynload"), sysconfig.get_path("platstdlib")}
+    last = max((place for place, entry in enumerate(sys.path) if entry in standard), default=-1)
+    if str(folder) not in sys.path:
+        sys.path.insert(last + 1, str(folder))
+
+
+def visible(text: str) -> str:
+    """The text with control characters as escapes (`\\x1b`), so that it cannot steer a terminal.
+
+    Line breaks and tabs stay.
+    """
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"rlctl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError("not a Python file", where=str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    search_beside(path.parent)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        what = visible(f"importing it failed: {type(error).__name__}: {error}")
+        raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
+    return module
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """`file:line` of the innermost line of the user's file that the error came through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)

@@ -183,7 +183,7 @@ class GradingProcess:
             part = os.read(outward, 1 << 16)
             num_bytes += len(part)
             *lines, received = (received + part).split(b"\n")
-            found = next(filter(None, map(self._reply, lines)), None)
+            found = next((reply for line in lines if (reply := self._reply(line))), None)
             if found is None and not part:
                 found = Failure("the grading process has gone away", "crash")
             elif found is None and num_bytes > max_bytes:

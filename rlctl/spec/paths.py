@@ -6,9 +6,9 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from rlctl.registry import is_file_function
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.run_spec import RunSpec
+from rlctl.user_code import is_file_function
 
 
 def matches(name: str) -> list[Path]:

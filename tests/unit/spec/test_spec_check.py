@@ -290,7 +290,7 @@ def test_rewards_and_adapters(overrides, expected):
         ("reward.params.x=1", "auto has no parameters of its own"),
         ("reward.name=a.py", "path/to/file.py:function, got 'a.py'"),
         ("reward.name=a.txt:f", "path/to/file.py:function, got 'a.txt:f'"),
-        ("reward.terms=[{name: exact}, {name: exakt}]", "item 2, name: must be 'code', 'maths'"),
+        ("reward.terms=[{name: exact}, {name: exakt}]", "item 2, name: must be "),
         ("reward.terms=[{name: exact, wheight: 2}]", "item 1, wheight: unknown key"),
     ],
 )

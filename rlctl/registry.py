@@ -1,4 +1,4 @@
-"""The parts of a run that have a name: losses, estimators, graders, rollout engines, trackers, diagnosis rules.
+"""The parts of a run that have a name: losses, estimators, graders, engines, trackers, diagnosis rules.
 
 A part is registered where it is defined:
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlctl.diagnose.readers.collect import LogReading
 from rlctl.diagnose.readers.last_exception import LastException
-from rlctl.diagnose.readers.printed_blocks import Braces, Listing, PrintedTable
+from rlctl.diagnose.readers.printed_blocks import BARS, BULLETS, Braces, Listing, PrintedTable
 from rlctl.diagnose.readers.printed_config import PrintedConfig
 from rlctl.diagnose.readers.printed_rows import PrintedRows, Row
 from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
@@ -32,12 +32,11 @@ _CELL = re.compile(
     rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
     re.IGNORECASE,
 )
-#: The end of a row of verl's that a terminal wrapped.
-_VERL_TAIL = re.compile(r"[^\s:]*(?::\S+)?(?: - [^\s:]+(?::\S+)+)+(?: -)?$|[^\s:]*/[^\s:]*:\S+(?: -)?$")
+_VERL_CELL = re.compile(r"[^\s:]+(?::[^\s:]+)+")
 #: Lines that number what is printed below them.
-_HEADINGS: tuple[tuple[Framework, re.Pattern[str]], ...] = (
-    ("nemo-rl", re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
-    ("areal", re.compile(r"\bTrain step (\d+)/\d+ done")),
+_HEADINGS: tuple[tuple[Framework, str, re.Pattern[str]], ...] = (
+    ("nemo-rl", BULLETS, re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
+    ("areal", BARS, re.compile(r"\bTrain step (\d+)/\d+ done")),
 )
 _NEXT_IS_STEP = re.compile(
     r"(?:^|\s)(?:global[ _])?(?:step|iteration)\s*[:#=]?\s*(\d+)\s*:?\s*$", re.IGNORECASE
@@ -51,6 +50,17 @@ def _verl_cells(text: str) -> Row:
         if name and (number := printed_number(value)) is not None:
             row[name] = number
     return row
+
+
+def _continues_verl(before: str, text: str) -> bool:
+    """Whether a line is the rest of a row that a terminal wrapped, at any place."""
+    first, *rest = text.strip().strip("-").strip().split(" - ")
+    if rest:
+        return " " not in first and all(map(_VERL_CELL.fullmatch, rest))
+    last_name, _, last_value = before.rpartition(" - ")[2].partition(":")
+    is_cell = _VERL_CELL.fullmatch(first) is not None
+    is_tail = is_cell or first.startswith(":") or before.endswith(":")
+    return (is_cell and "/" in first) or (not last_value and bool(last_name) and is_tail)
 
 
 def _piped_cells(text: str) -> Row:
@@ -150,7 +160,7 @@ class Console:
         self._braces: dict[str, Braces] = {}  # by process
         self._listing = Listing()
         self._table: PrintedTable | None = None
-        self._heading: tuple[Framework, int] | None = None
+        self._heading: tuple[Framework, str, int] | None = None
         self._next_step: int | None = None
 
     @property
@@ -232,12 +242,9 @@ class Console:
         if self._wrapped is None:
             return None
         form, before = self._wrapped
-        if "step:" not in text and _VERL_TAIL.match(text.strip()):
-            glue = " " if before.endswith(" -") else ""
-            self._wrapped = (
-                form,
-                before + glue + (text if text.startswith((" ", "-")) and not glue else text.strip()),
-            )
+        if "step:" not in text and _continues_verl(before, text):
+            lost_space = text.startswith("- ") or before.endswith(" -")
+            self._wrapped = form, before + " " * (lost_space and not text.startswith(" ")) + text
             return True
         self._end_wrapped()
         return None
@@ -261,8 +268,13 @@ class Console:
             return found
         if self._take_table(text):
             return True
+        if self._listing.is_other(text):
+            self._end_listing()
         if entry := self._listing.take(text):
-            return any(map(self._rows.wants, entry))
+            has_metric = any(map(self._rows.wants, entry))
+            if not has_metric:
+                self._config.take(text)
+            return has_metric
         found = self._end_listing()
         if not _FENCE.match(text):
             self._remark(text)
@@ -277,9 +289,9 @@ class Console:
     def _remark(self, text: str) -> None:
         """Take from a line without a row what it says about rows, settings or the end of the run."""
         if "te" in text:
-            for kind, pattern in _HEADINGS:
+            for kind, style, pattern in _HEADINGS:
                 if match := pattern.search(text):
-                    self._heading = kind, int(match[1])
+                    self._heading = kind, style, int(match[1])
             if match := _NEXT_IS_STEP.search(text):
                 self._next_step = int(match[1])
         self._config.take(text)
@@ -330,11 +342,9 @@ class Console:
         return False
 
     def _end_listing(self) -> bool:
-        row = self._listing.end()
+        style, row = self._listing.end()
         wanted = sum(map(self._rows.wants, row))
-        if not wanted:
-            return False
-        if self._heading:
-            kind, step = self._heading
+        if wanted and self._heading and self._heading[1] == style:
+            kind, _, step = self._heading
             return self._rows.add_numbered(kind, {**row, "step": step}, kind)
         return wanted > 1 and self._rows.add("list", row)

@@ -53,6 +53,7 @@ class LastException:
             self._in_traceback, self._frame = True, ""
         elif 'File "' in text and (frame := _FRAME.search(text)):
             function = f", in {frame['function']}" if frame["function"] else ""
+            self._in_traceback = True
             self._frame = f"{frame['file'].rpartition('/')[2]}, line {frame['line']}{function}"
         elif not self._in_traceback and _FATAL not in text:
             if text.rstrip()[-1:] in "dr)" and (match := _KILLED.match(text)):

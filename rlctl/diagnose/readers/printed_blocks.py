@@ -72,8 +72,7 @@ def _depth(text: str) -> int:
 
 #: Names that a notebook's table has for others.
 _COLUMNS = {"Step": "step", "Training Loss": "loss", "Validation Loss": "eval_loss", "Epoch": "epoch"}
-_BORDER = re.compile(r"[\s|│┃╎║+:=\-─━═┼╪╬├┤┬┴┌┐└┘╒╕╘╛╞╡╭╮╯╰]+$")
-_BARS = str.maketrans("│┃║", "|||")
+_TO_BARS = str.maketrans("│┃║", "|||")
 _NOT_LOGGED = frozenset({"", "-", "—", "No Log", "None", "null", "N/A", "n/a"})
 _STEP_COLUMN = re.compile(r"(?:global[ _])?step\s*[:#=]?\s*(\d+)", re.IGNORECASE)
 
@@ -107,7 +106,7 @@ class PrintedTable:
 
     def take(self, text: str) -> list[Row] | None:
         """The rows of a line; None if the table has ended."""
-        if _BORDER.match(text):
+        if _is_border(text):
             return []
         cells = _cells(text, self._delimiter)
         if self._steps:
@@ -140,8 +139,12 @@ def _cells(text: str, delimiter: str | None) -> list[str]:
             else text.split()
         )
     if delimiter == "|":
-        text = text.translate(_BARS).strip().removeprefix("|").removesuffix("|")
+        text = text.translate(_TO_BARS).strip().removeprefix("|").removesuffix("|")
     return [column_name(cell) for cell in text.split(delimiter)]
+
+
+def _is_border(text: str) -> bool:
+    return not any(map(str.isalnum, text))
 
 
 def column_name(cell: str) -> str:
@@ -160,37 +163,51 @@ _ENTRY = re.compile(
 _SECTION = re.compile(r"\W*(Validation) Results:?\s*$")
 
 
+#: How the entries of a list are marked.
+BULLETS, BARS, PLAIN = "bullets", "bars", "plain"
+
+
 class Listing:
     """Lines of one name and one value, or of several pairs between bars, that stand together."""
 
     def __init__(self) -> None:
         self._row: Row = {}
+        self._style = PLAIN
         self._section = ""
+
+    def is_other(self, text: str) -> bool:
+        """Whether the line is marked otherwise than the entries before it."""
+        return bool(self._row) and _style(text) != self._style
 
     def take(self, text: str) -> Row:
         """The entries of a line; empty if it has none."""
         found: Row = {}
         if _has_bars(text):
             cells = _cells(text, "|")
-            names, values = cells[::2], [printed_number(cell) for cell in cells[1::2]]
-            if len(names) == len(values) and None not in values and not any(map(_is_number, names)):
-                found = dict(zip(names, values, strict=True))
-            elif _BORDER.match(text) and self._row:
-                return dict.fromkeys(("",))
+            values = [printed_number(cell) for cell in cells[1::2]]
+            if len(cells) == 2 * len(values) and None not in values and not any(map(_is_number, cells[::2])):
+                found = dict(zip(cells[::2], values, strict=True))
         elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _ENTRY.match(text)):
             found = {self._section + entry["name"]: printed_number(entry["number"] + entry["percent"])}
         elif "Results" in text and (section := _SECTION.match(text)):
             self._section = f"{section[1].lower()}/"
-            return {}
+        if not found and self._row and _is_border(text):
+            return {"": None}
+        if found:
+            self._style = _style(text)
         self._row |= found
         return found
 
-    def end(self) -> Row:
-        """All entries since the last end."""
+    def end(self) -> tuple[str, Row]:
+        """All entries since the last end, and how they are marked."""
         row, self._row = self._row, {}
         if row:
             self._section = ""
-        return row
+        return self._style, row
+
+
+def _style(text: str) -> str:
+    return BARS if _has_bars(text) or _is_border(text) else BULLETS if text.lstrip()[:1] == "•" else PLAIN
 
 
 def _is_number(cell: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector, LogReading
 from rlctl.diagnose.table import Framework
@@ -89,8 +90,8 @@ class PrintedRows:
             self.wants(name) or name.startswith("eval_") for name in names
         ):
             return False
-        has_step = any(key in row for key in STEP_KEYS)
-        return self.add("dictionary with a step" if has_step else "dictionary", row)
+        step_key = next((key for key in STEP_KEYS if key in row), "")
+        return self.add(f"dictionary {step_key}", row)
 
     def add_numbered(self, kind: str, row: Row, framework: Framework | None) -> bool:
         """Take a row that has a step."""
@@ -121,10 +122,8 @@ class PrintedRows:
         if not held:
             return
         best = max(held, key=lambda one: (one.framework is not None, *_size(one.collector)))
-        json = self._reading.collector
-        if json.num_known and _size(json) >= _size(best.collector):
-            return
-        if json.num_known and best.framework is None and json.num_known >= best.collector.num_known:
+        json, known = self._reading.collector.num_known, best.collector.num_known
+        if json > (2 * known if best.framework else 0) and json >= known:
             return
         self._reading.collector = best.collector
         self._reading.hint = best.framework or self._reading.hint
@@ -133,17 +132,14 @@ class PrintedRows:
 
     def _number(self, form: _Form) -> None:
         """Give counted rows the steps of the progress bar beside them, or those that their epochs imply."""
-        bars = [
-            total
-            for total in form.bars[0]
-            if all(total in bar for bar in form.bars)
-            and all(a[total] != b[total] for a, b in zip(form.bars, form.bars[1:], strict=False))
-        ]
         notes = self._reading.notes
-        if bars:
-            form.collector.renumber([0, *(bar[max(bars)] for bar in form.bars)])
-            notes.append("the printed lines have no step: it is taken from the progress bar")
-            return
+        # A bar stands above its row, or below it; then the first row has none above, or one at 0.
+        for bars in (form.bars, [*form.bars[1:], self._bars]):
+            totals = [total for total in bars[0] if _counts(total, bars)]
+            if totals:
+                form.collector.renumber([0, *(bar[max(totals)] for bar in bars)])
+                notes.append("the printed lines have no step: it is taken from the progress bar")
+                return
         notes.append("the printed lines have no step: they are counted from 1")
         epochs = form.epochs
         back = [place for place in range(1, len(epochs)) if epochs[place] < epochs[place - 1]]
@@ -160,6 +156,12 @@ class PrintedRows:
 def _eval_name(name: str) -> str:
     """Of a metric in a row of an evaluation: some trainers put a prefix before some of them only."""
     return name if name in _OF_ANY_ROW or name.startswith("eval_") else f"eval_{name}"
+
+
+def _counts(total: int, bars: list[dict[int, int]]) -> bool:
+    """Whether the bar with this total moves on with every row, from above 0."""
+    places = [bar.get(total, 0) for bar in bars]
+    return all(places) and all(a != b for a, b in pairwise(places))
 
 
 def _size(collector: Collector) -> tuple[int, int]:

@@ -71,6 +71,7 @@ def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, A
     """Train; `correction` adds the seconds spent in it per step."""
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.spec.load import load_spec
+    from rlctl.track.startup import Startup
     from rlctl.train.loop import train
     from rlctl.train.setup import building
     from rlctl.train.stop import listening
@@ -80,7 +81,7 @@ def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, A
     spent = time_correction() if correction else []
     ranks = join_ranks()
     with tempfile.TemporaryDirectory() as run_dir, listening() as stop:
-        with building(spec, Path(run_dir), ranks, stop, resume=False) as run:
+        with building(spec, Path(run_dir), ranks, stop, Startup(is_shown=False), resume=False) as run:
             before = memory("VmRSS")
             run.history = clock = Clock()
             train(run)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,16 +70,13 @@ def watch(
 
     rlctl watch runs/rlctl/rloo-seq-is-20260101-120000 --plain
     """
-    import sys
-
     from rlctl.track.console import ConsoleSink
     from rlctl.track.open_run import open_run
     from rlctl.track.run_state import read_state
 
     record = open_run(run_dir)
     state = read_state(run_dir)
-    stream = _Plain(sys.stdout) if plain else sys.stdout
-    sink = ConsoleSink(str(run_dir), state.total_steps or 0, stream=cast("TextIO", stream))
+    sink = ConsoleSink(str(run_dir), state.total_steps or 0, plain=plain)
     num_rows = 0
     try:
         while True:
@@ -212,13 +209,3 @@ def _ranges(steps: list[int]) -> str:
     if len(steps) > 8:
         return f"{steps[0]} to {steps[-1]}, {len(steps)} steps"
     return ", ".join(map(str, steps)) or "none"
-
-
-class _Plain:
-    """A stream that says it is no terminal."""
-
-    def __init__(self, stream: Any) -> None:
-        self.write, self.flush = stream.write, stream.flush
-
-    def isatty(self) -> bool:
-        return False

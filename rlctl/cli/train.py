@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,6 +59,9 @@ def train(
             help="Print how torchrun, DeepSpeed's launcher and Slurm start this run on its nodes; then stop.",
         ),
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One line per step instead of the live panel, as in a log file.")
+    ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -100,6 +104,8 @@ def train(
         options = {"--preset": preset, "--spec": spec, "--resume": [resume] if resume else []}
         print_commands(loaded.spec, [*_as_given(options), *given])
         return
+    if plain:
+        os.environ["RLCTL_PLAIN"] = "1"  # ranks of their own read it too
     raise typer.Exit(_start(loaded, resume))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
@@ -39,6 +40,27 @@ LENGTH = "response_length/mean"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
+#: Phase of `timing_s/<phase>` → what the run does, as the panel says it.
+PHASES = {
+    "gen": "sampling",
+    "gen_max": "sampling",
+    "reward": "grading",
+    "old_log_prob": "scoring",
+    "ref": "scoring",
+    "values": "scoring",
+    "adv": "scoring",
+    "update_critic": "updating",
+    "update_actor": "updating",
+    "sync_weights": "syncing",
+    "testing": "validating",
+    "save_checkpoint": "saving",
+}
+#: Below or above these the panel colours a value red, then yellow: raw and applied ESS, masked fraction.
+_LOW_ESS = (0.1, 0.5)
+_HIGH_MASKED = (0.5, 0.2)
+_STOPPING = "stopping after this step, once more to leave at once"
+_VALIDATION, _REWARD_MEAN = "val/", "/reward_mean"
+
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -57,14 +79,25 @@ class ConsoleSink:
         total_steps: steps of the whole run.
         start_step: steps already done.
         stream: where to; a terminal gets the live panel, anything else plain lines without colour codes.
+        is_stopping: whether the run was asked to stop; the panel's title says so.
+        plain: lines on a terminal too, as `RLCTL_PLAIN=1` asks for.
     """
 
     name = "console"
 
     def __init__(
-        self, title: str, total_steps: int, start_step: int = 0, stream: TextIO | None = None
+        self,
+        title: str,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+        *,
+        plain: bool = False,
     ) -> None:
         self._title = title
+        self._is_stopping = is_stopping
+        self._phase = ""
         self._total = total_steps
         self._start = time.monotonic()
         self._stream = stream or sys.stdout
@@ -74,7 +107,8 @@ class ConsoleSink:
         self._printed_step: int | None = None
         self._live: Live | None = None
         console = Console(file=self._stream)
-        if self._stream.isatty() and console.is_interactive:
+        is_plain = plain or os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
+        if self._stream.isatty() and console.is_interactive and not is_plain:
             self._sparks = (console.encoding or "").lower().startswith("utf")
             live = Live(
                 get_renderable=self._render,
@@ -99,6 +133,15 @@ class ConsoleSink:
         )
         if self._live is None and (now - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
             self._print_plain(now)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the panel is drawn."""
+        return self._live is not None
+
+    def begin_phase(self, phase: str) -> None:
+        """Show what the run does now; phases without a name of their own change nothing."""
+        self._phase = PHASES.get(phase, self._phase)
 
     def note(self, text: str) -> None:
         """Print a line above the live area."""
@@ -150,8 +193,37 @@ class ConsoleSink:
             ProgressBar(total=max(self._total, 1), completed=state.step),
             Text(f"elapsed {clock(now - self._start)}{remaining}"),
         )
-        body = Group(head, self._reward_line(state), _numbers(state.metrics))
-        return Panel(body, title=self._title, title_align="left", padding=(0, 1))
+        parts = [head, self._reward_line(state), _numbers(state.metrics), self._phase_line(state.metrics)]
+        title = Text(self._title)
+        if self._is_stopping() and not finished:
+            title.append(f" · {_STOPPING}", style="bold yellow")
+        body = Group(*(part for part in parts if part is not None))
+        return Panel(body, title=title, title_align="left", padding=(0, 1))
+
+    def _phase_line(self, metrics: Mapping[str, float]) -> Text | None:
+        """What the run does now, the last step's share of time by phase, and the last validation."""
+        seconds: dict[str, float] = {}
+        for phase, name in PHASES.items():
+            seconds[name] = seconds.get(name, 0.0) + metrics.get(f"timing_s/{phase}", 0.0)
+        total = sum(seconds.values())
+        shares = [
+            f"{name} {value / total:.0%}"
+            for name, value in seconds.items()
+            if total and value / total >= 0.01
+        ]
+        checked = {
+            key.removeprefix(_VALIDATION).removesuffix(_REWARD_MEAN): value
+            for key, value in metrics.items()
+            if key.startswith(_VALIDATION) and key.endswith(_REWARD_MEAN)
+        }
+        line = Text()
+        if self._phase:
+            line.append("now ", "dim").append(f"{self._phase:<10}", "bold")
+        if shares:
+            line.append("  time ", "dim").append(", ".join(shares))
+        for source, value in checked.items():
+            line.append(f"\nvalidation {source} ", "dim").append(f"{value:.3f}", "bold")
+        return line if line.plain else None
 
     def _reward_line(self, state: _State) -> Text:
         line = Text.assemble(("reward  ", "dim"), (_show(state.metrics.get(REWARD), ".3f"), "bold"))
@@ -167,9 +239,15 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
     def show(key: str, form: str) -> str:
         return _show(metrics.get(key), form)
 
-    cells = (
-        ("ESS", f"{show(ESS, '.3f')}, raw {show(RAW_ESS, '.3f')}"),
-        ("masked", show(MASKED, ".1%")),
+    ess = Text.assemble(
+        (show(ESS, ".3f"), _colour(metrics.get(ESS), _LOW_ESS)),
+        ", raw ",
+        (show(RAW_ESS, ".3f"), _colour(metrics.get(RAW_ESS), _LOW_ESS)),
+    )
+    masked = Text(show(MASKED, ".1%"), _colour(metrics.get(MASKED), _HIGH_MASKED))
+    cells: tuple[tuple[str, str | Text], ...] = (
+        ("ESS", ess),
+        ("masked", masked),
         ("KL", show(KL, ".2e")),
         ("tokens/s", show(TOKENS, ",.0f")),
         ("grad norm", show(GRAD_NORM, ".3g")),
@@ -185,6 +263,15 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
     for row in range(0, len(cells), 3):
         grid.add_row(*(text for cell in cells[row : row + 3] for text in cell))
     return grid
+
+
+def _colour(value: float | None, levels: tuple[float, float]) -> str:
+    """Red beyond the first level, yellow beyond the second, else green; levels rise for bad low values."""
+    if value is None or not math.isfinite(value):
+        return ""
+    bad, doubtful = levels
+    sign = 1.0 if bad < doubtful else -1.0
+    return "red" if sign * value < sign * bad else "yellow" if sign * value < sign * doubtful else "green"
 
 
 def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:

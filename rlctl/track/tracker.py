@@ -49,6 +49,7 @@ class SinkInputs:
         config: the resolved spec as plain data, secrets redacted.
         total_steps: steps of the whole run.
         start_step: steps already done, 0 for a new run.
+        is_stopping: whether the run was asked to stop after this step.
     """
 
     run_dir: Path
@@ -57,6 +58,15 @@ class SinkInputs:
     config: dict[str, Any]
     total_steps: int
     start_step: int
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+@runtime_checkable
+class ShowsPhases(Protocol):
+    """A sink that shows what the run does now."""
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase of `timing_s/*` begins."""
 
 
 class Tracker:
@@ -117,6 +127,17 @@ class Tracker:
         except (OSError, ValueError) as error:  # the terminal is gone, or the pipe's reader
             _log.debug("note not shown: %s", text, exc_info=error)
 
+    @property
+    def has_panel(self) -> bool:
+        """Whether a live panel is drawn on the terminal."""
+        return any(getattr(sink, "is_live", False) for sink in self._extras)
+
+    def begin_phase(self, phase: str) -> None:
+        """Show what the run does now: a phase of `timing_s/*`."""
+        for sink in self._extras:
+            if isinstance(sink, ShowsPhases):
+                sink.begin_phase(phase)
+
     def close(self, status: Status = "finished") -> None:
         """Close every sink; twice is fine. The display goes first and leaves the terminal as it was."""
         if self._closed:
@@ -159,6 +180,7 @@ def build_tracker(
     config: dict[str, Any],
     total_steps: int,
     start_step: int,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> Tracker:
     """The tracker of a run: `metrics.jsonl` always, and the loggers asked for.
 
@@ -173,6 +195,7 @@ def build_tracker(
         config: the resolved spec, shown by W&B; secrets are redacted.
         total_steps: steps of the whole run.
         start_step: steps already done, 0 for a new run.
+        is_stopping: whether the run was asked to stop after this step.
 
     Raises:
         UsageError: an unknown logger.
@@ -180,7 +203,9 @@ def build_tracker(
     """
     last_step = truncate_after(run_dir / METRICS_FILE, start_step)
     record = JsonlSink(run_dir / METRICS_FILE)
-    inputs = SinkInputs(run_dir, project, experiment, redact_tree(config), total_steps, start_step)
+    inputs = SinkInputs(
+        run_dir, project, experiment, redact_tree(config), total_steps, start_step, is_stopping
+    )
     extras: list[Sink] = []
     warnings: list[str] = []
     # The console starts last: what the others print while starting stays above the live display.
@@ -204,7 +229,8 @@ def console(inputs: SinkInputs) -> Sink:
     """Progress, reward, ESS and masked fraction while the run goes on."""
     from rlctl.track.console import ConsoleSink
 
-    return ConsoleSink(f"{inputs.project}/{inputs.experiment}", inputs.total_steps, inputs.start_step)
+    title = f"{inputs.project}/{inputs.experiment}"
+    return ConsoleSink(title, inputs.total_steps, inputs.start_step, is_stopping=inputs.is_stopping)
 
 
 @TRACKERS.register(label="Weights & Biases")

@@ -46,12 +46,13 @@ def train(run: Run) -> None:
     spec, ranks, algorithm = run.spec, run.ranks, run.spec.algorithm
     guardrails, critic_settings = Guardrails(run, UpdateSettings.of(spec)), CriticSettings.of(spec)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
-    warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device)
+    phases = run.tracker.begin_phase
+    warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device, phases)
     if run.start_step == 0 and spec.trainer.test_freq > 0:
         log(run, 0, validate(run, 0))
 
     for step in range(run.start_step + 1, run.total_steps + 1):
-        timer = StepTimer(ranks.device)
+        timer = StepTimer(ranks.device, phases)
         hold = step <= spec.trainer.critic_warmup
         metrics: dict[str, float] = {}
         with timer("step"):
@@ -106,7 +107,7 @@ def train(run: Run) -> None:
         # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
         # seconds of saving stand in the next line.
         log(run, step, metrics)
-        saving = StepTimer(ranks.device)
+        saving = StepTimer(ranks.device, phases)
         stopping = ranks.max(float(run.stop.signal_number is not None)) > 0 or bool(run.stopped_because)
         if stopping or step == run.total_steps or is_due(step, spec.trainer.save_freq):
             with saving("save_checkpoint"):

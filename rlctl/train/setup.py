@@ -21,6 +21,7 @@ from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
+from rlctl.track.startup import Startup
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
@@ -33,14 +34,16 @@ from rlctl.train.sync import confirm_sync
 
 
 @contextlib.contextmanager
-def building(spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, *, resume: bool) -> Iterator[Run]:
-    """Build the run on this rank; leaving closes what needs closing.
+def building(
+    spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, startup: Startup, *, resume: bool
+) -> Iterator[Run]:
+    """Build the run on this rank, and show how far that is; leaving closes what needs closing.
 
     Raises:
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
     with contextlib.ExitStack() as stack:
-        yield _build(spec, run_dir, ranks, stop, stack, resume=resume)
+        yield _build(spec, run_dir, ranks, stop, startup, stack, resume=resume)
 
 
 def _build(
@@ -48,14 +51,17 @@ def _build(
     run_dir: Path,
     ranks: Ranks,
     stop: StopRequest,
+    startup: Startup,
     stack: contextlib.ExitStack,
     *,
     resume: bool,
 ) -> Run:
     torch.manual_seed(spec.trainer.seed)
     model_path, train_files, val_files = _sources(spec, ranks)
+    startup.phase(f"loading {spec.model.path} and starting the engines")
     models = build_models(spec, model_path, ranks, run_dir, stack)
     tokenizer = models.tokenizer
+    startup.phase("reading the prompts")
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     total_steps = _total_steps(spec, train_prompts)
@@ -72,9 +78,11 @@ def _build(
     if writer and resume:
         writer.discard_after(restored.step)
     kl = kl_controller(spec.algorithm)
+    startup.phase("starting the graders")
     reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
     stack.callback(reward.close)
-    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, total_steps, restored.step))
+    startup.stop()  # the panel follows
+    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
     for note in [*restored.notes, *_dropped(train_prompts, spec)]:
@@ -213,10 +221,12 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
     return Restored(state.step, state.policy_version, state.kl_coef, notes)
 
 
-def _tracker(spec: RunSpec, run_dir: Path, ranks: Ranks, total_steps: int, start_step: int) -> Tracker:
+def _tracker(
+    spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, total_steps: int, start_step: int
+) -> Tracker:
     if not ranks.is_main:
         return Tracker()
-    return build_tracker(
+    tracker = build_tracker(
         run_dir,
         spec.trainer.logger,
         spec.trainer.project_name,
@@ -224,4 +234,7 @@ def _tracker(spec: RunSpec, run_dir: Path, ranks: Ranks, total_steps: int, start
         spec.model_dump(mode="json"),
         total_steps,
         start_step,
+        is_stopping=lambda: stop.signal_number is not None,
     )
+    stop.is_shown = tracker.has_panel
+    return tracker

@@ -18,6 +18,7 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
+from rlctl.track.startup import Startup
 from rlctl.train.resume import refuse_unsafe
 
 #: As of `rlctl diagnose --fail-on`: what was found is the reason.
@@ -71,7 +72,10 @@ def start_run(
         opened.write_environment()
         announce.note(f"run directory: {run_dir}")
         try:
-            return run_dir, _run(spec, target_args, announce, callbacks)
+            exit_code = _run(spec, target_args, announce, callbacks)
+            if exit_code > 128 and not resume:
+                _remove_unused(run_dir)
+            return run_dir, exit_code
         except BaseException as error:  # Ctrl-C and SIGTERM included
             is_removed = not resume and _remove_unused(run_dir)
             if isinstance(error, Exception) and not is_removed:
@@ -100,27 +104,38 @@ def _remove_unused(run_dir: Path) -> bool:
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:
     """One rank, from joining the others to leaving them; returns the run's exit code."""
-    from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
-    from rlctl.train.loop import train
-    from rlctl.train.setup import building
     from rlctl.train.stop import listening
-    from rlctl.train.summary import write_summary
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
-    try:
-        with listening() as stop, missing_ranks():
-            ranks = join_ranks()
-            with building(spec, Path(run_dir), ranks, stop, resume=is_resumed) as run:
-                run.callbacks.extend(callbacks if ranks.is_main else ())
-                train(run)
-                if ranks.is_main:
-                    write_summary(run, Path(run_dir))
-            leave_ranks()
+    with listening() as stop, Startup(is_shown=os.environ.get("RANK", "0") == "0") as startup:
+        startup.phase("importing torch, transformers and DeepSpeed")
+        from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
+        from rlctl.train.loop import train
+        from rlctl.train.setup import building
+        from rlctl.train.summary import write_summary
+
+        try:
+            if spec.world_size == 1 and stop.signal_number:
+                return stop.exit_code
+            with missing_ranks():
+                if spec.world_size > 1:
+                    startup.phase(f"waiting for all {spec.world_size} ranks")
+                ranks = join_ranks()
+                with building(spec, Path(run_dir), ranks, stop, startup, resume=is_resumed) as run:
+                    early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting
+                    run.callbacks.extend(callbacks if ranks.is_main else ())
+                    if not early:
+                        train(run)
+                    if ranks.is_main and not early:
+                        write_summary(run, Path(run_dir))
+                leave_ranks()
+            if early:
+                return 128 + early
             if stop.signal_number:
                 return stop.exit_code
             return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
-    finally:
-        forget_lone_rank()
+        finally:
+            forget_lone_rank()
 
 
 def _path_of(spec: RunSpec) -> Path:

@@ -21,6 +21,8 @@ class StopRequest:
     """Which signal asked for the end, if any."""
 
     signal_number: int | None = None
+    is_shown: bool = False
+    """Whether a live display says that the run is stopping: a line in between would break it."""
 
     @property
     def exit_code(self) -> int:
@@ -38,7 +40,9 @@ def listening() -> Iterator[StopRequest]:
         nonlocal heard_at
         if request.signal_number is None:
             request.signal_number, heard_at = number, time.monotonic()
-            if os.environ.get("RANK", "0") == "0":  # one rank speaks; a handler may only write, not print
+            if (
+                os.environ.get("RANK", "0") == "0" and not request.is_shown
+            ):  # one rank speaks; a handler may only write, not print
                 with suppress(OSError):  # nobody reads any more, as behind ssh that was cut off
                     os.write(2, _HEARD)
         elif time.monotonic() - heard_at > _ECHO_S:

@@ -212,3 +212,16 @@ def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
     assert "ended without a word" in job.output
     assert "Traceback" not in job.output
     assert job.orphans() == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_asked_to_stop_while_starting_it_leaves_at_once_and_leaves_nothing(
+    tmp_path: Path, embedded: Path, ranks: int
+) -> None:
+    job = runs.start_train(tmp_path / "run", f"trainer.n_gpus_per_node={ranks}")
+    job.wait_for(lambda: "importing torch" in job.output)
+    assert (tmp_path / "run").is_dir()
+    job.signal_group(signal.SIGTERM)
+    assert job.wait() == 143
+    assert not (tmp_path / "run").exists()
+    assert "Traceback" not in job.output

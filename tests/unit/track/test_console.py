@@ -23,21 +23,35 @@ METRICS = {
     "actor/lr": 3e-4,
     "perf/throughput": 15300.4,
     "response_length/mean": 12.5,
+    "timing_s/step": 5.0,
+    "timing_s/gen": 1.5,
+    "timing_s/reward": 0.5,
+    "timing_s/update_critic": 1.0,
+    "timing_s/update_actor": 2.0,
+    "val/gsm8k/reward_mean": 0.75,
 }
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 PROGRAM = f"""
-import sys, time
+import os, sys, time
+TERM = os.environ.get("TERM")
 from rlctl.track.tracker import Tracker
 from rlctl.track.console import ConsoleSink
 METRICS = {METRICS!r}
-sink = ConsoleSink("p/e", 240)
+asked = []
+sink = ConsoleSink("p/e", 240, is_stopping=lambda: bool(asked))
 with Tracker(None, [sink], show=sink.note) as tracker:
     for step in range(1, 13):
         tracker.log(step, METRICS | {{"critic/score/mean": step / 20}})
         time.sleep(0.05)
         if step == 6:
             tracker.note("something to say")
+    assert tracker.has_panel == (sys.stdout.isatty() and TERM != "dumb")
+    tracker.begin_phase("gen")
+    tracker.begin_phase("step")
+    time.sleep(0.4)
+    asked.append(1)
+    tracker.begin_phase("update_actor")
     time.sleep(0.4)
     if sys.argv[1:]:
         raise RuntimeError("boom")
@@ -83,6 +97,18 @@ def test_the_panel_in_a_terminal() -> None:
     assert "something to say" in text
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_the_panel_shows_phases_validation_and_that_it_is_stopping() -> None:
+    output = in_terminal()
+    text = ANSI.sub("", output)
+    shares = "time sampling 30%, grading 10%, updating 60%"
+    assert re.search(rf"now sampling +{shares}", text)
+    assert re.search(rf"now updating +{shares}", text)
+    assert re.search(r"validation gsm8k 0\.750", text)
+    sampling, updating = text.index("now sampling"), text.index("now updating")
+    assert sampling < text.index("p/e · stopping after this step, once more to leave at once") <= updating
+    assert "\x1b[32m0.934" in output  # green: the raw and the applied ESS are high
 
 
 def test_the_terminal_is_given_back_on_an_exception() -> None:

@@ -50,6 +50,15 @@ def test_heard_though_nobody_reads_the_answer(tmp_path: Path) -> None:
     assert Job(asked_with_nobody_reading, log=tmp_path / "log").wait(30) == 143
 
 
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_live_display_is_not_broken_by_a_line(is_shown: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with listening() as stop:
+        stop.is_shown = is_shown
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal_number == signal.SIGINT
+    assert ("stopping" in capfd.readouterr().err) is not is_shown
+
+
 def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with listening():

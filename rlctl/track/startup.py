@@ -1,0 +1,50 @@
+"""What a run does before its first step: a spinner with the time so far, or lines in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Startup:
+    """Shows one phase after another on stderr; a context manager that clears the spinner.
+
+    Args:
+        is_shown: False on ranks other than 0.
+    """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        console = Console(stderr=True)
+        is_plain = os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
+        self._progress: Progress | None = None
+        if is_shown and console.is_interactive and sys.stderr.isatty() and not is_plain:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=console, transient=True)
+            self._task = self._progress.add_task("")
+
+    def phase(self, text: str) -> None:
+        """Show that this begins now."""
+        if self._progress:
+            self._progress.update(self._task, description=text)
+            self._progress.start()
+        elif self._is_shown:
+            sys.stderr.write(f"{text}\n")
+
+    def stop(self) -> None:
+        """Clear the spinner; twice is fine."""
+        if self._progress:
+            self._progress.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

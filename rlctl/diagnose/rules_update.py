@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
+#: What must be a finite number on every step, the most telling first.
+_FINITE = (_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm")
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
 #: A norm that no usual loss has, whatever the model.
 HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
@@ -48,17 +50,18 @@ GIBBERISH = (
 
 
 @Rule(
-    "not-finite", signal="NaN or infinite loss or gradient norm", source=th.OWN, uses=(_LOSS, _NORM),
+    "not-finite", signal="NaN or infinite loss, gradient norm, KL or entropy, of the policy or the critic",
+    source=th.OWN, uses=_FINITE,
     thresholds="any / ≥ 1 % of the steps, and 2 / ≥ 10 %",
     cause="overflow in low precision, too large a learning rate, or log-probs that are not finite",
     sure=("medium", "the log shows that, not where in the computation"),
 )  # fmt: skip
 def not_finite(run: RunLog) -> Detection | Skipped | None:
-    """Loss and gradient norm are finite."""
-    logged = {key: run.table.nonfinite[key] for key in (_NORM, _LOSS) if key in run.table.nonfinite}
+    """Losses, gradient norms, KL and entropy are finite."""
+    logged = {key: run.table.nonfinite[key] for key in _FINITE if key in run.table.nonfinite}
     if not logged:
-        present = {_NORM, _LOSS} & run.table.columns.keys()
-        return None if present else Skipped("neither was logged", (_NORM, _LOSS))
+        present = set(_FINITE) & run.table.columns.keys()
+        return None if present else Skipped("not logged", (_NORM, _LOSS))
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
     share = len(steps) / len(run.table.steps)
     severity: Severity = "info"

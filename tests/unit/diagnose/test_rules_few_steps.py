@@ -176,3 +176,10 @@ def test_a_jump_is_measured_against_the_steps_before_it():
     assert (
         "at most to 8.8 times the median before it" in finding_of(diagnosis_of(*spiked), "gradient-norm").what
     )
+
+
+@pytest.mark.parametrize("key", [NORM, LOSS, KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm"])
+def test_a_figure_of_the_update_that_is_not_finite_is_critical_at_one_step(key):
+    finding = finding_of(diagnosis_of({key: float("nan"), REWARD: 0.5}), "not-finite")
+    assert finding.severity == "critical"
+    assert key in finding.what

@@ -1,0 +1,55 @@
+"""`rlctl diagnose` on logs of real runs that nobody of this project wrote: what it says of each.
+
+    python benchmarks/real_logs.py FOLDER
+
+`FOLDER` holds the logs and a `README.md` with a table `| file | program | truth |`; a truth that begins with
+`healthy` must raise no warning, every other one must. Exits with 1 if one of them is judged otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.errors import RlctlError
+
+ROW = re.compile(r"^\| *(\S+) *\| *([^|]+?) *\| *(.+?) *\|$", re.MULTILINE)
+
+
+def judged(log: Path) -> tuple[str, str, str]:
+    """The log's steps and rules, the verdict, and the findings that are warnings or worse."""
+    try:
+        diagnosis = examine(read_run(log, metrics_read()))
+    except RlctlError as error:
+        return "—", "not read", str(error).partition("\n")[0]
+    found = [f"{one.rule}{'!' * (one.severity == 'critical')}" for one in diagnosis.findings]
+    alarms = [name for name, one in zip(found, diagnosis.findings, strict=True) if one.severity != "info"]
+    size = f"{len(diagnosis.run.table.steps)} × {len(diagnosis.checked)}"
+    return size, diagnosis.verdict, ", ".join(alarms) or "—"
+
+
+def main() -> int:
+    """Print the table; 1 if a log is judged otherwise than its truth."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    rows = ROW.findall((folder / "README.md").read_text(encoding="utf-8"))
+    wrong = 0
+    print("| log | written by | truth | steps × rules | findings | right |\n|---|---|---|---|---|---|")
+    for name, program, truth in rows:
+        if not (folder / name).is_file():
+            continue
+        size, verdict, findings = judged(folder / name)
+        is_right = (verdict in {"warning", "critical"}) != truth.startswith("healthy")
+        wrong += not is_right
+        print(f"| {name} | {program} | {truth.partition(':')[0]} | {size} | {findings} | {is_right} |")
+    print(f"\n{wrong} judged otherwise", file=sys.stderr)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

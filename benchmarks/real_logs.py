@@ -17,7 +17,7 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.errors import RlctlError
 
-ROW = re.compile(r"^\| *(\S+) *\| *([^|]+?) *\| *(.+?) *\|$", re.MULTILINE)
+ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)
 
 
 def judged(log: Path) -> tuple[str, str, str]:

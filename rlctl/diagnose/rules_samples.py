@@ -80,7 +80,7 @@ def exception(run: RunLog) -> Detection | None:
     after = "" if raised.step is None else f" after step {raised.step}"
     where = f" ({raised.where})" if raised.where else ""
     seen = Evidence("line of the log", f"{raised.line}{where}")
-    stopped = known is _EXCEPTIONS[0]
+    stopped = raised.is_stop or known is _EXCEPTIONS[0]
     return Detection(
         "info" if stopped else "critical",
         f"the log ends{after} with {raised.text}",

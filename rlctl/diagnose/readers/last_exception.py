@@ -27,16 +27,21 @@ _LINES_AFTER = 200
 class LastException:
     """Follows tracebacks through the lines that are no rows.
 
-    A handled exception may be printed without a traceback, or far from the end: neither ends a log.
+    A handled exception may be printed without a traceback, or far from the end: neither ends a log. Nor does
+    one that was printed before while training went on.
     """
 
     def __init__(self) -> None:
         self._found: LoggedException | None = None
         self._frame = ""
         self._in_traceback = False
+        self._since_row: set[str] = set()
+        self._survived: set[str] = set()
 
     def clear(self) -> None:
         """Training went on."""
+        self._survived |= self._since_row
+        self._since_row.clear()
         self._found, self._in_traceback = None, False
 
     def at_end(self, last_line: int) -> LoggedException | None:
@@ -63,6 +68,10 @@ class LastException:
 
     def _keep(self, text: str, kind: str, line: int, rows: PrintedRows) -> None:
         where, self._in_traceback = self._frame if self._in_traceback else "", False
+        known = {text[:_LONGEST], where} - {""}
+        self._since_row |= known
+        if known & self._survived:
+            return
         if self._found is not None and (kind in _OF_LAUNCHERS or self._found.text == text[:_LONGEST]):
             return
         self._found = LoggedException(text[:_LONGEST], where, line, rows.last_step, kind in _STOPS)

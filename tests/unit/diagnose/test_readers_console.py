@@ -382,6 +382,8 @@ def test_through_ray_the_cause_is_named_and_not_the_launcher(tmp_path):
 def test_exceptions_that_training_survived_or_that_are_far_from_the_end(tmp_path):
     row, error = VERL.format(step=3, x=0.5), f"{TRACEBACK}ValueError: no answer in the response\n"
     assert read(tmp_path, f"{error}{row}\n").exception is None
+    assert read(tmp_path, f"{error}{row}\n{error}").exception is None  # handled before, so handled again
+    assert read(tmp_path, f"{error}{row}\n{TRACEBACK.replace('585', '7')}KeyError: 'x'\n").exception
     assert read(tmp_path, f"{row}\n{error}" + "a rollout\n" * 500).exception is None
     assert read(tmp_path, f"{row}\nValueError: step 0 - no action in <think>Got it\n").exception is None
     stopped = read(tmp_path, f"{row}\n{TRACEBACK}KeyboardInterrupt\n").exception

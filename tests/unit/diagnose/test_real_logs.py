@@ -1,4 +1,4 @@
-"""Logs of real runs that this project did not write, where they are present: recognised, with their steps.
+"""Logs of real runs that this project did not write, where they are present: recognised, judged rightly.
 
 They are no part of the repository. `RLCTL_REAL_LOGS` names another folder.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.metric_names import ELSEWHERE, METRICS
 
 LOGS = Path(os.environ.get("RLCTL_REAL_LOGS", Path(__file__).parents[3] / ".." / "shared" / "data" / "logs"))
@@ -44,3 +45,26 @@ def test_a_real_log_is_recognised_with_its_steps(name):
     assert (run.framework, len(run.table.steps)) == (framework, rows)
     assert last in {None, run.table.steps[-1]}
     assert len(run.table.columns) > 2
+
+
+#: Log of a faulty run → the rules that must find the fault; every other log is of a healthy run.
+FAULTS = {
+    "hotpot_grpo.log": {"reference-drift", "gradient-norm"},
+    "nips_rho3.log": {"dead-groups", "truncated"},
+    "slime_1527.log": {"zero-reward"},
+    "swift_5890.jsonl": {"no-gradient", "truncated"},
+    "swift_5571.log": {"no-gradient"},
+    "llamafactory_856.jsonl": {"flat-reward"},
+    "openrlhf_lfm.log": {"dead-groups"},
+    "nemo_quickstart.log": {"zero-reward"},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_faulty_run_is_found_and_a_healthy_one_is_not_alarmed(name):
+    if not (LOGS / name).exists():
+        pytest.skip("the real logs are not here")
+    findings = examine(read_run(LOGS / name, metrics_read())).findings
+    alarms = {one.rule for one in findings if one.severity != "info"}
+    assert alarms >= FAULTS.get(name, set())
+    assert bool(alarms) == (name in FAULTS)

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from rlctl.diagnose.readers.collect import MAIN, STEP_KEYS, LogReading
+from rlctl.diagnose.readers.console import Console
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
 #: In the first record of every event file.
@@ -140,10 +141,11 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
-    """Read history and configuration of the run."""
+    """Read history and configuration of the run; its console output where it has no history."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
+    console, cut, number = Console(reading), "", 0
     for content in _wandb_records(stream, reading):
         try:
             record = Record.FromString(content)
@@ -163,6 +165,13 @@ def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
             config = record.run.config if kind == "run" else record.config
             for item in config.update:
                 _set(reading.config, list(item.nested_key) or [item.key], _value(item))
+        elif kind in {"output", "output_raw"} and not reading.collector.num_rows:
+            *lines, cut = (cut + getattr(record, kind).line).split("\n")
+            for line in lines:
+                number += 1
+                console.read(line.encode(), number)
+    console.read(cut.encode(), number + 1)
+    console.finish()
 
 
 def _wandb_records(stream: IO[bytes], reading: LogReading) -> Iterator[bytes]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rlctl.diagnose.readers import binary_formats as binary
 from rlctl.diagnose.readers import text_formats as text
@@ -30,6 +33,7 @@ _KNOWN_LOGS = (
 )
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50
+_CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
 
@@ -58,6 +62,7 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     _read_files(candidate.files, reading)
     collected = reading.collector.finish()
     spec, spec_notes = _spec_next_to(candidate.shown)
+    reading.config = reading.config or _config_next_to(candidate.shown)
     framework = _recognized(collected, reading, candidate.shown)
     if spec is not None and framework.uses_rlctl_names:
         framework = RLCTL
@@ -135,6 +140,21 @@ def _spec_next_to(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
     except SpecError as error:
         first = error.problems[0]
         return None, (f"{path} is left out: {first.key or first.where or ''} {first.what}",)
+
+
+def _config_next_to(log: Path) -> dict[str, Any]:
+    """The configuration that W&B, ms-swift or Hydra put next to a log; empty if there is none."""
+    for name in _CONFIG_FILES if log != STDIN else ():
+        try:
+            content = yaml.safe_load((log.parent / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            continue
+        if isinstance(content, dict):
+            return {
+                key: value["value"] if isinstance(value, dict) and "value" in value else value
+                for key, value in content.items()
+            }
+    return {}
 
 
 def _read_files(files: Sequence[Path], reading: LogReading) -> None:

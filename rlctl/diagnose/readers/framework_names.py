@@ -209,7 +209,7 @@ def canonical_table(
     configured = configured_facts(name_of, table, reading.config)
     stated = configured_facts(name_of, table, reading.stated, is_complete=False)
     sources = [
-        (configured, "the configuration in the log"),
+        (configured, "the configuration in the log, or next to it"),
         (stated, "a setting in the log"),
         (Facts(updates_per_batch=collected.updates_per_rollout), "the log's counts of updates and rollouts"),
         *(

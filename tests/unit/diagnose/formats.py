@@ -102,15 +102,12 @@ def tensorboard(rows, path):
             file.write(struct.pack("<Q", len(content)) + b"crc." + content + b"crc.")
 
 
-def wandb_file(rows, path):
+def wandb_records(contents, path):
     """LevelDB's log format, written byte by byte, so that records fall on block borders."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
     out = bytearray(b":W&B" + b"\xe1\xbe\x00")
-
-    def write(content):
-        kind = "first"
-        while True:
+    for whole in contents:
+        kind, content = "first", whole
+        while content or kind == "first":
             left = 32768 - len(out) % 32768
             if left < 7:
                 out.extend(b"\0" * left)
@@ -119,13 +116,16 @@ def wandb_file(rows, path):
             code = {("first", False): 2, ("first", True): 1, ("next", False): 3, ("next", True): 4}
             out.extend(b"crc." + struct.pack("<HB", len(part), code[kind, not content]) + part)
             kind = "next"
-            if not content:
-                return
+    path.write_bytes(bytes(out))
+
+
+def wandb_file(rows, path):
+    from wandb.proto.wandb_internal_pb2 import Record
 
     config = Record()
     item = config.run.config.update.add()
     item.key, item.value_json = "actor", '{"lr": 0.5}'
-    write(config.SerializeToString())
+    contents = [config.SerializeToString()]
     for number, row in enumerate(rows):
         record = Record()
         for key, value in _present(row).items():
@@ -134,8 +134,8 @@ def wandb_file(rows, path):
             item.value_json = json.dumps(value)
         filler = record.history.item.add()
         filler.key, filler.value_json = "text", json.dumps("x" * (number % 7) * 5000)
-        write(record.SerializeToString())
-    path.write_bytes(bytes(out))
+        contents.append(record.SerializeToString())
+    wandb_records(contents, path)
 
 
 def gzipped(rows, path):

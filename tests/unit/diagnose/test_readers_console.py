@@ -7,6 +7,7 @@ import pytest
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.errors import UsageError
 from rlctl.metric_names import ELSEWHERE, METRICS
+from tests.unit.diagnose import formats
 
 EVERYTHING = frozenset({*METRICS, *ELSEWHERE})
 ENTROPY, SCORE, NORM, LOSS = "actor/entropy", "critic/score/mean", "actor/grad_norm", "actor/pg_loss"
@@ -464,3 +465,33 @@ def test_names_that_stand_for_no_known_metric_are_kept(tmp_path):
     run = read(tmp_path, "step:1 - actor/entropy:0.5 - perf/mfu/actor:0.5 - my/own:1.0 - timing_s/x:2\n")
     assert "my/own" in run.unread
     assert ENTROPY not in run.unread
+
+
+# --- W&B ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["output", "output_raw"])
+def test_a_wandb_file_with_console_output_only(tmp_path, kind):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    lines, _ = lines_of("verl")
+    text = "\n".join(["\x1b[0m(T pid=1) loading", *lines, TRACEBACK, "ValueError: no GPU"])
+    records = []
+    for place in range(0, len(text), 50):  # pieces end anywhere
+        record = Record()
+        getattr(record, kind).line = text[place : place + 50]
+        records.append(record.SerializeToString())
+    formats.wandb_records(records, tmp_path / "run.wandb")
+    run = read_run(tmp_path / "run.wandb", EVERYTHING)
+    assert (run.framework, logged(run, ENTROPY)) == ("verl", {3: 0.25, 4: 0.5, 5: 0.75})
+    assert run.exception.text == "ValueError: no GPU"
+
+
+def test_output_log_with_the_configuration_next_to_it(tmp_path):
+    config = "num_generations:\n  value: 8\nbeta:\n  value: 0.04\n_wandb:\n  value: {}\n"
+    (tmp_path / "config.yaml").write_text(config)
+    run = read(tmp_path, trl(0.5, 0.1), "output.log")
+    assert (run.facts.group_size, run.facts.kl_coef) == (8, 0.04)
+    assert "next to it" in run.fact_origins["kl_coef"]
+    (tmp_path / "config.yaml").write_text("services: [web, db]\n")
+    assert read(tmp_path, trl(0.5, 0.1), "output.log").facts.kl_coef is None

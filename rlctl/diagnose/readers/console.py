@@ -19,9 +19,10 @@ from rlctl.diagnose.readers.printed_rows import PrintedRows, Row
 from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
 from rlctl.diagnose.table import Framework
 
-#: Colours; a paste often lost the escape character before them.
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\ufffd?\[\d{1,3}(?:;\d{1,3})*m")
-_QUOTE = re.compile(r"\s*(?:>\s?)+")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+#: A paste often lost the escape character before a colour.
+_LOST_COLOUR = re.compile(r"\ufffd?\[(?:0|1|3\d|9\d|[01];\d+|\d+;\d+)?m")
+_QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _RAY = re.compile(r"\([^()]*\bpid=\d+[^()]*\)\s?")
 _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
@@ -34,9 +35,9 @@ _CELL = re.compile(
 )
 _VERL_CELL = re.compile(r"[^\s:]+(?::[^\s:]+)+")
 #: Lines that number what is printed below them.
-_HEADINGS: tuple[tuple[Framework, str, re.Pattern[str]], ...] = (
-    ("nemo-rl", BULLETS, re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
-    ("areal", BARS, re.compile(r"\bTrain step (\d+)/\d+ done")),
+_HEADINGS: tuple[tuple[str, Framework, str, re.Pattern[str]], ...] = (
+    ("= Step ", "nemo-rl", BULLETS, re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
+    ("Train step ", "areal", BARS, re.compile(r"\bTrain step (\d+)/\d+ done")),
 )
 _NEXT_IS_STEP = re.compile(
     r"(?:^|\s)(?:global[ _])?(?:step|iteration)\s*[:#=]?\s*(\d+)\s*:?\s*$", re.IGNORECASE
@@ -176,8 +177,10 @@ class Console:
         """Take one line; False if there was no row in it."""
         self._line = number
         text = line.decode("utf-8", "replace").rstrip("\r\n")
-        if "[" in text:
+        if "\x1b" in text:
             text = _COLOUR.sub("", text)
+        if "[" in text and ("m(" in text or "[0m" in text or "[3" in text):
+            text = _LOST_COLOUR.sub("", text)
         # A progress bar returns to the start of its line without ending it.
         found = [self._part(part) for part in text.split("\r") if part] if text else [self._blank()]
         if any(found):
@@ -199,7 +202,7 @@ class Console:
         return self._end_listing()
 
     def _part(self, text: str) -> bool:
-        if text[0] in "> \t" and (quote := _QUOTE.match(text)) and ">" in quote.group():
+        if ">" in text and (quote := _QUOTE.match(text)):
             text = text[quote.end() :]
         prefix = match.group() if text[:1] == "(" and (match := _RAY.match(text)) else ""
         text = text[len(prefix) :]
@@ -215,6 +218,8 @@ class Console:
     # --- rows of one line ------------------------------------------------------------------------
 
     def _form(self, text: str) -> bool:
+        if ":" not in text and "=" not in text and "|" not in text:
+            return False
         for form in _FORMS:
             if form.mark not in text or not (match := form.pattern.search(text)):
                 continue
@@ -268,7 +273,7 @@ class Console:
             return found
         if self._take_table(text):
             return True
-        if self._listing.is_other(text):
+        if not self._listing.is_empty and self._listing.is_other(text):
             self._end_listing()
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
@@ -289,10 +294,10 @@ class Console:
     def _remark(self, text: str) -> None:
         """Take from a line without a row what it says about rows, settings or the end of the run."""
         if "te" in text:
-            for kind, style, pattern in _HEADINGS:
-                if match := pattern.search(text):
+            for mark, kind, style, pattern in _HEADINGS:
+                if mark in text and (match := pattern.search(text)):
                     self._heading = kind, style, int(match[1])
-            if match := _NEXT_IS_STEP.search(text):
+            if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
                 self._next_step = int(match[1])
         self._config.take(text)
         self._exception.take(text, self._line, self._rows)
@@ -342,6 +347,8 @@ class Console:
         return False
 
     def _end_listing(self) -> bool:
+        if self._listing.is_empty:
+            return False
         style, row = self._listing.end()
         wanted = sum(map(self._rows.wants, row))
         if wanted and self._heading and self._heading[1] == style:

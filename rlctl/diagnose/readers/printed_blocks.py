@@ -175,9 +175,14 @@ class Listing:
         self._style = PLAIN
         self._section = ""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no entry since the last end."""
+        return not self._row
+
     def is_other(self, text: str) -> bool:
         """Whether the line is marked otherwise than the entries before it."""
-        return bool(self._row) and _style(text) != self._style
+        return _style(text) != self._style
 
     def take(self, text: str) -> Row:
         """The entries of a line; empty if it has none."""
@@ -200,9 +205,7 @@ class Listing:
 
     def end(self) -> tuple[str, Row]:
         """All entries since the last end, and how they are marked."""
-        row, self._row = self._row, {}
-        if row:
-            self._section = ""
+        row, self._row, self._section = self._row, {}, ""
         return self._style, row
 
 

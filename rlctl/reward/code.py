@@ -1,14 +1,13 @@
 """Programs, graded by running them against the ground truth's tests in a sandbox.
 
-What the tests expect stays in this process wherever it can: the program is asked for values, and they
-are compared here. Only test code that is not of the form `assert CALL == LITERAL` runs beside the program.
+The program never decides: it is asked for values, and they are compared in this process, or test code that
+runs in another process calls it (`sandbox/peer.py`).
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -20,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import share_of_cores
 from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
-from rlctl.reward.sandbox.jail import encode
-from rlctl.reward.sandbox.run import Limits, Outcome, Step, check_sandbox, run_program
+from rlctl.reward.sandbox.jail import encode, same
+from rlctl.reward.sandbox.run import (
+    MAX_OUTPUT_BYTES,
+    Limits,
+    Outcome,
+    Step,
+    check_sandbox,
+    run_program,
+)
 
 if TYPE_CHECKING:
     from rlctl.spec.reward import RewardSpec
@@ -29,8 +35,6 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py)[0-9]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
-#: Floats that differ by less are the same answer.
-TOLERANCE = 1e-9
 
 
 @GRADERS.register(
@@ -96,7 +100,8 @@ class ScriptTests:
             left = end - time.monotonic()
             if left <= 0.0:
                 return 0.0
-            outcome = run_program(program, replace(limits, timeout_s=left), stdin=given)
+            most = MAX_OUTPUT_BYTES + 4 * len(wanted)
+            outcome = run_program(program, replace(limits, timeout_s=left), stdin=given, max_output=most)
             if outcome.refused:
                 return _broken(outcome)
             if outcome.exit_code != 0 or _words(outcome.stdout) != _words(wanted):
@@ -105,7 +110,7 @@ class ScriptTests:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTests:
+class CallTests:
     """Steps after the program, and the values that those of kind `eval` must have."""
 
     steps: tuple[Step, ...]
@@ -114,20 +119,33 @@ class StepTests:
     as_json: bool
 
     def run(self, program: str, limits: Limits) -> Grade:
-        """All steps in one process."""
-        outcome = run_program(program, limits, steps=self.steps)
+        """All steps in one process, which gives values; they are compared here."""
+        most = MAX_OUTPUT_BYTES // 16 + 32 * len(json.dumps(self.values))
+        outcome = run_program(program, limits, steps=self.steps, max_output=most)
         if outcome.refused:
             return _broken(outcome)
-        if not outcome.finished or len(outcome.values) != len(self.values):
+        if outcome.timed_out or len(outcome.values) != len(self.values):
             return 0.0
         try:
             found = [_as_json(value) for value in outcome.values] if self.as_json else outcome.values
-            return float(all(map(_same, found, self.values)))
+            return float(all(map(same, found, self.values)))
         except (RecursionError, TypeError, ValueError):  # nested too deep, or not written by `encode`
             return 0.0
 
 
-Tests = ScriptTests | StepTests
+@dataclass(frozen=True, slots=True)
+class CodeTests:
+    """Test code that calls the program from a process of its own."""
+
+    source: str
+
+    def run(self, program: str, limits: Limits) -> Grade:
+        """Two processes; what the one with the tests says counts."""
+        outcome = run_program(program, limits, tests=self.source)
+        return _broken(outcome) if outcome.refused else float(outcome.passed)
+
+
+Tests = ScriptTests | CallTests | CodeTests
 
 
 @lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
@@ -165,39 +183,58 @@ def _json_tests(values: dict[str, Any]) -> Tests:
     # Many data sets take their functions from sites where they are methods of `class Solution`.
     found = f"{name} if '{name}' in globals() else Solution().{name}"
     calls: list[Step] = [("eval", f"({found})(*{arguments!r})") for arguments in inputs]
-    return StepTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
+    return CallTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
 
 
-def _assert_tests(text: str) -> StepTests:
+def _assert_tests(text: str) -> CallTests | CodeTests:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"neither JSON nor Python: {error}") from None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("there is no assert in it")
-    steps: list[Step] = []
-    values: list[Any] = []
-    for statement in tree.body:
-        equation = _equation(statement)
-        if equation is None:
-            steps.append(("exec", ast.unparse(statement)))
-        else:
-            asked, value = equation
-            steps.append(("eval", ast.unparse(asked)))
-            values.append(encode(value))
-    return StepTests(tuple(steps), tuple(values), as_json=False)
+    equations = {place: found for place, one in enumerate(tree.body) if (found := _equation(one))}
+    if all(
+        place in equations and _is_plain_call(equations[place][0])
+        for place, one in enumerate(tree.body)
+        if not isinstance(one, ast.Import | ast.ImportFrom)
+    ):
+        steps: list[Step] = [
+            ("eval", ast.unparse(equations[place][0])) if place in equations else ("exec", ast.unparse(one))
+            for place, one in enumerate(tree.body)
+        ]
+        values = tuple(encode(ast.literal_eval(wanted)) for _, wanted in equations.values())
+        return CallTests(tuple(steps), values, as_json=False)
+    for place, (asked, wanted) in equations.items():
+        tree.body[place] = ast.Assert(ast.Call(ast.Name("_rlctl_same", ast.Load()), [asked, wanted], []))
+    return CodeTests(ast.unparse(ast.fix_missing_locations(tree)))
 
 
-def _equation(statement: ast.stmt) -> tuple[ast.expr, Any] | None:
-    """What `assert ASKED == LITERAL` (or the other way round) asks for, and the literal's value."""
+def _equation(statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+    """What `assert ASKED == LITERAL` (or the other way round) asks for, and the literal."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
-            for asked, expected in ((left, right), (right, left)):
-                try:
-                    return asked, ast.literal_eval(expected)
-                except (ValueError, TypeError):
-                    continue
+            return next(((a, b) for a, b in ((left, right), (right, left)) if _is_literal(b)), None)
     return None
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        encode(ast.literal_eval(node))
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _is_plain_call(node: ast.expr) -> bool:
+    """Whether it is a call of something of the program with literals: no decision is made in it."""
+    match node:
+        case ast.Call(func=func, args=args, keywords=keywords):
+            given = [*args, *(keyword.value for keyword in keywords)]
+            return all(map(_is_literal, given)) and _is_plain_call(func)
+        case ast.Attribute(value=value):
+            return _is_plain_call(value)
+    return isinstance(node, ast.Name)
 
 
 def _broken(outcome: Outcome) -> Failure:
@@ -220,13 +257,3 @@ def _as_json(code: Any) -> Any:
             ]
             return ["dict", *sorted(texts, key=lambda pair: json.dumps(pair[0]))]
     return code
-
-
-def _same(found: Any, wanted: Any) -> bool:
-    """Equality of encoded values; floats may differ by rounding."""
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    if isinstance(found, float) or isinstance(wanted, float):
-        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
-        return numbers and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    return bool(found == wanted)

@@ -1,15 +1,23 @@
-"""A process that confines itself and then runs one program it does not trust.
+"""A process that confines itself and then runs code that it does not trust.
 
-Started by `rlctl.reward.sandbox.run` as `python -I jail.py JOB REPLY`, two file descriptors; it sees no
+Started by `rlctl.reward.sandbox.run` as `python -I jail.py JOB REPLY [LINE]`, file descriptors; it sees no
 environment, and neither `rlctl` nor anything beyond the standard library is needed.
 
-The job is one JSON object; `run_program` describes its parts. The reply is JSON, line by line: `ready`
-or why not, then the value of every `eval` step, then the job's token when all steps went through.
+The job is one JSON object; `run_program` describes its parts. The reply is JSON, line by line: `ready` or why
+not, then, by the job's role,
+
+- `script`: nothing, the program runs as a script;
+- `values`: the value of every `eval` step after the program;
+- `program`: nothing, test code in another process uses the program through the line;
+- `tests`: whether the test code went through.
 """
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import json
+import math
 import os
 import platform
 import sys
@@ -17,33 +25,69 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
+#: Floats that differ by less are the same answer.
+TOLERANCE = 1e-9
 
-def main(job_fd: int, reply_fd: int) -> None:
-    """Confine this process, run the program, take the steps."""
+
+def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
+    """Confine this process, then do what the job's role asks for."""
     with os.fdopen(job_fd, "rb") as file:
         job = json.load(file)
     try:
-        _confine(job)
+        peer = _confine(job)
     except (OSError, ValueError) as error:
         _send(reply_fd, {"refused": str(error)})
         os._exit(1)
     _send(reply_fd, {"ready": True})
-    steps, token = job["steps"], job["token"]
+    role, steps = job["role"], job["steps"]
+    if role == "tests":
+        if _tests_pass(job["source"], peer.Peer(line_fd, guards_names=True)):
+            _send(reply_fd, {"passed": True})
+        os._exit(0)
     # A program that is asked for functions is a module: what it does when run as a script is its own affair.
-    module = ModuleType("solution" if steps else "__main__")
+    module = ModuleType("__main__" if role == "script" else "solution")
     sys.modules[module.__name__] = module
     sys.argv = ["solution.py"]
-    exec(compile(job["program"], "solution.py", "exec", dont_inherit=True), module.__dict__)
-    if not steps:
+    exec(compile(job["source"], "solution.py", "exec", dont_inherit=True), module.__dict__)
+    if role == "script":
         return  # ends like any script: exit status, exit handlers, threads
+    if role == "program":
+        names = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
+        modules = {name: one.__name__ for name, one in names.items() if isinstance(one, ModuleType)}
+        line = peer.Peer(line_fd, guards_names=False)
+        line.send((modules, {name: value for name, value in names.items() if name not in modules}))
+        line.serve()
     for kind, source in steps:
         if kind == "exec":
             exec(compile(source, "tests.py", "exec", dont_inherit=True), module.__dict__)
         else:
             value = eval(compile(source, "tests.py", "eval", dont_inherit=True), module.__dict__)
             _send(reply_fd, {"value": encode(value)})
-    _send(reply_fd, {"token": token})
     os._exit(0)
+
+
+def _tests_pass(source: str, peer: Any) -> bool:
+    """Run test code with the program's names in reach; of the built-in ones none is replaced."""
+    modules, names = peer.receive()
+    known = {name: value for name, value in names.items() if not hasattr(builtins, name)}
+    for name, module in modules.items():
+        try:
+            known[name] = importlib.import_module(module)
+        except ImportError:
+            continue
+    known |= {"__name__": "tests", "_rlctl_same": lambda found, wanted: same(encode(found), encode(wanted))}
+    exec(compile(source, "tests.py", "exec", dont_inherit=True), known)
+    return not peer.is_lost
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Equality of values as `encode` gives them; floats may differ by `TOLERANCE`."""
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(found, float) or isinstance(wanted, float):
+        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
+        return numbers and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(found == wanted)
 
 
 def encode(value: Any) -> Any:
@@ -74,11 +118,17 @@ def _encode_scalar(value: Any) -> Any:
     return ["bytes", value.hex()] if isinstance(value, bytes) else ["object", type(value).__name__]
 
 
-def _confine(job: dict[str, Any]) -> None:
+def _confine(job: dict[str, Any]) -> Any:
+    """Give everything up; gives the module `peer`, which cannot be imported afterwards."""
     # Imported from here, not the package: `-I` keeps this directory off the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import confine  # type: ignore[import-not-found]
     import seccomp  # type: ignore[import-not-found]
+
+    if job["role"] in {"program", "tests"}:
+        import peer  # type: ignore[import-not-found]
+    else:
+        peer = None
 
     del sys.path[0]
     confine.die_with_parent()
@@ -89,6 +139,7 @@ def _confine(job: dict[str, Any]) -> None:
         confine.confine_files(os.getcwd())  # noqa: PTH109
     confine.limit_resources(memory_bytes=job["memory_bytes"], cpu_s=job["cpu_s"])
     confine.filter_system_calls(program)
+    return peer
 
 
 def _send(fd: int, values: dict[str, Any]) -> None:
@@ -96,4 +147,4 @@ def _send(fd: int, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.errors import EnvironmentFailure
 
 JAIL = Path(__file__).with_name("jail.py")
+#: Bytes that are read of what a program prints and reports.
+MAX_OUTPUT_BYTES = 1 << 20
 #: Libraries that would start a thread per core get one: threads count against the memory limit.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -55,48 +58,76 @@ class Outcome:
         refused: why the sandbox could not be set up; None: the program ran.
         exit_code: of the process; negative: the signal that ended it.
         timed_out: it was killed for taking too long.
-        stdout: what it printed, at most 16 MiB.
+        stdout: what it printed, at most `max_output` bytes.
         values: of the `eval` steps that were reached, as `jail.encode` writes them.
-        finished: all steps went through.
+        passed: the test code went through.
     """
 
     refused: str | None
     exit_code: int
     timed_out: bool
     stdout: str
-    values: list[Any] = field(default_factory=list)
-    finished: bool = False
+    values: list[Any]
+    passed: bool
 
 
-def run_program(program: str, limits: Limits, *, stdin: str = "", steps: Sequence[Step] = ()) -> Outcome:
+def run_program(
+    program: str,
+    limits: Limits,
+    *,
+    stdin: str = "",
+    steps: Sequence[Step] = (),
+    tests: str = "",
+    max_output: int = MAX_OUTPUT_BYTES,
+) -> Outcome:
     """Run Python source in a new process, confined, in a temporary directory that is removed afterwards.
 
     Args:
-        program: Python source; run as a script, or, with steps, as a module.
+        program: Python source; run as a script, or, with steps or tests, as a module.
         limits: time and memory; a program that reaches them is ended.
         stdin: its standard input.
         steps: evaluated after the program, in its name space.
+        tests: Python source; run in a process of its own, which uses the program through `peer.py`.
+        max_output: bytes that are read of its output and of its values.
     """
-    token = secrets.token_hex(16)
+    end = time.monotonic() + limits.timeout_s
     job = {
-        "program": program,
+        "role": "program" if tests else "values" if steps else "script",
+        "source": program,
         "steps": steps,
-        "token": token,
         "memory_bytes": limits.memory_mb << 20,
         "cpu_s": math.ceil(limits.timeout_s) + 1,  # should this process be gone when the time is up
     }
     with tempfile.TemporaryDirectory(prefix="rlctl-code-", ignore_cleanup_errors=True) as name:
-        place = Path(name)
-        (place / "work").mkdir()
-        (place / "job").write_text(json.dumps(job), encoding="ascii")
-        (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
-        exit_code = _run_jail(place, limits.timeout_s)
-        return Outcome(
-            exit_code=-signal.SIGKILL if exit_code is None else exit_code,
-            timed_out=exit_code is None,
-            stdout=(place / "stdout").read_text(encoding="utf-8", errors="replace"),
-            **_read_reply((place / "reply").read_bytes(), token),
-        )
+        folders, jobs = [Path(name, "program")], [job]
+        if tests:
+            folders.append(Path(name, "tests"))
+            jobs.append(job | {"role": "tests", "source": tests})
+        processes: list[subprocess.Popen[bytes]] = []
+        exit_code: int | None = None
+        try:
+            ends = socket.socketpair()
+            with ends[0], ends[1]:
+                for folder, one, line in zip(folders, jobs, ends, strict=False):
+                    processes.append(_start(folder, one, stdin, line.fileno() if tests else None))
+            exit_code = processes[-1].wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in processes:  # also on Ctrl-C
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        refused, messages = _read_replies(folders, max_output, max(1, len(steps)))
+        stdout = _start_of(folders[0] / "stdout", max_output)
+    return Outcome(
+        refused=refused,
+        exit_code=-signal.SIGKILL if exit_code is None else exit_code,
+        timed_out=exit_code is None,
+        stdout=stdout.decode(errors="replace"),
+        values=[message.get("value") for message in messages],
+        passed=bool(tests) and messages == [{"passed": True}],
+    )
 
 
 def check_sandbox(limits: Limits) -> None:
@@ -120,56 +151,53 @@ def check_sandbox(limits: Limits) -> None:
         )
 
 
-def _run_jail(place: Path, timeout_s: float) -> int | None:
-    """Exit code; None if it was killed for its time.
+def _start(folder: Path, job: dict[str, Any], stdin: str, line: int | None) -> subprocess.Popen[bytes]:
+    """A process of `jail.py`.
 
     It reads and writes files, not pipes: their size is limited, and nobody waits for the other end.
     """
+    (folder / "work").mkdir(parents=True)
+    (folder / "job").write_text(json.dumps(job), encoding="ascii")
+    (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
     with (
-        (place / "job").open("rb") as job,
-        (place / "reply").open("wb") as reply,
-        (place / "stdin").open("rb") as stdin,
-        (place / "stdout").open("wb") as stdout,
+        (folder / "job").open("rb") as given,
+        (folder / "reply").open("wb") as reply,
+        (folder / "stdin").open("rb") as inward,
+        (folder / "stdout").open("wb") as outward,
     ):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(JAIL), str(job.fileno()), str(reply.fileno())],
-            stdin=stdin,
-            stdout=stdout,
+        fds = [given.fileno(), reply.fileno(), *([] if line is None else [line])]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", str(JAIL), *map(str, fds)],
+            stdin=inward,
+            stdout=outward,
             stderr=subprocess.DEVNULL,
-            cwd=place / "work",
+            cwd=folder / "work",
             env=ENVIRONMENT,
-            pass_fds=(job.fileno(), reply.fileno()),
+            pass_fds=fds,
             start_new_session=True,
         )
+
+
+def _start_of(file: Path, max_bytes: int) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(max_bytes)
+
+
+def _read_replies(
+    folders: Sequence[Path], max_bytes: int, max_messages: int
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """Why a process was not confined, if so, and what the last one has reported after that.
+
+    No messages if one is not of `jail.py`, or there are more than it can have written.
+    """
+    for folder in folders:
+        first, *lines = _start_of(folder / "reply", max_bytes).split(b"\n", max_messages + 1)
+        confined = json.loads(first or b"{}")  # written before the program ran
+        if "ready" not in confined:
+            return confined.get("refused", "its process ended before it was confined"), []
     try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.returncode is None:  # also on Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _read_reply(reply: bytes, token: str) -> dict[str, Any]:
-    """The parts of `Outcome` that the jail reports; stops at what the jail cannot have written."""
-    parts: dict[str, Any] = {
-        "refused": "its process ended before it was confined",
-        "values": [],
-        "finished": False,
-    }
-    for line in reply.splitlines():
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        match message:
-            case {"ready": True}:
-                parts["refused"] = None
-            case {"refused": str(why)} if parts["refused"]:
-                parts["refused"] = why
-            case {"value": value}:
-                parts["values"].append(value)
-            case {"token": str(given)}:
-                parts["finished"] = secrets.compare_digest(given.encode(), token.encode())
-    return parts
+        messages = [json.loads(line) for line in lines if line]
+    except (ValueError, RecursionError):
+        return None, []
+    is_ours = len(messages) <= max_messages and all(isinstance(message, dict) for message in messages)
+    return None, messages if is_ours else []

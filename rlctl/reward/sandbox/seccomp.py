@@ -18,6 +18,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32_BIT = 0x40000000
 
 CLONE_THREAD = 0x00010000
+PR_SET_NAME = 15
 WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, alike on both machines
 ANY_BIT = 0xFFFFFFFF
 
@@ -31,6 +32,7 @@ class SeccompRule:
         argument: place of the argument looked at; None: deny always.
         mask: bits of it (of its lower half).
         if_set: deny when one of them is set; False: when none is.
+        only: deny when that half is anything but this; `mask` is not used.
         error: what the caller is told.
     """
 
@@ -38,6 +40,7 @@ class SeccompRule:
     argument: int | None = None
     mask: int = 0
     if_set: bool = True
+    only: int | None = None
     error: int = errno.EPERM
 
 
@@ -66,6 +69,8 @@ ALWAYS = {
     "ptrace": SeccompRule((101, 117)),
     "process_vm_readv": SeccompRule((310, 270)),
     "process_vm_writev": SeccompRule((311, 271)),
+    # its own name is all that a process may set; not, say, what happens when its parent ends
+    "prctl": SeccompRule((157, 167), 0, only=PR_SET_NAME),
     "prlimit64": SeccompRule((302, 261), 0, ANY_BIT),
     "setpriority": SeccompRule((141, 140)),
     "sched_setaffinity": SeccompRule((203, 122)),
@@ -169,7 +174,10 @@ def _denial(rule: SeccompRule, number: int) -> list[bytes]:
     deny = _step(_RETURN, _DENY | rule.error)
     if rule.argument is None:
         return [_step(_IF_EQUAL, number, otherwise=1), deny]
-    test = _step(_IF_BITS, rule.mask, otherwise=1) if rule.if_set else _step(_IF_BITS, rule.mask, then=1)
+    if rule.only is not None:
+        test = _step(_IF_EQUAL, rule.only, then=1)
+    else:
+        test = _step(_IF_BITS, rule.mask, otherwise=1) if rule.if_set else _step(_IF_BITS, rule.mask, then=1)
     load = _step(_LOAD, _ARGUMENTS_AT + 8 * rule.argument)  # the lower half: both machines are little-endian
     return [_step(_IF_EQUAL, number, otherwise=4), load, test, deny, _step(_RETURN, _ALLOW)]
 

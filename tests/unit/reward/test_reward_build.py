@@ -139,7 +139,7 @@ def test_the_penalty_is_added_to_the_sum_and_kept_apart():
     assert result.graded.tolist() == [3.0, 0.0, 3.0]
 
 
-def test_an_unjudged_sample_gets_no_penalty_either(tmp_path):
+def test_an_ungraded_sample_gets_no_penalty_either(tmp_path):
     (tmp_path / "f.py").write_text("def f(): raise ValueError('always')\n")
     reward = built(name=f"{tmp_path}/f.py:f", overlong={"buffer_length": 4}, max_response_length=8)
     result = reward.score(rollouts(("a", "a", "x"), lengths=[8]))

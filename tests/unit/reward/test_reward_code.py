@@ -1,4 +1,4 @@
-"""Programs graded by their tests: right, wrong, unjudgeable; nothing a program says of itself counts."""
+"""Programs graded by their tests: right, wrong, without tests; nothing a program says of itself counts."""
 
 import json
 
@@ -8,6 +8,7 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.reward.code import CodeScorer, parse_tests, program_of
 from rlctl.reward.protocol import Failure, Sample
 from rlctl.reward.sandbox import run
+from rlctl.reward.sandbox.run import Limits
 from rlctl.spec.reward import CodeSpec, RewardSpec
 
 LIMITS = RewardSpec(code=CodeSpec(timeout_s=5.0, memory_mb=512))
@@ -80,7 +81,7 @@ def test_wrong(scorer, program, tests):
     assert grade(scorer, program, tests) == 0.0
 
 
-def test_forged_verdicts_are_wrong(scorer):
+def test_forged_replies_are_wrong(scorer):
     asserts = ("assert f(1) == 2", "assert f(1) + 0 == 2", "assert f(1, 2) == 3\nassert not f(1)")
     samples = [Sample(program, tests) for program in FORGERIES for tests in (DOUBLE, CALLS, *asserts[:2])]
     assert scorer.grade(samples) == [0.0] * len(samples)
@@ -101,16 +102,232 @@ def test_forged_verdicts_are_wrong(scorer):
     ],
 )
 def test_a_ground_truth_without_tests_is_a_failure(scorer, tests, why):
-    verdict = grade(scorer, "print(1)", tests)
-    assert isinstance(verdict, Failure)
+    graded = grade(scorer, "print(1)", tests)
+    assert isinstance(graded, Failure)
     with pytest.raises(ValueError, match=why):
         parse_tests(tests)
 
 
-def test_the_expected_values_of_equations_never_reach_the_program():
-    tests = parse_tests(ASSERTS)
-    assert [kind for kind, _ in tests.steps] == ["exec", "eval", "eval", "exec"]
+def test_expected_values_of_calls_never_reach_the_program():
+    tests = parse_tests("import math\nassert f(1) == 2\nassert [2, {3}] == Solution().f(2, n=-1), 'hint'\n")
+    assert tests.steps == (("exec", "import math"), ("eval", "f(1)"), ("eval", "Solution().f(2, n=-1)"))
     assert tests.values == (2, ["list", 2, ["set", 3]])
+
+
+#: Test code that does more than compare calls with literals, and programs that pass it.
+TEST_CODE = {
+    "a list changed in place": (
+        "def f(x):\n    x.sort()\n    return x",
+        "a = [3, 1]\nb = f(a)\nassert a == [1, 3]\nassert b is a",
+    ),
+    "a function that checks": (
+        "def f(x): return x / 3",
+        "def check(candidate):\n    assert abs(candidate(1) - 0.333) < 1e-3\ncheck(f)",
+    ),
+    "rounding": ("def f(x): return 0.1 * x", "x = 3\nassert f(x) == 0.3"),
+    "a function as argument": ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 1, 1) == 3"),
+    "objects": (
+        """
+class Node:
+    def __init__(self, v):
+        self.v = v
+        self.left = None
+def depth(n): return 0 if n is None else 1 + depth(n.left)
+""",
+        """
+root = Node(1)
+root.left = Node(2)
+assert depth(root) == 2
+assert root.left.v == 2
+assert isinstance(root, Node)
+assert root.left.left is None
+""",
+    ),
+    "operators": (
+        """
+class V:
+    def __init__(self, *v): self.v = v
+    def __add__(self, other): return V(*map(sum, zip(self.v, other.v)))
+    def __eq__(self, other): return self.v == other.v
+    def __len__(self): return len(self.v)
+""",
+        "assert V(1, 2) + V(3, 4) == V(4, 6)\nassert len(V(1, 2)) == 2\nassert V(1) != V(2)",
+    ),
+    "exceptions": (
+        """
+class Bad(ValueError): pass
+def f(x):
+    if x < 0: raise Bad('negative')
+    return int('x')
+""",
+        """
+try:
+    f(-1)
+    assert False
+except Bad as error:
+    assert 'neg' in str(error)
+try:
+    f(1)
+    assert False
+except ValueError:
+    pass
+""",
+    ),
+    "types": (
+        """
+from collections import Counter, deque, namedtuple
+from fractions import Fraction
+import math
+P = namedtuple('P', 'x y')
+def f(): return Counter('aab'), deque([1]), Fraction(1, 3), P(1, 2), {(1, 2): {3}}, 1j, range(3), True, None
+""",
+        """
+from fractions import Fraction
+x = f()
+assert x[0]['a'] == 2 and list(x[1]) == [1]
+assert x[2] == Fraction(1, 3) and x[3] == (1, 2) and x[4] == {(1, 2): {3}}
+assert x[5] == 1j and list(x[6]) == [0, 1, 2] and x[7] is True and x[8] is None
+assert math.isclose(math.pi, 3.14159, rel_tol=1e-3)
+""",
+    ),
+    "generators": (
+        "def f(n):\n    for i in range(n): yield i",
+        "assert list(f(3)) == [0, 1, 2]\nassert sum(f(4)) == 6",
+    ),
+    "a built-in name": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "objects of the tests": (
+        "def f(node): return node.value + f(node.next) if node else 0",
+        """
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+assert f(Node(1, Node(2))) == 3
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "tests"), TEST_CODE.values(), ids=TEST_CODE)
+def test_test_code_uses_the_program_from_its_own_process(scorer, program, tests):
+    assert grade(scorer, program, tests) == 1.0
+    assert grade(scorer, "raise SystemExit\n" + program, tests) == 0.0
+    assert grade(scorer, "", tests) == 0.0
+
+
+#: Programs that try to pass test code without solving anything.
+CHEATS = {
+    "frames": """
+import sys, os
+frame = sys._getframe()
+while frame:
+    for value in dict(frame.f_locals).values():
+        if isinstance(value, dict) and 'role' in value:
+            value['role'] = 'tests'
+        if isinstance(value, int):
+            try: os.write(value, b'{"passed": true}\\n')
+            except OSError: pass
+    frame = frame.f_back
+""",
+    "descriptors": """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b'{"ready": true}\\n{"passed": true}\\n')
+    except OSError: pass
+""",
+    "exit": "import os\nos._exit(0)",
+    "objects that equal everything": """
+class Same:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __sub__(self, other): return 0.0
+    def __lt__(self, other): return True
+    def __gt__(self, other): return True
+    def __abs__(self): return self
+    def __bool__(self): return True
+def f(*_): return Same()
+""",
+    "built-in functions redefined": """
+def abs(x): return 0
+def all(x): return True
+def isinstance(*_): return True
+def f(*_): return 10**9
+""",
+    "code in a value": """
+import os
+class Evil:
+    def __reduce_ex__(self, _): return (os.system, ('true',))
+def f(*_): return [Evil()]
+""",
+    "a message that changes a class": r"""
+import os, struct
+data = b'\x80\x04\x8c\x09fractions\x8c\x08Fraction\x93N}\x8c\x06__eq__\x8c\x03boos\x86b.'
+for fd in range(3, 64):
+    try: os.write(fd, struct.pack('=I', len(data)) + data)
+    except OSError: pass
+""",
+    "names of the tests": """
+import builtins
+builtins.AssertionError = Exception
+_rlctl_same = lambda *_: True
+__name__ = 'tests'
+def f(*_): raise StopIteration
+""",
+}
+CHECKS = [
+    "def check(candidate):\n    assert abs(candidate(1) - 2) < 1e-6\n    assert candidate(2) == 3\ncheck(f)",
+    "x = 1\nassert f(x) == 2",
+    "from fractions import Fraction\nassert Fraction(f(1)) == Fraction(1, 2) and f(2) > 1",
+    "assert all(f(i) == i + 1 for i in range(3))",
+    "try:\n    assert f(1) == 2\nexcept ValueError:\n    pass",
+]
+
+
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
+def test_a_program_cannot_pass_test_code_by_what_it_does_to_its_process(scorer, program):
+    assert scorer.grade([Sample(program, tests) for tests in CHECKS]) == [0.0] * len(CHECKS)
+
+
+def test_a_message_that_sets_attributes_is_refused():
+    """Of a class that the tests use, for example; nor does a message name anything but plain types."""
+    import pickle
+    import socket
+    import struct
+    from fractions import Fraction
+
+    from rlctl.reward.sandbox import peer
+
+    class SetsAttribute:
+        def __reduce__(self):
+            return Fraction, ("1/2",), (None, {"numerator": 7})
+
+    class Calls:
+        def __reduce__(self):
+            return print, ("called",)
+
+    for message in (SetsAttribute(), Calls()):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            data = pickle.dumps(message, protocol=4)
+            theirs.sendall(struct.pack("=I", len(data)) + data)
+            end = peer.Peer(ours.fileno(), guards_names=True)
+            with pytest.raises(peer.PeerGone):
+                end.receive()
+            assert end.is_lost
+
+
+def test_a_flood_of_replies_is_not_read(scorer):
+    """16 MiB of them took many seconds."""
+    flood = """
+import os
+for fd in range(3, 64):
+    try:
+        while True: os.write(fd, b'{"value": 1}\\n' * 100000)
+    except OSError: pass
+def f(x): return 2
+"""
+    assert run.run_program(flood, Limits(20.0, 512), steps=[("eval", "f(1)")]).values == []
+    assert grade(scorer, flood, "assert f(1) == 2") == 0.0
+    printed = run.run_program("while True: print('x y ' * 100000)", Limits(20.0, 512))
+    assert len(printed.stdout) <= run.MAX_OUTPUT_BYTES
 
 
 def test_the_last_block_is_the_program():
@@ -121,6 +338,6 @@ def test_the_last_block_is_the_program():
 def test_a_sandbox_that_cannot_be_set_up_is_said(monkeypatch):
     with pytest.raises(EnvironmentFailure, match="a small program ended with code"):
         CodeScorer(RewardSpec.model_construct(code=CodeSpec.model_construct(timeout_s=5.0, memory_mb=1)))
-    monkeypatch.setattr(run, "_read_reply", lambda reply, token: {"refused": "prctl: not permitted"})
+    monkeypatch.setattr(run, "_read_replies", lambda *_: ("prctl: not permitted", []))
     with pytest.raises(EnvironmentFailure, match="safely here: prctl: not permitted"):
         CodeScorer(LIMITS)

@@ -24,10 +24,17 @@ def output(program, limits=LIMITS, **more):
     return outcome.stdout
 
 
+PRCTL = """
+def prctl(option, value):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+"""
+
+
 def attempt(action, setup=""):
     """The name of the error the action raises, or what it returned."""
     return output(
-        f"import os, socket, subprocess, signal, resource, ctypes\n{setup}\n"
+        f"import os, socket, subprocess, signal, resource, ctypes\n{PRCTL}{setup}\n"
         f"try:\n    print({action})\nexcept BaseException as error:\n    print(type(error).__name__)"
     ).strip()
 
@@ -47,6 +54,7 @@ def attempt(action, setup=""):
         "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
         "os.sched_setaffinity(os.getppid(), {0})",
         "os.memfd_create('x')",
+        "prctl(1, 0)",  # PR_SET_PDEATHSIG: to outlive the trainer
         pytest.param("open(f'/proc/{os.getppid()}/environ').read()", marks=needs_landlock),
     ],
 )
@@ -222,7 +230,7 @@ def test_the_filter_says_what_its_rules_say(machine, deny_file_changes):
     place, arch = seccomp.MACHINES[machine]
     allowed, denied = 0x7FFF0000, 0x00050000
 
-    def verdict(number, arguments=(0,) * 6, arch=arch):
+    def decision(number, arguments=(0,) * 6, arch=arch):
         data, accumulator, at = struct.pack("=IIQ6Q", number, arch, 0, *arguments), 0, 0
         while True:
             code, then, otherwise, value = program[at]
@@ -244,16 +252,17 @@ def test_the_filter_says_what_its_rules_say(machine, deny_file_changes):
     for number in range(500):
         rule = numbers.get(number)
         if rule is None:
-            assert verdict(number) == allowed
+            assert decision(number) == allowed
         elif rule.argument is None:
-            assert verdict(number) == denied | rule.error
+            assert decision(number) == denied | rule.error
         else:
             bits = [0] * 6
-            bits[rule.argument] = rule.mask
-            assert verdict(number, bits) == (denied | rule.error if rule.if_set else allowed)
-            assert verdict(number) == (allowed if rule.if_set else denied | rule.error)
-    assert verdict(0, arch=0x40000003) == 0x80000000  # 32-bit system calls have numbers of their own
-    assert verdict(0x40000000) != allowed
+            bits[rule.argument] = rule.only or rule.mask
+            is_denied = rule.if_set and rule.only is None
+            assert decision(number, bits) == (denied | rule.error if is_denied else allowed)
+            assert decision(number) == (allowed if is_denied else denied | rule.error)
+    assert decision(0, arch=0x40000003) == 0x80000000  # 32-bit system calls have numbers of their own
+    assert decision(0x40000000) != allowed
 
 
 def test_a_machine_without_a_filter_is_refused():

@@ -1,0 +1,262 @@
+"""Two processes that use each other's objects: test code in one, the program it tests in the other.
+
+Values of plain types cross as copies; a list, set or dictionary that the other side changes is changed here
+too. Any other object stays where it is, and the other side has a `Remote` of it. Operators and comparisons do
+not mix a `Remote` with a value: what an object of the program says of itself decides nothing.
+
+Standard library only. Messages are pickles that may name nothing but the types in `_PLAIN`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import io
+import operator
+import os
+import pickle
+import pickletools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_MESSAGE_BYTES = 16 << 20
+#: Module → types that cross as copies; those of `builtins` also for their subclasses.
+_PLAIN = {
+    "builtins": "bool int float complex str bytes bytearray tuple list dict set frozenset range slice",
+    "collections": "OrderedDict Counter deque defaultdict",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+}
+_BASES = (str, bytes, bool, int, float, complex, tuple, list, dict, set, frozenset)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *args, **more: function(*args, **more),
+    **{one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, bool, str, repr)},
+}
+#: What sets attributes of objects that exist.
+_FORBIDDEN = {"BUILD", "INST", "OBJ"}
+_ONE_SIDED = "call getitem setitem delitem contains neg pos abs len iter next bool str repr"
+_TWO_SIDED = "add sub mul truediv floordiv mod pow matmul and or xor eq ne lt le gt ge"
+
+
+class PeerGone(BaseException):
+    """The other process has ended, or sent what is no message."""
+
+
+class Peer:
+    """One end of the line.
+
+    Attributes:
+        is_lost: the other side has gone away.
+    """
+
+    def __init__(self, fd: int, *, guards_names: bool) -> None:
+        """`fd` is a socket; with `guards_names` the other side may use no attribute with an underscore."""
+        self._fd = fd
+        self._guards_names = guards_names
+        self._shared: list[Any] = []  # objects that the other side has a `Remote` of
+        self._numbers: dict[int, int] = {}  # id of such an object → its place
+        self._errors: dict[str, type] = {}  # exception classes of the other side's, by name
+        self.is_lost = False
+
+    def ask(self, function: str, *args: Any, **more: Any) -> Any:
+        """Let the other side call one of `_FUNCTIONS` or of `operator`; raises what that raises.
+
+        Raises:
+            PeerGone: there is no other side any more.
+        """
+        self.send(("ask", function, args, more))
+        while True:
+            kind, *content = self.receive()
+            if kind == "ask":
+                self._answer(*content)
+            elif kind == "raise":
+                raise content[0]
+            else:
+                result, changed = content
+                for ours, theirs in zip(args, changed, strict=True):
+                    if theirs is result:
+                        result = ours
+                    _copy_into(ours, theirs)
+                return result
+
+    def serve(self) -> None:
+        """Answer until the other side goes away."""
+        while True:
+            self._answer(*self.receive()[1:])
+
+    def _answer(self, function: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        try:
+            if self._guards_names and function in {"getattr", "setattr"} and args[1].startswith("_"):
+                raise AttributeError(args[1])
+            known = _FUNCTIONS.get(function) or getattr(operator, f"__{function}__")
+            self.send(("done", known(*args, **more), args))
+        except PeerGone:
+            raise
+        except BaseException as error:
+            self.send(("raise", error))
+
+    def send(self, message: Any) -> None:
+        """Send anything; raises `PeerGone`."""
+        buffer = io.BytesIO()
+        _Pickler(self, buffer).dump(message)
+        data = struct.pack("=I", buffer.tell()) + buffer.getvalue()
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            self.is_lost = True
+            raise PeerGone from None
+
+    def receive(self) -> Any:
+        """The next message; raises `PeerGone`."""
+        try:
+            (length,) = struct.unpack("=I", self._read(4))
+            if length > MAX_MESSAGE_BYTES:
+                raise EOFError
+            data = self._read(length)
+            if self._guards_names and any(code.name in _FORBIDDEN for code, _, _ in pickletools.genops(data)):
+                raise EOFError
+            return _Unpickler(self, io.BytesIO(data)).load()
+        except Exception:
+            self.is_lost = True
+            raise PeerGone from None
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = os.read(self._fd, min(count - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def id_of(self, obj: Any) -> tuple[Any, ...] | None:
+        """How an object is named in a message; None: it crosses as a copy."""
+        kind = type(obj)
+        if kind is Remote:
+            return ("yours", object.__getattribute__(obj, "_number"))
+        if isinstance(obj, BaseException):
+            return ("error", kind.__name__, kind.__module__ == "builtins", str(obj))
+        if isinstance(obj, type) and issubclass(obj, BaseException):
+            return ("error class", obj.__name__, obj.__module__ == "builtins")
+        if obj is None or _is_plain(kind) or _is_plain(obj) or isinstance(obj, _BASES) or _is_scalar(obj):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self._shared)
+            self._shared.append(obj)
+        return ("mine", self._numbers[id(obj)])
+
+    def object_of(self, name: tuple[Any, ...]) -> Any:
+        """What a message names."""
+        match name:
+            case ("yours", int(number)) if 0 <= number < len(self._shared):
+                return self._shared[number]
+            case ("mine", int(number)):
+                remote = object.__new__(Remote)
+                object.__setattr__(remote, "_peer", self)
+                object.__setattr__(remote, "_number", number)
+                return remote
+            case ("error class", str(kind), bool(is_builtin)):
+                return self._error_class(kind, is_builtin)
+            case ("error", str(kind), bool(is_builtin), str(text)):
+                try:
+                    return self._error_class(kind, is_builtin)(text)
+                except TypeError:  # UnicodeDecodeError takes five arguments
+                    return ValueError(text)
+        raise pickle.UnpicklingError(str(name)[:80])
+
+    def _error_class(self, name: str, is_builtin: bool) -> type:
+        known = getattr(builtins, name, None) if is_builtin else None
+        if isinstance(known, type) and issubclass(known, BaseException):
+            return known
+        return self._errors.setdefault(name, type(name, (Exception,), {}))
+
+
+class Remote:
+    """An object of the other side."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _ask(self, "getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "setattr", self, name, value)
+
+    def __instancecheck__(self, obj: Any) -> bool:
+        return isinstance(obj, Remote) and bool(_ask(self, "isinstance", obj, self))
+
+    def __hash__(self) -> int:
+        return int(object.__getattribute__(self, "_number"))
+
+
+def _ask(remote: Remote, function: str, *args: Any, **more: Any) -> Any:
+    return object.__getattribute__(remote, "_peer").ask(function, *args, **more)
+
+
+def _define(name: str, *, mixes: bool) -> None:
+    def method(self: Remote, *args: Any, **more: Any) -> Any:
+        if mixes or isinstance(args[0], Remote):
+            return _ask(self, name, self, *args, **more)
+        return NotImplemented
+
+    setattr(Remote, f"__{name}__", method)
+
+
+for _name in _ONE_SIDED.split():
+    _define(_name, mixes=True)
+for _name in _TWO_SIDED.split():
+    _define(_name, mixes=False)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, peer: Peer, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=4)
+        self._peer = peer
+
+    def persistent_id(self, obj: Any) -> Any:
+        """See `Peer.id_of`."""
+        return self._peer.id_of(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Subclasses of plain types, and scalars of NumPy, cross as the plain type."""
+        if _is_scalar(obj):
+            obj = obj.item()
+        base: Any = next((base for base in _BASES if isinstance(obj, base)), None)
+        is_copied = base is None or type(obj).__module__ == "collections"
+        return NotImplemented if is_copied else (base, (base(obj),))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, peer: Peer, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self._peer = peer
+
+    def persistent_load(self, pid: Any) -> Any:
+        """See `Peer.object_of`."""
+        return self._peer.object_of(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A plain type, nothing else."""
+        if name not in _PLAIN.get(module, "").split():
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return getattr(importlib.import_module(module), name)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether it is a type whose objects cross as copies."""
+    return isinstance(kind, type) and kind.__qualname__ in _PLAIN.get(kind.__module__, "").split()
+
+
+def _is_scalar(obj: Any) -> bool:
+    """Whether it is a number of NumPy or the like."""
+    return not isinstance(obj, type) and getattr(obj, "ndim", None) == 0 and hasattr(obj, "item")
+
+
+def _copy_into(ours: Any, theirs: Any) -> None:
+    """Change a list, set or dictionary as the other side has changed its copy."""
+    if isinstance(ours, list | bytearray) and isinstance(theirs, list | bytearray):
+        ours[:] = theirs
+    elif isinstance(ours, dict | set) and isinstance(theirs, type(ours)):
+        ours.clear()
+        ours.update(theirs)

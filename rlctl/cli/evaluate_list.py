@@ -11,7 +11,7 @@ def list_benchmarks(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List the benchmarks: questions, source, revision, prompt and grader, all pinned."""
-    from rlctl.evaluate.benchmark_table import BENCHMARKS
+    from rlctl.data.benchmarks import BENCHMARKS
 
     if as_json:
         import json

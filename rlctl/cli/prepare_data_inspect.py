@@ -90,9 +90,10 @@ def show(
     """
     from rlctl.cli.prepare_data_report import print_rows
     from rlctl.errors import UsageError
-    from rlctl.prepare.show import measure, open_lengths, show_rows
+    from rlctl.prepare.lengths import PromptLengths
+    from rlctl.prepare.show import measure, show_rows
 
     if ids and model is None:
         raise UsageError("token ids need a tokenizer", where="--ids", fix="name a model with --model")
-    lengths = open_lengths(model, trust_remote_code=trust_remote_code)
+    lengths = PromptLengths(model, trust_remote_code=trust_remote_code) if model is not None else None
     print_rows(show_rows(file, lengths, first=row, count=number), measure(file, lengths), ids=ids)

@@ -13,13 +13,12 @@ from rich.text import Text
 
 from rlctl.cli.prepare_data_output import comparison_lines
 from rlctl.prepare.findings import rows
-from rlctl.prepare.visible import visible
+from rlctl.prepare.show import visible
 
 if TYPE_CHECKING:
-    from rlctl.prepare.check import CheckReport
-    from rlctl.prepare.file_check import FileReport
+    from rlctl.prepare.check import CheckReport, FileReport
     from rlctl.prepare.findings import DataFinding
-    from rlctl.prepare.histogram import Histogram
+    from rlctl.prepare.lengths import Histogram
     from rlctl.prepare.show import RenderedRow
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}

@@ -1,4 +1,4 @@
-"""Pieces of input that travel: cheap to make, cheap to send, parsed where the work is done."""
+"""Blocks of input, cheap to make and to send; the records in them are parsed where the work is done."""
 
 from __future__ import annotations
 
@@ -18,42 +18,29 @@ from rlctl.errors import UsageError
 MAX_LINE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Whole lines of JSON in an uncompressed file; whoever parses them reads them."""
+class FileRange(NamedTuple):
+    """Whole lines of JSON in an uncompressed file, in bytes; whoever parses them reads them."""
 
     offset: int
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class OversizedLine:
-    """A line over `MAX_LINE_BYTES`.
-
-    Attributes:
-        head: how it begins.
-        length: bytes of all of it.
-    """
+class OversizedLine(NamedTuple):
+    """A line over `MAX_LINE_BYTES`: how it begins, and its bytes."""
 
     head: bytes
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class CsvRows:
-    """Rows of a CSV file, each with the line it begins on.
-
-    Attributes:
-        rows: (line, fields, problem); the problem is empty where there is none.
-    """
+class CsvRows(NamedTuple):
+    """Rows of a CSV file: (line it begins on, fields, problem); the problem is empty where there is none."""
 
     header: list[str]
     delimiter: str
     rows: list[tuple[int, list[str], str]]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrowRows:
+class ArrowRows(NamedTuple):
     """Rows of a Parquet or Arrow file, as one Arrow IPC stream."""
 
     stream: bytes
@@ -70,7 +57,7 @@ class Block:
     Attributes:
         path: the file.
         source: what rows without a `data_source` of their own are called.
-        first_number: line (text files) or row (the others) the first one stands on, from 1.
+        first_number: line (text files) or row (the others) of the first one, from 1.
         content: the rows, or where they are.
         num_bytes: bytes of the file that were read for it, for progress.
     """
@@ -134,8 +121,6 @@ def records_of(block: Block) -> Iterator[Record]:
             return _json_lines(block, _read(block.path, where))
         case bytes() as lines:
             return _json_lines(block, lines)
-        case list() as rows:
-            return _json_values(block, rows)
         case CsvRows() as table:
             return _csv_records(block, table)
         case ArrowRows(stream):
@@ -143,6 +128,9 @@ def records_of(block: Block) -> Iterator[Record]:
         case OversizedLine(head, length):
             problem = f"a line of {length / 2**20:.0f} MiB (the limit is {MAX_LINE_BYTES >> 20})"
             return iter([Record(block.path, block.first_number, None, problem, head + b"...")])
+        case rows:
+            numbered = enumerate(rows, block.first_number)
+            return (_checked(block.path, number, values) for number, values in numbered)
 
 
 def _read(path: Path, where: FileRange) -> bytes:
@@ -151,10 +139,8 @@ def _read(path: Path, where: FileRange) -> bytes:
             file.seek(where.offset)
             lines = file.read(where.length)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"the file cannot be read any more: {reason}", where=str(path), fix="start again"
-        ) from error
+        what = f"the file cannot be read any more: {error.strerror or error}"
+        raise UsageError(what, where=str(path), fix="start again") from error
     if len(lines) < where.length:
         raise UsageError("the file became shorter while it was read", where=str(path), fix="start again")
     return lines
@@ -189,18 +175,10 @@ def _strange_line(path: Path, number: int, line: bytes) -> Record:
     return _checked(path, number, values, whole)
 
 
-def _checked(path: Path, number: int, values: object, source: bytes | str) -> Record:
+def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
     if isinstance(values, dict):
         return Record(path, number, values, source=source)
-    return Record(path, number, None, "not a JSON object", source)
-
-
-def _json_values(block: Block, rows: list[Any]) -> Iterator[Record]:
-    for number, values in enumerate(rows, start=block.first_number):
-        if isinstance(values, dict):
-            yield Record(block.path, number, values)
-        else:
-            yield Record(block.path, number, None, "not a JSON object", json.dumps(values))
+    return Record(path, number, None, "not a JSON object", source or json.dumps(values))
 
 
 def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:

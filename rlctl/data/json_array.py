@@ -20,8 +20,11 @@ BLANK = " \t\r\n"
 def document_rows(path: Path, file: BufferedReader, max_rows: int) -> Iterator[list[Any]]:
     """The rows of a document: an array's elements, those of an object's one list, or the object itself.
 
+    Yields at most `max_rows`, or what about `READ_BYTES` hold, at a time.
+
     Raises:
-        UsageError: as of `array_elements`; or the object holds several lists of rows, or columns.
+        UsageError: it is no JSON, not UTF-8, an element is longer than `MAX_LINE_BYTES`, or an object holds
+            several lists of rows, or columns.
     """
     text = _Text(path, file)
     if text.peek() != "{":
@@ -30,18 +33,6 @@ def document_rows(path: Path, file: BufferedReader, max_rows: int) -> Iterator[l
         yield from _object_rows(path, text, max_rows)
     if text.peek():
         raise text.wrong("more text follows the value", text.at)
-
-
-def array_elements(path: Path, file: BufferedReader, max_rows: int) -> Iterator[list[Any]]:
-    """The elements of the array in `file`: at most `max_rows`, or what about `READ_BYTES` hold, at a time.
-
-    Raises:
-        UsageError: it is no JSON array, not UTF-8, or an element is longer than `MAX_LINE_BYTES`.
-    """
-    text = _Text(path, file)
-    yield from _elements(text, max_rows)
-    if text.peek():
-        raise text.wrong("more text follows the array", text.at)
 
 
 def _object_rows(path: Path, text: _Text, max_rows: int) -> Iterator[list[Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.checks import RowError, kind_of, parse_answer, parse_messages
-from rlctl.data.schema import OTHER, Row
+from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_answer, parse_messages
+from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -34,24 +34,12 @@ def check_files(files: Sequence[str]) -> None:
     Raises:
         UsageError: as `load_rows`, without what only reading the rows shows.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     for path in _parquet_files(files):
-        try:
-            footer = pq.read_metadata(path)
-            names = footer.schema.to_arrow_schema().names
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, 1, error) from error
-        _check_columns(path, names)
-        if not footer.num_rows:
-            raise _without_rows(path)
+        _opened(path).close()
 
 
-def _parquet_files(files: Iterable[str]) -> Iterator[Path]:
-    from rlctl.spec.paths import (
-        matches,
-    )  # the spec takes a while to load, and preparing data has no need of it
+def _parquet_files(files: Sequence[str]) -> Iterator[Path]:
+    from rlctl.spec.paths import matches  # the spec takes a while to load; preparing data does not need it
 
     for name in files:
         found = matches(name)
@@ -75,42 +63,42 @@ def _inside(directory: Path) -> list[Path]:
     return found
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _opened(path: Path) -> Any:
+    """The Parquet file; its footer names the columns, and has rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            _check_columns(path, file.schema_arrow.names)
-            wanted = [name for name in COLUMNS if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=4096, columns=wanted):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield _row(path, number, values)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, number + 1, error) from error
-    if number == 0:
-        raise _without_rows(path)
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, 1, error) from error
+    if missing := [name for name in REQUIRED if name not in names]:
+        what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
+        fix = "convert it with `rlctl prepare-data parquet`"
+        raise UsageError(f"{what} (it has {', '.join(names)})", where=str(path), fix=fix)
+    if not file.metadata.num_rows:
+        raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
+    return file
 
 
 def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
     return UsageError(f"cannot be read as Parquet: {str(error).splitlines()[0]}", where=f"{path}:{number}")
 
 
-def _without_rows(path: Path) -> UsageError:
-    return UsageError("the file has no rows", where=str(path), fix=PREPARE)
+def _read_file(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
 
-
-def _check_columns(path: Path, names: Sequence[str]) -> None:
-    missing = [name for name in REQUIRED if name not in names]
-    if missing:
-        raise UsageError(
-            f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing "
-            f"(it has {', '.join(names)})",
-            where=str(path),
-            fix="convert it with `rlctl prepare-data parquet`",
-        )
+    number = 0
+    with _opened(path) as file:
+        wanted = [name for name in COLUMNS if name in file.schema_arrow.names]
+        try:
+            for batch in file.iter_batches(batch_size=4096, columns=wanted):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield _row(path, number, values)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise _unreadable(path, number + 1, error) from error
 
 
 def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
@@ -122,15 +110,16 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         reward_model = values["reward_model"]
         if not isinstance(reward_model, Mapping):
             raise RowError(f"reward_model is {kind_of(reward_model)}, not {{style, ground_truth}}")
+        truth = reward_model.get("ground_truth")
+        if isinstance(truth, Mapping):  # with fields of its own, such as verl's for Countdown
+            truth = json.dumps(json_able(truth))
         extra = values.get("extra_info")
         extra = extra_of(extra) if isinstance(extra, Mapping) else {}
         index = extra.get("index")
         return Row(
             data_source=source,
             prompt=parse_messages(values["prompt"]),
-            ground_truth=parse_answer(
-                _as_text(reward_model.get("ground_truth")), "reward_model.ground_truth"
-            ),
+            ground_truth=parse_answer(truth, "reward_model.ground_truth"),
             ability=values.get("ability") or "",
             style=reward_model.get("style") or "rule",
             split=extra.get("split") or "",
@@ -140,32 +129,3 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         )
     except RowError as problem:
         raise UsageError(str(problem), where=where, fix="correct or remove this row") from None
-
-
-def _as_text(ground_truth: Any) -> Any:
-    """A ground truth with fields of its own, such as verl's for Countdown, as JSON text."""
-    return json.dumps(_json_able(ground_truth)) if isinstance(ground_truth, Mapping) else ground_truth
-
-
-def extra_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra_info` as read from Parquet: JSON-able, the fields kept as JSON text merged back."""
-    extra = {str(name): _json_able(value) for name, value in values.items()}
-    text = extra.get(OTHER)
-    if isinstance(text, str):
-        try:
-            other = json.loads(text) if text else {}
-        except ValueError:  # a field of that name in somebody else's file
-            other = None
-        if isinstance(other, dict):
-            del extra[OTHER]
-            return extra | other
-    return extra
-
-
-def _json_able(value: Any) -> Any:
-    """The value in JSON's types; what has none (dates, decimals, bytes) as text."""
-    if isinstance(value, Mapping):
-        return {str(name): _json_able(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_able(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

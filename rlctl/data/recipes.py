@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.checks import RowError
+from rlctl.data.blocks import Record
 from rlctl.data.layouts import LAYOUTS, RecipeName
-from rlctl.data.parsed_record import source_named
+from rlctl.data.records import RowError, source_named
 from rlctl.data.schema import Message, Row
+from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
 
-__all__ = ["Recipe", "RecipeName", "recognise"]
+__all__ = ["Recipe", "RecipeName", "read_rows", "recognise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,21 @@ class Recipe:
         """
         layout = LAYOUTS[self.name]
         parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
-        if parsed.messages[-1].role == "assistant":
+        messages = parsed.messages
+        last = messages[-1]
+        if last.role == "assistant":
             raise RowError(
                 "the prompt ends with a reply of the assistant, which would show the model an answer: "
                 "end it with the message that is to be answered"
             )
+        if self.instruction:
+            messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))
+        if self.system_prompt:
+            messages = (Message("system", self.system_prompt), *messages)
+        own = (self.data_source or "") if self.source_key is None else source_named(values, self.source_key)
         return Row(
-            data_source=self._source(values) or parsed.data_source or layout.data_source or _stem(path),
-            prompt=self._dress(parsed.messages),
+            data_source=own or parsed.data_source or layout.data_source or path.name.split(".")[0] or "data",
+            prompt=messages,
             ground_truth=parsed.ground_truth,
             ability=parsed.ability,
             style=parsed.style,
@@ -80,24 +88,27 @@ class Recipe:
             extra=parsed.extra,
         )
 
-    def _source(self, values: Mapping[str, Any]) -> str:
-        if self.source_key is None:
-            return self.data_source or ""
-        return source_named(values, self.source_key)
-
-    def _dress(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        if self.instruction:
-            last = messages[-1]
-            messages = (*messages[:-1], Message(last.role, f"{last.content}\n{self.instruction}"))
-        if self.system_prompt:
-            messages = (Message("system", self.system_prompt), *messages)
-        return messages
-
 
 def recognise(values: Mapping[str, Any]) -> RecipeName:
     """The recipe whose columns a record has."""
     return next(name for name, layout in LAYOUTS.items() if layout.recognises(values))
 
 
-def _stem(path: Path) -> str:
-    return path.name.split(".")[0] or "data"
+def read_rows(source: Source, recipe: Recipe | None = None) -> Iterator[tuple[Record, Row | None, str]]:
+    """Every record of a file with its row; None and why not where it cannot be used.
+
+    Args:
+        source: the file.
+        recipe: resolved; None: recognised by the first record that has columns.
+    """
+    for index, record in enumerate(read_records(source)):
+        row, problem = None, record.problem
+        if record.values is not None:
+            if recipe is None and record.values:
+                recipe = Recipe(recognise(record.values)).resolve()
+            try:
+                chosen = recipe or Recipe("generic").resolve()
+                row = replace(chosen.to_row(record.values, Path(source.name), index), where=record.where)
+            except RowError as error:
+                problem = str(error)
+        yield record, row, problem

@@ -1,12 +1,17 @@
-"""One row, in verl's layout: `data_source`, `prompt`, `ability`, `reward_model`, `extra_info`."""
+"""One row in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`); Arrow batches.
+
+Batches are made column by column: no dictionary per row, and no guessing of types.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,22 +66,6 @@ class Row:
         other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
         return json.dumps(other, ensure_ascii=False, sort_keys=True) if other else ""
 
-    def to_arrow(self, split: str) -> dict[str, Any]:
-        """The nested values `arrow_schema()` describes, as a row of `split`."""
-        return {
-            "data_source": self.data_source,
-            "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
-            "ability": self.ability,
-            "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
-            "extra_info": {
-                "split": split,
-                "index": self.index,
-                "answer": self.answer,
-                "question": self.question,
-                OTHER: self.other,
-            },
-        }
-
 
 @cache
 def arrow_schema(*, with_other: bool = False) -> pa.Schema:
@@ -114,3 +103,74 @@ def _schema(text: pa.DataType, *, with_other: bool) -> pa.Schema:
             ("extra_info", pa.struct(extra if with_other else extra[:-1])),
         ]
     )
+
+
+def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
+    """An Arrow record batch of `large_schema()`.
+
+    Args:
+        rows: what to lay out.
+        split: of all of them; None: each row's own.
+    """
+    import pyarrow as pa
+
+    schema = large_schema()
+    messages = [message for row in rows for message in row.prompt]
+    turns = [_text(message.role for message in messages), _text(message.content for message in messages)]
+    prompt = schema.field("prompt").type
+    starts = np.cumsum([0, *(len(row.prompt) for row in rows)])
+    extra = [
+        _text((row.split for row in rows) if split is None else [split] * len(rows)),
+        integers([row.index for row in rows], pa.int64()),
+        _text(row.answer for row in rows),
+        _text(row.question for row in rows),
+        _text(row.other for row in rows),
+    ]
+    reward_model = [_text(row.style for row in rows), _text(row.ground_truth for row in rows)]
+    columns = [
+        _text(row.data_source for row in rows),
+        pa.ListArray.from_arrays(
+            integers(starts, pa.int32()), _struct(turns, prompt.value_type), type=prompt
+        ),
+        _text(row.ability for row in rows),
+        _struct(reward_model, schema.field("reward_model").type),
+        _struct(extra, schema.field("extra_info").type),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def placed(batch: Any, split: str, index: Any) -> Any:
+    """The batch with every row's `split` and `index` replaced."""
+    import pyarrow as pa
+
+    schema = large_schema()
+    place = schema.get_field_index("extra_info")
+    extra = batch.column(place)
+    _, _, *others = extra.flatten()
+    fields = [pa.repeat(_text([split])[0], len(batch)), index, *others]
+    return batch.set_column(place, schema.field(place), _struct(fields, extra.type))
+
+
+# `pa.array` imports pandas where it is installed, which takes longer than the rows of a small input.
+def _text(values: Iterable[str]) -> Any:
+    import pyarrow as pa
+
+    encoded = [value.encode() for value in values]
+    ends = np.zeros(len(encoded) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=ends[1:])
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers)
+
+
+def integers(values: Any, kind: Any) -> Any:
+    """An Arrow array of this type from numbers or a numpy array."""
+    import pyarrow as pa
+
+    content = np.array(values, dtype=kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(content), [None, pa.py_buffer(content)])
+
+
+def _struct(columns: Sequence[Any], kind: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.StructArray.from_arrays(columns, fields=list(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from rlctl.data.blocks import (
     records_of,
     to_stream,
 )
-from rlctl.data.hub import HUB, hub_files, is_dataset, saved_files
 from rlctl.data.json_array import document_rows
 from rlctl.data.text_files import CODECS, csv_delimiter, is_json_lines, open_text
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
 
+HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
 #: What is kept of a line that is too long to be read.
@@ -35,10 +36,13 @@ HEAD_BYTES = 1000
 #: Splits in the names of directories and files, `train-00000-of-00004.parquet`; those not to be trained on.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
 _SPLIT = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
-#: Files beside the rows, of `prepare-data` and of `datasets`: they hold none.
-_NOT_ROWS = {"manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"} | {
-    "dataset_infos.json"
+#: Files of `prepare-data` and of `datasets` that hold no rows.
+_NOT_ROWS = {
+    *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
+    "dataset_infos.json",
 }
+#: Of a dataset that `save_to_disk` wrote: its files, or its splits.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +71,23 @@ def find_sources(names: Sequence[str]) -> list[Source]:
 
 def _find(name: str) -> list[Source]:
     if name.startswith(HUB):
-        files, called = hub_files(name)
-        return [Source(file, called) for file in files]
+        return _hub_files(name)
     path = Path(name)
-    if is_dataset(path):
-        return [Source(file, path.resolve().name) for file in saved_files(path)]
+    if _is_dataset(path):
+        return _saved_files(path)
     if path.is_dir():
-        inside = _inside(path)
-        if not inside:
-            raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
-        return inside
+        if inside := _inside(path):
+            return inside
+        raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
     if not path.exists():
         raise UsageError("no such file or directory", where=name)
     if not path.is_file() or _reader(path) is None:
         raise UsageError("the file's format is not known by its name", where=name, fix=_FORMATS)
     return [_file(path)]
+
+
+def _file(path: Path) -> Source:
+    return Source(path, path.name.split(".")[0] or "data")
 
 
 def _inside(path: Path) -> list[Source]:
@@ -95,8 +101,8 @@ def _inside(path: Path) -> list[Source]:
             if entry.is_file() and _reader(entry) and entry.name not in _NOT_ROWS:
                 found.append(_file(entry))
                 entries.append(entry)
-        elif not path.resolve().is_relative_to(entry.resolve()):  # no link to where we came from
-            below = _find(str(entry)) if is_dataset(entry) else _inside(entry)
+        elif not path.resolve().is_relative_to(entry.resolve()):  # not a link to a directory above
+            below = _saved_files(entry) if _is_dataset(entry) else _inside(entry)
             entries += [entry] if below else []
             found += below
     check_splits(path, entries)
@@ -118,18 +124,79 @@ def check_splits(directory: Path, entries: Iterable[Path]) -> None:
         if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
             continue
         if split := _SPLIT.match(entry.name):
-            name = (
-                entry.name if entry.is_dir() or entry.name.partition(".")[0] == split[1] else f"{split[1]}*"
-            )
-            by_split.setdefault(split[1].lower(), name)
+            is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
+            by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
     if "train" in by_split and _HELD_OUT & set(by_split):
         fix = f"name {' or '.join(str(directory / name) for name in by_split.values())}"
         what = f"the directory has the splits {', '.join(by_split)}: reading all of them would mix them"
         raise UsageError(what, where=str(directory), fix=fix)
 
 
-def _file(path: Path) -> Source:
-    return Source(path, path.name.split(".")[0] or "data")
+def _is_dataset(path: Path) -> bool:
+    """Whether a directory was written by `save_to_disk`."""
+    return (path / _STATE).is_file() or (path / _SPLITS).is_file()
+
+
+def _saved_files(path: Path) -> list[Source]:
+    """The Arrow files of one split of a saved dataset, in order.
+
+    Raises:
+        UsageError: there are several splits, or a file is missing.
+    """
+    if (path / _SPLITS).is_file():
+        splits = _read_object(path / _SPLITS).get("splits", [])
+        named = [f"{path / name}" for name in splits if isinstance(name, str)]
+        raise UsageError(
+            f"the dataset has the splits {', '.join(map(str, splits))}: reading all of them would mix them",
+            where=str(path),
+            fix=f"name {' or '.join(named)}" if named else None,
+        )
+    listed = _read_object(path / _STATE).get("_data_files")
+    names = [str(entry.get("filename")) for entry in listed or [] if isinstance(entry, dict)]
+    files = [path / Path(name).name for name in names]
+    missing = next((file for file in files if not file.is_file()), None)
+    if not files or missing:
+        what = f"{missing.name} is missing" if missing else "it names no data files"
+        raise UsageError(f"the dataset is not complete: {what}", where=str(path), fix="save it again")
+    return [Source(file, path.resolve().name) for file in files]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path)) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _hub_files(name: str) -> list[Source]:
+    """The cached Arrow files of `hf:organisation/name[:split]` (the split is `train` unless given), with the
+    dataset's name; downloads it where it is not cached.
+
+    Raises:
+        UsageError: there is no such dataset or split.
+        EnvironmentFailure: `datasets` is not installed, or the hub cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        what = "datasets of the hub are read by the package `datasets`, which is missing"
+        raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"') from error
+    dataset, _, split = name.removeprefix(HUB).partition(":")
+    if not dataset or "[" in split:  # a slice is a view of files that hold more
+        what = "a slice of a split cannot be read" if dataset else "no dataset is named"
+        raise UsageError(what, where=name, fix="write hf:organisation/name or hf:organisation/name:split")
+    try:
+        loaded = datasets.load_dataset(dataset, split=split or "train")
+    except ValueError as error:  # an unknown split, or a dataset of several configurations
+        raise UsageError(str(error).splitlines()[0], where=name, fix="see its page for its splits") from error
+    except Exception as error:  # network, cache and hub errors of several libraries, with no common base
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "check its name and the network, or download its files and name them"
+        raise EnvironmentFailure(f"the dataset cannot be had: {reason}", where=name, fix=fix) from error
+    if not loaded.cache_files:
+        raise UsageError("the dataset has no rows", where=name)
+    return [Source(Path(file["filename"]), dataset) for file in loaded.cache_files]
 
 
 def read_records(source: Source) -> Iterator[Record]:
@@ -149,8 +216,7 @@ def read_blocks(source: Source) -> Iterator[Block]:
     reader = _reader(source.path)
     if reader is None:
         raise UsageError("the file's format is not known by its name", where=str(source.path), fix=_FORMATS)
-    number = 0
-    told = 0
+    number = told = 0
     try:
         for first_number, last_number, content, position in reader(source.path):
             yield Block(source.path, source.name, first_number, content, position - told)
@@ -230,19 +296,14 @@ def _read_csv(path: Path) -> Iterator[Piece]:
         if header in (["sep="], ["sep=", ""]):  # a line that Excel writes before the header
             line, header, problem = next(rows, (2, [], ""))
         header = [name.strip() for name in header]
-        _check_header(f"{path}:{line}", header, problem)
+        where = f"{path}:{line}"
+        if problem:
+            raise UsageError(f"the header cannot be read: {problem}", where=where)
+        if repeated := next((name for name in header if name and header.count(name) > 1), None):
+            what = f"the header names the column {repeated!r} twice"
+            raise UsageError(what, where=where, fix="rename one of them")
         while piece := list(_portion(rows, header)):
             yield piece[0][0], piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
-
-
-def _check_header(where: str, header: list[str], problem: str) -> None:
-    if problem:
-        raise UsageError(f"the header cannot be read: {problem}", where=where)
-    repeated = next((name for name in header if name and header.count(name) > 1), None)
-    if repeated is not None:
-        raise UsageError(
-            f"the header names the column {repeated!r} twice", where=where, fix="rename one of them"
-        )
 
 
 def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:

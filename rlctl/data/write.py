@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
-from rlctl.data.batches import batch_of, integers
-from rlctl.data.schema import Row, arrow_schema
+from rlctl.data.schema import Row, arrow_schema, batch_of, integers
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.files import sync
 
@@ -24,15 +23,8 @@ ROW_GROUP_BYTES = 32 << 20
 #: Columns whose values repeat. Dictionaries and statistics of the others, all long texts, cost half of the
 #: time of writing and save nothing.
 _REPETITIVE = [
-    "data_source",
-    "datasource",
-    "ability",
-    "style",
-    "prompt.list.element.role",
-    "input.list.element.role",
-    "reward_model.style",
-    "extra_info.split",
-    "extra_info.index",
+    *("data_source", "datasource", "ability", "style", "prompt.list.element.role", "input.list.element.role"),
+    *("reward_model.style", "extra_info.split", "extra_info.index"),
 ]
 
 
@@ -66,9 +58,7 @@ class BatchWriter:
             return
         try:
             self._pending.append(batch.cast(self._schema))
-        except (
-            pa.ArrowInvalid
-        ):  # a slice whose text begins beyond 2 GiB of a larger batch: a copy begins at 0
+        except pa.ArrowInvalid:  # a slice whose text begins beyond 2 GiB of its batch: a copy begins at 0
             everything = integers(np.arange(batch.num_rows), pa.int64())
             self._pending.append(batch.take(everything).cast(self._schema))
         self._pending_rows += batch.num_rows
@@ -81,13 +71,8 @@ class BatchWriter:
         import pyarrow.parquet as pq
 
         if self._writer is None:
-            self._writer = pq.ParquetWriter(
-                self._path,
-                self._schema,
-                compression="zstd",
-                use_dictionary=_REPETITIVE,
-                write_statistics=_REPETITIVE,
-            )
+            options = {"use_dictionary": _REPETITIVE, "write_statistics": _REPETITIVE}
+            self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd", **options)
         table = pa.Table.from_batches(self._pending, schema=self._schema)
         self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
@@ -104,41 +89,18 @@ class BatchWriter:
             self._writer.close()
 
 
-class RowWriter:
-    """One split's Parquet file in the row schema, for few rows made one by one; written at the end.
-
-    Args:
-        path: the file.
-        split: name of the split, in every row.
-    """
-
-    def __init__(self, path: Path, split: str) -> None:
-        self._path, self._split = path, split
-        self._rows: list[Row] = []
-
-    def add(self, row: Row) -> None:
-        """Append a row."""
-        self._rows.append(row)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None or not self._rows:
-            return
-        schema = arrow_schema(with_other=any(row.other for row in self._rows))
-        with BatchWriter(self._path, schema) as batches:
-            for start in range(0, len(self._rows), ROW_GROUP_ROWS):
-                batches.add(batch_of(self._rows[start : start + ROW_GROUP_ROWS], self._split))
+def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
+    """Write rows as one Parquet file in the row schema, all of this split; no file if there are none."""
+    with BatchWriter(path, arrow_schema(with_other=any(row.other for row in rows))) as batches:
+        for start in range(0, len(rows), ROW_GROUP_ROWS):
+            batches.add(batch_of(rows[start : start + ROW_GROUP_ROWS], split))
 
 
 @contextmanager
 def staged_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its name when the block ends well, and vanishes when it does not.
 
-    A previous `out` is replaced; whether it may be is the caller's business.
+    A previous `out` is replaced; whether it may be is for the caller to decide.
 
     Raises:
         UsageError: the place lies below a file.
@@ -147,20 +109,25 @@ def staged_directory(out: Path) -> Iterator[Path]:
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        stage = _beside(out, "partial")
+        stage, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("partial", "old"))
         stage.mkdir()
         try:
             yield stage
-            _publish(stage, out)
+            for file in [*stage.iterdir(), stage]:
+                sync(file)
+            if out.exists():
+                out.rename(old)
+            stage.rename(out)
+            sync(out.parent)
+            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except (FileExistsError, NotADirectoryError) as error:
         what = "the output lies below a file, or its place was taken meanwhile"
         raise UsageError(what, where=str(out), fix="choose another --out") from error
     except OSError as error:
-        reason = error.strerror or str(error)
         raise EnvironmentFailure(
-            f"the output cannot be written: {reason}",
+            f"the output cannot be written: {error.strerror or error}",
             where=str(out),
             fix="free disk space or choose another --out",
         ) from error
@@ -189,18 +156,3 @@ def check_vacant(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
         raise UsageError(what, where=str(out), fix="choose another --out")
-
-
-def _publish(stage: Path, out: Path) -> None:
-    for file in [*stage.iterdir(), stage]:
-        sync(file)
-    old = _beside(out, "old")
-    if out.exists():
-        out.rename(old)
-    stage.rename(out)
-    sync(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _beside(out: Path, kind: str) -> Path:
-    return out.parent / f".{out.name}.{kind}-{os.getpid()}"

@@ -5,21 +5,51 @@ Memory holds one block of rows, and about 40 bytes of hashes and numbers per row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
-from rlctl.data.sources import find_sources
-from rlctl.prepare.file_check import FileCheck, FileReport, Probes
-from rlctl.prepare.findings import EXAMPLES_SHOWN, DataFinding, agree, rows, worst_first
-from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.leakage import LeakageComparison, Reference
-from rlctl.prepare.leaks import questions_of
-from rlctl.prepare.lengths import PromptLengths
+from rlctl.data.benchmarks import find_named
+from rlctl.data.blocks import Record, records_of
+from rlctl.data.read import COLUMNS, REQUIRED
+from rlctl.data.recipes import Recipe, RecipeName, recognise
+from rlctl.data.records import RowError, is_integer
+from rlctl.data.schema import Row
+from rlctl.data.sources import Source, find_sources, read_blocks
+from rlctl.prepare.duplicates import normalise, repeated, text_key
+from rlctl.prepare.findings import (
+    EXAMPLES_SHOWN,
+    DataFinding,
+    Severity,
+    agree,
+    row_finding,
+    rows,
+    worst_first,
+)
+from rlctl.prepare.leakage import KINDS, LeakageComparison, Reference, questions_of
+from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import Progress
-from rlctl.prepare.tokenizer import template_findings
+from rlctl.prepare.row_checks import STYLES, RowFindings, answer_doubts, text_doubts
+from rlctl.prepare.words import mixed
+from rlctl.reward.round_trip import check_ground_truths
+from rlctl.reward.sources import knows_source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Different complaints, styles and data sources without a grader shown of one file.
+REASONS_SHOWN, SOURCES_SHOWN = 10, 20
+#: Bytes that 32-bit offsets of one Arrow array reach.
+OFFSET_BYTES = 1 << 31
+_ANSWERS = {"answer", "solution", "ground_truth", "label"}
+_DETAIL = re.compile(r"'[^']*'|\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +59,7 @@ class CheckRequest:
     Attributes:
         files: files, directories, or anything else `prepare` reads.
         model: whose tokenizer and chat template measure the prompts; None: characters are counted.
-        against: files whose questions must not occur in `files`.
+        against: benchmarks by name, and files, whose questions must not occur in `files`.
         max_prompt_length: tokens a prompt may have; characters where there is no model.
         trust_remote_code: the model's tokenizer may run code of its own.
     """
@@ -39,6 +69,30 @@ class CheckRequest:
     against: tuple[str, ...] = ()
     max_prompt_length: int | None = None
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What a file is.
+
+    Attributes:
+        path: of the file.
+        recipe: the layout its first row has; None: no row can be read.
+        num_rows: usable or not.
+        columns: name → type: Arrow's of Parquet, of other formats Python's of the first row's value.
+        sources: data source → usable rows.
+    """
+
+    path: Path
+    recipe: RecipeName | None
+    num_rows: int
+    columns: dict[str, str]
+    sources: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        about = {"path": str(self.path), "recipe": self.recipe, "rows": self.num_rows}
+        return about | {"columns": self.columns, "data_sources": self.sources}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,54 +133,302 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     """
     progress = progress or Progress()
     sources = find_sources(request.files)
-    probes = _probes(request)
-    progress.phase("reading", sum(source.path.stat().st_size for source in sources))
-    checks = []
-    for source in sources:
-        checks.append(FileCheck(source, probes))
-        checks[-1].read(progress)
-    found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
-    if probes.lengths is not None:
-        found += template_findings(probes.lengths.renderer)
-    described = probes.lengths.describe() if probes.lengths else None
-    compared = tuple(comparison for one in checks for comparison in one.comparisons())
-    reports = [one.report() for one in checks]
-    return CheckReport(reports, worst_first(found), probes.histogram, described, compared)
-
-
-def _probes(request: CheckRequest) -> Probes:
     lengths = None
     if request.model is not None:
         lengths = PromptLengths(request.model, trust_remote_code=request.trust_remote_code)
-    reference_files = [(str(source.path), source) for source in find_sources(request.against)]
-    reference = Reference.build(
-        (file, text) for file, source in reference_files for text in questions_of(source)
-    )
-    return Probes(
-        lengths, reference, request.max_prompt_length, Histogram("tokens" if lengths else "characters")
-    )
+    reference = Reference.build((file.name, questions_of(file)) for file in find_named(request.against))
+    histogram = Histogram("tokens" if lengths else "characters")
+    probes = _Probes(lengths, reference, request.max_prompt_length, histogram)
+    progress.phase("reading", sum(source.path.stat().st_size for source in sources))
+    checks = [_FileCheck(source, probes, progress) for source in sources]
+    found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
+    if lengths is not None:
+        found += template_findings(lengths.renderer)
+    compared = tuple(comparison for one in checks for comparison in one.comparisons())
+    described = lengths.describe() if lengths else None
+    return CheckReport([one.report() for one in checks], worst_first(found), histogram, described, compared)
 
 
-def _shared_questions(checks: Sequence[FileCheck]) -> list[DataFinding]:
+@dataclass(frozen=True, slots=True)
+class _Probes:
+    """What all files are compared with.
+
+    Attributes:
+        lengths: measures prompts in tokens; None: characters are counted.
+        reference: questions that must not occur.
+        limit: the longest a prompt may be; None: any length.
+        histogram: of the lengths of all usable prompts.
+    """
+
+    lengths: PromptLengths | None
+    reference: Reference
+    limit: int | None
+    histogram: Histogram
+
+
+class _FileCheck:
+    """All checks of one file, block by block.
+
+    Attributes:
+        path: of the file.
+        hashes: of each usable row: question, ground truth, and the row's number.
+
+    Raises:
+        UsageError: the file as a whole cannot be read.
+    """
+
+    def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
+        self.path, self._probes = source.path, probes
+        self._schema = _read_schema(source.path)
+        self._columns = {field.name: str(field.type) for field in self._schema or ()}
+        self._recipe: Recipe | None = None
+        self._num_rows = 0
+        self._sources: Counter[str] = Counter()
+        self._splits: Counter[str] = Counter()
+        self._styles: set[str] = set()
+        self._reasons: dict[str, str] = {}  # complaint without its details → the first one
+        self._bad, self._found = RowFindings(), RowFindings()
+        self._index, self._index_source = array("q"), array("Q")
+        parts = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.int64))]
+        for block in read_blocks(source):
+            before = self._num_rows
+            if pairs := [(record, row) for record in records_of(block) if (row := self._row(record))]:
+                parts.append(self._check_rows(*map(list, zip(*pairs, strict=True))))
+            progress.advance(block.num_bytes, self._num_rows - before)
+        self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+
+    def report(self) -> FileReport:
+        """What the file is."""
+        name = self._recipe.name if self._recipe else None
+        return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
+
+    def comparisons(self) -> list[LeakageComparison]:
+        """How many usable rows occur in each file they must not occur in."""
+        return [
+            LeakageComparison(
+                str(self.path),
+                name,
+                self._sources.total(),
+                {kind: self._found.count(f"leak-{kind}", file=name) for kind in KINDS},
+            )
+            for name in self._probes.reference.names
+        ]
+
+    @property
+    def split(self) -> str:
+        """The split most rows name; "" for none."""
+        return self._splits.most_common(1)[0][0] if self._splits else ""
+
+    def findings(self) -> list[DataFinding]:
+        """What is wrong with it."""
+        found = column_findings(self.path, self._schema) if self._schema else []
+        if not any(finding.code == "missing-columns" for finding in found):
+            found += self._bad.findings()
+        found += self._found.findings() + self._split_findings() + self._repeat_findings()
+        unknown = [source for source in self._sources if not knows_source(source)]
+        for source in unknown[:SOURCES_SHOWN]:
+            found += row_finding("no-grader", self._sources[source], source=source)
+        return found
+
+    def _split_findings(self) -> list[DataFinding]:
+        """Whether `extra_info` of the file says one thing throughout."""
+        found, where = [], (str(self.path),)
+        if len(self._splits) > 1:
+            counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
+            what = f"extra_info.split is not the same in all rows: {counts}"
+            fix = "keep each split in a file of its own"
+            found.append(DataFinding("mixed-splits", "warning", what, len(self._splits), where, fix))
+        named = re.match(r"(train|test|val)", self.path.name)
+        if named and self.split and self.split.lower().startswith("train") != (named[0] == "train"):
+            what = f"the file's name says {named[0]}, extra_info.split says {self.split}"
+            fix = "rename the file, or correct the split"
+            found.append(DataFinding("split-name", "warning", what, 1, where, fix))
+        keys = np.array(self._index, np.uint64) + mixed(np.array(self._index_source, np.uint64))
+        return found + row_finding("repeated-index", len(keys) - len(np.unique(keys)), where)
+
+    def _repeat_findings(self) -> list[DataFinding]:
+        """Repeated questions, and those of them that are answered otherwise."""
+        keys, truths, numbers = self.hashes
+        later, first = repeated(keys)
+
+        def found(kind: str, is_in: Any, **total: int) -> list[DataFinding]:
+            pairs = zip(numbers[later[is_in]][:EXAMPLES_SHOWN], numbers[first[is_in]], strict=False)
+            examples = [f"{self.path}:{number}: as row {earlier}" for number, earlier in pairs]
+            return row_finding(kind, int(is_in.sum()), examples, **total)
+
+        everything = np.ones(len(later), np.bool_)
+        disputed = found("conflicting-answers", truths[later] != truths[first])
+        return found("duplicates", everything, total=len(keys)) + disputed
+
+    def _row(self, record: Record) -> Row | None:
+        """The record as a row; None where it is none, which is noted."""
+        self._num_rows += 1
+        if record.values is None:
+            self._note_bad(record.where, record.problem)
+            return None
+        if self._recipe is None:
+            verl = self._schema is not None and _is_verl(self._schema.names)
+            name = recognise(record.values)
+            self._recipe = Recipe("verl" if verl and name != "dapo-math" else name).resolve()
+            self._columns = self._columns or {
+                str(name): type(value).__name__ for name, value in record.values.items()
+            }
+        try:
+            row = self._recipe.to_row(record.values, self.path, record.number - 1)
+        except RowError as error:
+            self._note_bad(record.where, str(error))
+            return None
+        reward_model = record.values.get("reward_model")
+        truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+        if self._schema is not None and isinstance(truth, list | dict):
+            self._found.add("structured-truth", record.where)
+        return row
+
+    def _note_bad(self, where: str, reason: str) -> None:
+        """A row that cannot be used; complaints that differ in names and numbers only are one."""
+        kind = _DETAIL.sub("…", reason)
+        if kind not in self._reasons and len(self._reasons) >= REASONS_SHOWN:
+            kind = reason = "other complaints"
+        self._bad.add("bad-rows", where, reason, reason=self._reasons.setdefault(kind, reason))
+
+    def _check_rows(self, records: list[Record], block: list[Row]) -> tuple[Any, Any, Any]:
+        """Check the usable rows of a block; returns what `hashes` has of them."""
+        probes = self._probes
+        for record, row in zip(records, block, strict=True):
+            self._sources[row.data_source] += 1
+            for kind, detail in (*text_doubts(row), *answer_doubts(row)):
+                self._found.add(kind, record.where, detail)
+            if row.style not in STYLES and (row.style in self._styles or len(self._styles) < REASONS_SHOWN):
+                self._styles.add(row.style)
+                self._found.add("style", record.where, style=row.style)
+            if isinstance(split := row.extra.get("split"), str) and split:
+                self._splits[split] += 1
+            if is_integer(row.extra.get("index")):
+                self._index.append(row.index)
+                self._index_source.append(crc32(row.data_source.encode()))
+        ruled = [(record, row) for record, row in zip(records, block, strict=True) if row.style == "rule"]
+        complaints = check_ground_truths([(row.data_source, row.ground_truth) for _, row in ruled])
+        for (record, row), why in zip(ruled, complaints, strict=True):
+            if why:
+                self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")
+        self._measure(records, block)
+        matches = probes.reference.matches([row.question for row in block])
+        for record, ways in zip(records, matches, strict=True):
+            for way, file in ways:
+                self._found.add(f"leak-{way}", record.where, file=file)
+        return (
+            np.array([text_key(text) for text in normalise([row.question for row in block])], np.uint64),
+            np.array([crc32(row.ground_truth.encode()) for row in block], np.uint32),
+            np.array([record.number for record in records], np.int64),
+        )
+
+    def _measure(self, records: list[Record], block: list[Row]) -> None:
+        probes, context, unit = self._probes, None, self._probes.histogram.unit
+        if probes.lengths is None:
+            lengths = characters(block)
+        else:
+            measured = probes.lengths.measure(block)
+            context, lengths = probes.lengths.context, measured.num_tokens
+            for record, why in zip(records, measured.problems, strict=True):
+                if why:
+                    self._note_bad(record.where, why)
+        probes.histogram.add(length for length in lengths if length)
+        for record, length in zip(records, lengths, strict=True):
+            if probes.limit is not None and length > probes.limit:
+                self._found.add("overlong", record.where, f"{length:,} {unit}", limit=probes.limit, unit=unit)
+            if context is not None and length >= context:
+                self._found.add("beyond-context", record.where, f"{length:,} tokens", context=context)
+
+
+def characters(block: Sequence[Row]) -> list[int]:
+    """Characters of each row's messages together."""
+    return [sum(len(message.content) for message in row.prompt) for row in block]
+
+
+def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
     """Rows of a file that ask what a row of an earlier file asks."""
     found = []
     for place, later in enumerate(checks):
-        keys, _, numbers = later.questions.arrays()
+        keys, _, numbers = later.hashes
         for earlier in checks[:place]:
-            shared = np.flatnonzero(np.isin(keys, earlier.questions.arrays()[0]))
+            shared = np.flatnonzero(np.isin(keys, earlier.hashes[0]))
             if not len(shared):
                 continue
             ask = agree(len(shared), "ask")
-            differ = later.splits.split != earlier.splits.split
-            examples = [f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]]]
-            found.append(
-                DataFinding(
-                    "shared-questions",
-                    "error" if differ else "warning",
-                    f"{rows(len(shared))} of {later.path} {ask} what a row of {earlier.path} asks",
-                    len(shared),
-                    tuple(examples),
-                    "one is not a test of training on the other" if differ else "drop one of them",
-                )
-            )
+            what = f"{rows(len(shared))} of {later.path} {ask} what a row of {earlier.path} asks"
+            differ = later.split != earlier.split
+            examples = tuple(f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]])
+            fix = "one is not a test of training on the other" if differ else "drop one of them"
+            severity: Severity = "error" if differ else "warning"
+            found.append(DataFinding("shared-questions", severity, what, len(shared), examples, fix))
     return found
+
+
+def _read_schema(path: Path) -> pa.Schema | None:
+    """The Arrow schema of a Parquet file; None for other formats, and for a broken one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix.lower() != ".parquet":
+        return None
+    try:
+        return pq.read_schema(path)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def _is_verl(names: list[str]) -> bool:
+    """Whether the columns are verl's, perhaps with some missing."""
+    known = {"data_source", "prompt"} <= set(names) and not _ANSWERS & set(names)
+    return known or "reward_model" in names
+
+
+def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
+    """Missing and surplus columns, columns of nothing but nulls, texts beyond 32-bit offsets."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found: list[DataFinding] = []
+
+    def add(code: str, severity: Any, what: str, names: list[str], fix: str) -> None:
+        if names:
+            what = what.format(", ".join(names), "s" if len(names) > 1 else "")
+            found.append(DataFinding(code, severity, what, len(names), (str(path),), fix))
+
+    if _is_verl(schema.names):
+        missing = [name for name in REQUIRED if name not in schema.names]
+        fix = "convert the source with `rlctl prepare-data parquet`"
+        add("missing-columns", "error", "column{1} {0} missing: no row can be read", missing, fix)
+        other = [name for name in schema.names if name not in COLUMNS]
+        fix = "put what a grader needs into extra_info"
+        add("unknown-columns", "info", "columns that training does not read: {0}", other, fix)
+    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
+    nulls = [name for name, kind in leaves if pa.types.is_null(kind)]
+    fix = "give the column a type: other files of the same data set will not concatenate with it"
+    add("null-type", "warning", "of type null: {0}", nulls, fix)
+    metadata = pq.read_metadata(path)
+    groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+    large = []
+    for place, (name, kind) in enumerate(leaves):
+        size = sum(group.column(place).total_uncompressed_size for group in groups)
+        if size >= OFFSET_BYTES and (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+            large.append(f"{name} ({size / 2**30:.1f} GiB)")
+    fix = "write it as large_string, or in several files: readers that load it in one piece fail"
+    add("small-offsets", "warning", "over 2 GiB of text with 32-bit offsets: {0}", large, fix)
+    return found
+
+
+def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
+    """Name and type of every Parquet column below a field, in its order."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        for inner in kind:
+            yield from _leaves(f"{name}.{inner.name}", inner.type)
+    elif pa.types.is_map(kind):
+        yield from _leaves(f"{name}.key", kind.key_type)
+        yield from _leaves(f"{name}.value", kind.item_type)
+    elif hasattr(kind, "value_type"):  # lists and dictionaries
+        yield from _leaves(name, kind.value_type)
+    else:
+        yield name, kind

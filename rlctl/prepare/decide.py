@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.errors import UsageError
-from rlctl.prepare import findings
 from rlctl.prepare.duplicates import nearly_repeated, repeated
-from rlctl.prepare.findings import EXAMPLES_SHOWN, DataFinding
+from rlctl.prepare.findings import DataFinding, row_finding, share
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import Staging
 from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
@@ -20,13 +19,10 @@ from rlctl.prepare.transform import BAND_KEYS, SIGNATURE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rlctl.prepare.duplicates import Pairs
-
 #: Share of rows that may repeat earlier ones before `--duplicates check` refuses the input.
 MAX_DUPLICATES = 0.05
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 HISTOGRAM_BINS = 20
-HASH_RANGE = 1 << 64
 
 
 class RowStatus(IntEnum):
@@ -69,16 +65,13 @@ class Decision:
             num_bad: those of them that were never staged.
         """
         of = np.bincount(self.status, minlength=len(RowStatus))
-        dropped = {
-            status.name.lower(): int(of[status]) for status in RowStatus if status > RowStatus.QUARANTINED
-        }
         num_test = int((self.is_kept & self.is_test).sum())
         counts = {
             "train": int(of[RowStatus.KEPT]) - num_test,
             "test": num_test,
             "quarantined": num_bad + int(of[RowStatus.QUARANTINED]),
-            **dropped,
         }
+        counts |= {status.name.lower(): int(of[status]) for status in RowStatus if status > 1}
         if sum(counts.values()) != num_records:
             raise AssertionError(f"{num_records} rows came in, but {counts} are accounted for")
         return {"input": num_records, **counts}
@@ -107,7 +100,12 @@ def decide(
     if request.near_duplicates != "off":
         progress.phase("near duplicates", 0)
         _near_duplicates(request, staging, decision)
-    _split(request, staging, decision)
+    keys = staging.key("split")
+    if request.val_size is None:
+        limit = limit_for_fraction(request.val_fraction)
+    else:
+        limit = limit_for_size(keys[decision.is_kept], request.val_size)
+    decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
     return decision
 
 
@@ -115,31 +113,26 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
     tokens, is_cut, limit = staging.key("tokens"), staging.key("is_cut"), request.max_prompt_length
     is_kept = decision.is_kept
     over = np.flatnonzero(is_kept & (tokens > limit)) if limit is not None else np.empty(0, np.int64)
-    if request.overlong == "drop":
+    cut = np.flatnonzero(is_kept & is_cut)
+    is_dropped = request.overlong == "drop"
+    if is_dropped:
         decision.status[over] = RowStatus.OVERLONG_DROPPED
     if limit is not None:
-        done = "dropped" if request.overlong == "drop" else "kept"
-        decision.findings += findings.overlong(len(over), limit, done, _places(staging, over))
-        cut = np.flatnonzero(is_kept & is_cut)
-        decision.findings += findings.overlong(len(cut), limit, "cut", _places(staging, cut))
+        kind = "overlong-changed" if is_dropped else "overlong"
+        for name, rows, done in ((kind, over, "dropped"), ("overlong-changed", cut, "cut")):
+            examples = staging.places(rows)
+            decision.findings += row_finding(name, len(rows), examples, limit=limit, unit="tokens", done=done)
     kept = tokens[decision.is_kept]
-    decision.report["lengths"] = {
-        "overlong": len(over),
-        "cut": int((is_kept & is_cut).sum()),
-        **_distribution(kept),
-    }
-
-
-def _distribution(tokens: NDArray[np.int32]) -> dict[str, Any]:
-    if not len(tokens):
-        return {}
-    numbers, edges = np.histogram(tokens, bins=HISTOGRAM_BINS)
-    return {
-        "mean": round(float(tokens.mean()), 2),
-        "max": int(tokens.max()),
-        "quantiles": {f"{q:g}": int(np.quantile(tokens, q, method="inverted_cdf")) for q in QUANTILES},
-        "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
-    }
+    lengths: dict[str, Any] = {"overlong": len(over), "cut": len(cut)}
+    if len(kept):
+        numbers, edges = np.histogram(kept, bins=HISTOGRAM_BINS)
+        lengths |= {
+            "mean": round(float(kept.mean()), 2),
+            "max": int(kept.max()),
+            "quantiles": {f"{q:g}": int(np.quantile(kept, q, method="inverted_cdf")) for q in QUANTILES},
+            "histogram": {"edges": [round(float(edge), 2) for edge in edges], "rows": numbers.tolist()},
+        }
+    decision.report["lengths"] = lengths
 
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
@@ -148,25 +141,25 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
     later, first = here[pairs[0]], here[pairs[1]]
     split, answers = staging.key("split"), staging.key("answer")
     is_other = answers[later] != answers[first]
+    num_disputed = int(is_other.sum())
     decision.report["duplicates"] = {
         "rows": len(later),
         "word_for_word": int((split[later] == split[first]).sum()),
-        "conflicting": int(is_other.sum()),
+        "conflicting": num_disputed,
     }
-    examples = _pair_examples(staging, (later, first), "repeats")
+    examples = _pair_examples(staging, later, first, "repeats")
     if request.duplicates == "check" and len(later) > MAX_DUPLICATES * len(here):
-        share = findings.share(len(later), len(here), "ask")
         raise UsageError(
-            f"{share} what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
+            f"{share(len(later), len(here), 'ask')} what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
             + "".join(f"\n  {line}" for line in examples),
             fix="pass --duplicates drop to keep the first of each, or --duplicates keep to keep them all",
         )
-    disputed = (later[is_other], first[is_other])
-    decision.findings += findings.conflicts(int(is_other.sum()), _pair_examples(staging, disputed, "and"))
+    disputed = _pair_examples(staging, later[is_other], first[is_other], "and")
+    decision.findings += row_finding("conflicting-answers", num_disputed, disputed)
     if request.duplicates == "drop":
         decision.status[later] = RowStatus.DUPLICATES_DROPPED
     else:
-        decision.findings += findings.duplicates(len(later), len(here), examples)
+        decision.findings += row_finding("duplicates", len(later), examples, total=len(here))
 
 
 def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
@@ -176,31 +169,18 @@ def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decisi
     here = np.flatnonzero(is_left)
     is_left[here[repeated(staging.key("exact")[here])[0]]] = False
     bands = [staging.file(name) for name in BAND_KEYS]
-    pairs = nearly_repeated(bands, staging.file(SIGNATURE), is_left)
-    decision.report["near_duplicates"] = {"rows": len(pairs[0])}
+    later, earlier = nearly_repeated(bands, staging.file(SIGNATURE), is_left)
+    decision.report["near_duplicates"] = {"rows": len(later)}
     if request.near_duplicates == "drop":
-        decision.status[pairs[0]] = RowStatus.NEAR_DUPLICATES_DROPPED
+        decision.status[later] = RowStatus.NEAR_DUPLICATES_DROPPED
     else:
-        examples = _pair_examples(staging, pairs, "is like")
-        decision.findings += findings.near_duplicates(len(pairs[0]), num_rows, examples)
+        examples = _pair_examples(staging, later, earlier, "is like")
+        decision.findings += row_finding("near-duplicates", len(later), examples, total=num_rows)
 
 
-def _split(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
-    keys = staging.key("split")
-    if request.val_size is None:
-        limit = limit_for_fraction(request.val_fraction)
-    else:
-        limit = limit_for_size(keys[decision.is_kept], request.val_size)
-    decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
-
-
-def _places(staging: Staging, rows: NDArray[Any]) -> list[str]:
-    return [staging.where(int(row)) for row in rows[:EXAMPLES_SHOWN]]
-
-
-def _pair_examples(staging: Staging, pairs: Pairs | tuple[Any, Any], words: str) -> list[str]:
-    later, earlier = (_places(staging, side) for side in pairs)
-    return [f"{row} {words} {other}" for row, other in zip(later, earlier, strict=True)]
+def _pair_examples(staging: Staging, later: Any, earlier: Any, words: str) -> list[str]:
+    pairs = zip(staging.places(later), staging.places(earlier), strict=True)
+    return [f"{row} {words} {other}" for row, other in pairs]
 
 
 def limit_for_fraction(fraction: float) -> int:
@@ -213,7 +193,7 @@ def limit_for_fraction(fraction: float) -> int:
         raise UsageError(
             f"{fraction:g} is no share of the rows", where="--val-fraction", fix="0 up to below 1"
         )
-    return int(fraction * HASH_RANGE)
+    return int(fraction * (1 << 64))
 
 
 def limit_for_size(hashes: NDArray[np.uint64], size: int) -> int:

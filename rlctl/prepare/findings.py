@@ -13,6 +13,93 @@ EXAMPLES_SHOWN = 5
 _SINGULAR = {"have": "has", "are": "is", "were": "was", "cannot": "cannot"}
 _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
+_FIRST_KEPT = "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each"
+_LEAK_FIX = (
+    "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file would measure memory"
+)
+_TEST_LEAK_FIX = "the test split then repeats that file: remove these rows from the input"
+_NO_FORM = r"are graded as mathematics, and the prompt asks for no form of the answer (\boxed{{}}, ####, …)"
+_NO_FORM_FIX = r"add --instruction 'Put the final answer in \boxed{}.': else right answers may be read wrong"
+_EXACT, _MASKED = "ask a question of {file}", "ask a question of {file} with other numbers"
+_NGRAM = "share 13 words in a row with a question of {file}"
+
+#: Code → severity; what holds for the rows, a verb in the plural first; and the fix.
+_ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
+    "duplicates": ("warning", "ask what an earlier row asks", _FIRST_KEPT),
+    "conflicting-answers": (
+        "warning",
+        "ask what an earlier row asks, with another ground truth",
+        "find out which answer is right: one of them teaches the wrong thing",
+    ),
+    "near-duplicates": (
+        "info",
+        "ask almost what an earlier row asks",
+        "`--near-duplicates drop` keeps the first of each",
+    ),
+    "leak-exact": ("error", _EXACT, _LEAK_FIX),
+    "leak-masked": ("warning", _MASKED, _LEAK_FIX),
+    "leak-ngram": ("warning", _NGRAM, _LEAK_FIX),
+    "test-leak-exact": ("warning", _EXACT, _TEST_LEAK_FIX),
+    "test-leak-masked": ("warning", _MASKED, _TEST_LEAK_FIX),
+    "test-leak-ngram": ("warning", _NGRAM, _TEST_LEAK_FIX),
+    "overlong": (
+        "warning",
+        "have prompts of more than {limit:,} {unit}",
+        "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right",
+    ),
+    "overlong-changed": ("info", "were {done} for prompts of more than {limit:,} tokens", ""),
+    "beyond-context": (
+        "error",
+        "have prompts that fill or exceed the model's context of {context:,} tokens",
+        "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
+    ),
+    "ground-truth": (
+        "error",
+        "have a ground truth that their grader cannot read or compare",
+        "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
+    ),
+    "no-answer-form": ("warning", _NO_FORM, _NO_FORM_FIX),
+    "no-answer-form-unknown": ("info", _NO_FORM, _NO_FORM_FIX),
+    "contradicted-answer": (
+        "warning",
+        "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution",
+        "find out which is right, and correct or remove the row",
+    ),
+    "no-grader": (
+        "warning",
+        "have data_source {source!r}, for which no grader is registered",
+        "`reward.name: auto` grades them as mathematics: name the reward, or rename the source",
+    ),
+    "bad-rows": (
+        "error",
+        "cannot be used: {reason}",
+        "correct them, or let `rlctl prepare-data parquet … --bad-rows quarantine` set them aside",
+    ),
+    "control-characters": (
+        "warning",
+        "have control characters in the prompt or the ground truth",
+        "clean the source",
+    ),
+    "lost-characters": (
+        "warning",
+        "have U+FFFD, which replaces a character that was lost",
+        "decode the source as UTF-8",
+    ),
+    "style": (
+        "info",
+        "have reward_model.style {style!r}, which is graded as `rule`",
+        "write rule, model or code",
+    ),
+    "structured-truth": (
+        "error",
+        "have a ground truth that is a list or a structure, where training reads text or a number",
+        "`rlctl prepare-data parquet` turns it into text",
+    ),
+    "repeated-index": ("info", "have the extra_info.index of another row of the same source", ""),
+}
+#: Entries that share the code of another one.
+_CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-form"}
+
 
 @dataclass(frozen=True, slots=True)
 class DataFinding:
@@ -20,7 +107,7 @@ class DataFinding:
 
     Attributes:
         code: its name, for scripts: `duplicates`, `leak-exact`, …
-        severity: `error`: training fails or learns the wrong thing; `warning`: look at it before training;
+        severity: `error`: training fails or learns the wrong thing; `warning`: check it before training;
             `info`: good to know.
         what: one sentence.
         count: rows (or files) it holds for.
@@ -40,29 +127,32 @@ class DataFinding:
         return asdict(self) | {"examples": list(self.examples)}
 
 
-def worst_first(findings: Iterable[DataFinding]) -> list[DataFinding]:
-    """Errors, warnings, infos; the most frequent first in each."""
-    return sorted(findings, key=lambda finding: (_RANKS[finding.severity], -finding.count, finding.code))
+def row_finding(
+    kind: str, count: int, examples: Sequence[str] = (), *, total: int | None = None, **values: Any
+) -> list[DataFinding]:
+    """A finding about rows; none where it holds for no row.
 
-
-def reaches(findings: Iterable[DataFinding], level: Severity) -> bool:
-    """Whether one of them is at least that bad."""
-    return any(_RANKS[finding.severity] <= _RANKS[level] for finding in findings)
-
-
-def lines(findings: Iterable[DataFinding]) -> list[str]:
-    """The findings as plain text, worst first: a line each, examples and remedy indented below."""
-    result = []
-    for finding in worst_first(findings):
-        result.append(f"{finding.severity}: {finding.what}")
-        result += [f"    {example}" for example in finding.examples]
-        if finding.fix:
-            result.append(f"    fix: {finding.fix}")
-    return result
+    Args:
+        kind: a key of `_ROW_FINDINGS`.
+        count: rows it holds for.
+        examples: the first few.
+        total: rows there are, where the share is worth saying.
+        values: what the sentence names.
+    """
+    if not count:
+        return []
+    severity, what, fix = _ROW_FINDINGS[kind]
+    what = what.format(**values)
+    if kind.startswith("test-leak"):
+        sentence = f"{rows(count)} of the test split {agree(count, what)}"
+    else:
+        sentence = rows_that(count, what) if total is None else share(count, total, what)
+    first = tuple(examples[:EXAMPLES_SHOWN])
+    return [DataFinding(_CODES.get(kind, kind), severity, sentence, count, first, fix)]
 
 
 class Places:
-    """Counts rows something holds for, and remembers the first few."""
+    """Counts the rows that something holds for, and keeps the first few."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,11 +164,30 @@ class Places:
         if len(self.first) < EXAMPLES_SHOWN:
             self.first.append(f"{where}: {detail}" if detail else where)
 
-    def finding(self, code: str, severity: Severity, what: str, fix: str = "") -> list[DataFinding]:
-        """As a finding, if there was any; `what` begins with a verb in the plural, for the rows."""
-        if not self.count:
-            return []
-        return [DataFinding(code, severity, rows_that(self.count, what), self.count, tuple(self.first), fix)]
+    def finding(self, kind: str, **values: Any) -> list[DataFinding]:
+        """`row_finding` of these rows."""
+        return row_finding(kind, self.count, self.first, **values)
+
+
+def worst_first(findings: Iterable[DataFinding]) -> list[DataFinding]:
+    """Errors, warnings, infos; the most frequent first in each."""
+    return sorted(findings, key=lambda finding: (_RANKS[finding.severity], -finding.count, finding.code))
+
+
+def reaches(findings: Iterable[DataFinding], level: Severity) -> bool:
+    """Whether one of them is at least that bad."""
+    return any(_RANKS[finding.severity] <= _RANKS[level] for finding in findings)
+
+
+def lines(findings: Iterable[DataFinding]) -> list[str]:
+    """The findings as plain text, worst first: a line each, examples and fix indented below."""
+    result = []
+    for finding in worst_first(findings):
+        result.append(f"{finding.severity}: {finding.what}")
+        result += [f"    {example}" for example in finding.examples]
+        if finding.fix:
+            result.append(f"    fix: {finding.fix}")
+    return result
 
 
 def rows(count: int) -> str:
@@ -87,12 +196,7 @@ def rows(count: int) -> str:
 
 
 def agree(count: int, verb: str) -> str:
-    """The verb as so many rows have it: `1 row has`, `2 rows have`.
-
-    Args:
-        count: rows.
-        verb: in the plural; more words may follow.
-    """
+    """The verb (plural; more words may follow) as so many rows have it: `has` for one, `have` for two."""
     plural, space, rest = verb.partition(" ")
     return verb if count != 1 else _SINGULAR.get(plural, f"{plural}s") + space + rest
 
@@ -105,161 +209,3 @@ def rows_that(count: int, verb: str) -> str:
 def share(count: int, total: int, verb: str) -> str:
     """`1 row of 4 (25.0%) has …`; arguments as of `agree`."""
     return f"{rows(count)} of {total:,} ({count / max(1, total):.1%}) {agree(count, verb)}"
-
-
-def _counted(
-    code: str, severity: Severity, what: str, count: int, examples: Sequence[str], fix: str = ""
-) -> list[DataFinding]:
-    """The finding with its first examples; none where no row is concerned."""
-    found = tuple(examples[:EXAMPLES_SHOWN])
-    return [DataFinding(code, severity, what, count, found, fix)] if count else []
-
-
-def duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Rows that ask what an earlier row asks, of `total`."""
-    return _counted(
-        "duplicates",
-        "warning",
-        f"{share(count, total, 'ask')} what an earlier row asks",
-        count,
-        examples,
-        "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each",
-    )
-
-
-def conflicts(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Rows that ask what an earlier row asks, and have another answer."""
-    return _counted(
-        "conflicting-answers",
-        "warning",
-        rows_that(count, "ask what an earlier row asks, with another ground truth"),
-        count,
-        examples,
-        "find out which answer is right: one of them teaches the wrong thing",
-    )
-
-
-def near_duplicates(count: int, total: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Rows that ask almost what an earlier row asks."""
-    return _counted(
-        "near-duplicates",
-        "info",
-        f"{share(count, total, 'ask')} almost what an earlier row asks",
-        count,
-        examples,
-        "`--near-duplicates drop` keeps the first of each",
-    )
-
-
-_LEAKS: dict[str, tuple[Severity, str]] = {
-    "exact": ("error", "ask a question of"),
-    "masked": ("warning", "ask, but for the numbers, a question of"),
-    "ngram": ("warning", "share 13 words in a row with a question of"),
-}
-
-
-def leaked(
-    kind: str, file: str, count: int, examples: Sequence[str] = (), split: str = "train"
-) -> list[DataFinding]:
-    """Rows that occur in the test split or a benchmark.
-
-    Args:
-        kind: `exact`, `masked` or `ngram`.
-        file: where they occur.
-        count: rows.
-        examples: the first few.
-        split: the rows are of; `test`: they are not trained on.
-    """
-    severity, words = _LEAKS[kind]
-    if split == "test":
-        what = f"of the test split {agree(count, words)} {file}"
-        fix = "the test split is then no measure apart from that file: remove them from the input"
-        return _counted(f"test-leak-{kind}", "warning", f"{rows(count)} {what}", count, examples, fix)
-    fix = (
-        "`rlctl prepare-data parquet … --leakage drop` leaves them out: "
-        "scores on that file would measure memory"
-    )
-    return _counted(f"leak-{kind}", severity, rows_that(count, f"{words} {file}"), count, examples, fix)
-
-
-def overlong(
-    count: int, limit: int, done: str, examples: Sequence[str] = (), unit: str = "tokens"
-) -> list[DataFinding]:
-    """Prompts over the limit.
-
-    Args:
-        count: rows.
-        limit: the longest a prompt may be.
-        done: what was done with them: `kept`, `dropped`, `cut`.
-        examples: the first few.
-        unit: of the limit.
-    """
-    kept = done == "kept"
-    have = "have" if kept else f"were {done} for"
-    fix = "raise data.max_prompt_length, or prepare with --overlong drop, cut-left or cut-right"
-    return [
-        DataFinding(
-            "overlong",
-            "warning" if kept else "info",
-            rows_that(count, f"{have} prompts of more than {limit:,} {unit}"),
-            count,
-            tuple(examples[:EXAMPLES_SHOWN]),
-            fix if kept else "",
-        )
-    ]
-
-
-def beyond_context(count: int, context: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Prompts that leave the model no room."""
-    return _counted(
-        "beyond-context",
-        "error",
-        rows_that(count, f"have prompts that fill or exceed the model's context of {context:,} tokens"),
-        count,
-        examples,
-        "no response fits behind them: drop or cut them with --max-prompt-length and --overlong",
-    )
-
-
-def ungradable(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Ground truths their own grader does not accept."""
-    return _counted(
-        "ground-truth",
-        "error",
-        rows_that(count, "have a ground truth that their grader cannot read or compare"),
-        count,
-        examples,
-        "their rewards would be wrong: fix the ground truth, or name another data_source or reward",
-    )
-
-
-def no_answer_form(count: int, examples: Sequence[str] = (), *, is_known: bool = True) -> list[DataFinding]:
-    """Mathematics whose prompts ask for no form of the answer that the grader looks for.
-
-    Args:
-        count: rows.
-        examples: the first few.
-        is_known: a grader is registered for their sources; others may have a reward of their own.
-    """
-    what = "are graded as mathematics, and the prompt asks for no form of the answer (\\boxed{}, ####, …)"
-    fix = r"add --instruction 'Put the final answer in \boxed{}.': else right answers may be read wrong"
-    severity: Severity = "warning" if is_known else "info"
-    return _counted("no-answer-form", severity, rows_that(count, what), count, examples, fix)
-
-
-def contradicted(count: int, examples: Sequence[str] = ()) -> list[DataFinding]:
-    """Ground truths other than what the worked solution calculates last."""
-    what = "have a ground truth that contradicts the last calculation <<…=n>> of the worked solution"
-    fix = "find out which is right, and correct or remove the row"
-    return _counted("contradicted-answer", "warning", rows_that(count, what), count, examples, fix)
-
-
-def unknown_source(source: str, count: int) -> DataFinding:
-    """A data source no grader is registered for."""
-    return DataFinding(
-        "no-grader",
-        "warning",
-        rows_that(count, f"have data_source {source!r}, for which no grader is registered"),
-        count,
-        fix="`reward.name: auto` grades them as mathematics: name the reward, or rename the source",
-    )

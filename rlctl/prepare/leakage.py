@@ -1,4 +1,4 @@
-"""Which questions occur in a benchmark or test split, word for word or nearly.
+"""Questions of one set that occur in a benchmark or test split: found, counted, left out or refused.
 
 Three kinds, from sure to suspicious: `exact` (the same words), `masked` (the same but for the numbers),
 `ngram` (13 words in a row in common, the length of Brown et al. 2020, appendix C). Words are compared after
@@ -8,14 +8,23 @@ NFKC and case folding; punctuation does not count, signs of arithmetic do: 2 + 3
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from rlctl.data.benchmarks import NamedFile, find_named
+from rlctl.data.recipes import read_rows
+from rlctl.errors import UsageError
+from rlctl.prepare import findings
+from rlctl.prepare.decide import Decision, RowStatus
+from rlctl.prepare.engines import run
+from rlctl.prepare.request import PrepareRequest, Progress
+from rlctl.prepare.staging import StagedBlock, Staging
 from rlctl.prepare.words import WordKeys
 
 if TYPE_CHECKING:
@@ -26,11 +35,15 @@ if TYPE_CHECKING:
 Kind = Literal["exact", "masked", "ngram"]
 #: From certain to suspected.
 KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
+#: File and kind of match → rows.
+Found = dict[tuple[str, Kind], list[int]]
 
+TEST = "the test split"
 #: An n-gram in more questions of a file than both of these is a phrase of the file's prompts, not a question.
 COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
 HASHED_AT_ONCE = 1024
-_NAMES = "names.json"
+#: So many rows are compared in this process.
+LOCAL_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +62,28 @@ class LeakageComparison:
     num_rows: int
     counts: Mapping[Kind, int]
 
-    @property
-    def num_leaked(self) -> int:
-        """Rows that occur in one of the ways."""
-        return sum(self.counts.values())
-
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
         counts: dict[str, Any] = {kind: self.counts.get(kind, 0) for kind in KINDS}
         sides = {"rows_of": self.rows_of, "against": self.against}
-        return sides | {"of": self.num_rows, "rows": self.num_leaked} | counts
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """What is in one file: sorted hashes of its questions, of those without numbers, and of n-grams."""
-
-    exact: Hashes
-    masked: Hashes
-    ngrams: Hashes
+        return sides | {"of": self.num_rows, "rows": sum(self.counts.values())} | counts
 
 
 class Reference:
-    """The questions one must not train on, as 64-bit hashes: 8 bytes per n-gram."""
+    """The questions one must not train on, as 64-bit hashes: 8 bytes per n-gram.
 
-    def __init__(self, files: Mapping[str, _File]) -> None:
+    Args:
+        files: name → kind of match → sorted hashes, as `build` makes them.
+    """
+
+    def __init__(self, files: Mapping[str, Mapping[Kind, Hashes]]) -> None:
         self._files = files
 
     @classmethod
-    def build(cls, texts: Iterable[tuple[str, str]]) -> Reference:
-        """Args:
-        texts: (file, question) in any order; questions of one file belong together.
-        """
-        waiting: dict[str, list[str]] = defaultdict(list)
-        builders: dict[str, _Builder] = defaultdict(_Builder)
-        for file, question in texts:
-            waiting[file].append(question)
-            if len(waiting[file]) >= HASHED_AT_ONCE:
-                builders[file].add(waiting.pop(file))
-        for file, questions in waiting.items():
-            builders[file].add(questions)
-        return cls({file: builder.finish() for file, builder in builders.items()})
+    def build(cls, files: Iterable[tuple[str, Iterable[str]]]) -> Reference:
+        """Of (name, questions) of each file; a file without questions is left out."""
+        hashed = {name: _hashes(iter(questions)) for name, questions in files}
+        return cls({name: hashes for name, hashes in hashed.items() if len(hashes["exact"])})
 
     @property
     def names(self) -> list[str]:
@@ -99,79 +93,61 @@ class Reference:
     def save(self, directory: Path) -> None:
         """Write it to a directory that does not exist yet."""
         directory.mkdir()
-        names = list(self._files)
-        (directory / _NAMES).write_text(json.dumps(names), encoding="utf-8")
-        for place, name in enumerate(names):
-            for kind, hashes in asdict(self._files[name]).items():
-                np.save(directory / f"{place}-{kind}.npy", hashes)
+        (directory / "names.json").write_text(json.dumps(self.names), encoding="utf-8")
+        for place, hashes in enumerate(self._files.values()):
+            for kind in KINDS:
+                np.save(directory / f"{place}-{kind}.npy", hashes[kind])
 
     @classmethod
     def load(cls, directory: Path) -> Reference:
         """What `save` wrote, mapped: processes that load it share one copy."""
-        names = json.loads((directory / _NAMES).read_text(encoding="utf-8"))
-        kinds = [field.name for field in fields(_File)]
-
-        def read(place: int) -> _File:
-            return _File(*(np.load(directory / f"{place}-{kind}.npy", mmap_mode="r") for kind in kinds))
-
-        return cls({name: read(place) for place, name in enumerate(names)})
+        names = json.loads((directory / "names.json").read_text(encoding="utf-8"))
+        return cls(
+            {
+                name: {kind: np.load(directory / f"{place}-{kind}.npy", mmap_mode="r") for kind in KINDS}
+                for place, name in enumerate(names)
+            }
+        )
 
     def matches(self, questions: Sequence[str]) -> list[frozenset[tuple[Kind, str]]]:
         """Of each question the files it occurs in, with the strictest kind of match; empty: none."""
         asked = WordKeys(questions)
         found: list[set[tuple[Kind, str]]] = [set() for _ in questions]
         for file, known in self._files.items():
-            exact = _among(asked.exact, known.exact)
-            masked = asked.is_masked & _among(asked.masked, known.masked) & ~exact
+            exact = _among(asked.exact, known["exact"])
+            masked = asked.is_masked & _among(asked.masked, known["masked"]) & ~exact
             shared = np.zeros(len(questions), dtype=bool)
-            shared[asked.ngram_of[_among(asked.ngrams, known.ngrams)]] = True
-            kinds: tuple[tuple[Kind, Any], ...] = (
-                ("exact", exact),
-                ("masked", masked),
-                ("ngram", shared & ~exact & ~masked),
-            )
-            for kind, places in kinds:
-                for place in np.flatnonzero(places):
+            shared[asked.ngram_of[_among(asked.ngrams, known["ngram"])]] = True
+            for kind, is_match in zip(KINDS, (exact, masked, shared & ~exact & ~masked), strict=True):
+                for place in np.flatnonzero(is_match):
                     found[place].add((kind, file))
         return [frozenset(ways) for ways in found]
 
 
-class _Builder:
-    """Collects one file's hashes, each different question once."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._masked: list[Hashes] = []
-        self._ngrams: list[Hashes] = []
-
-    def add(self, questions: Sequence[str]) -> None:
-        keys = WordKeys(questions)
-        is_new = np.zeros(len(questions), dtype=bool)
+def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
+    """Sorted hashes of a file's questions, of those without numbers, and of n-grams that are not common."""
+    seen: set[int] = set()
+    masked, ngrams = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
+    while chunk := list(islice(questions, HASHED_AT_ONCE)):
+        keys = WordKeys(chunk)
+        is_new = np.zeros(len(chunk), dtype=bool)
         for place, key in enumerate(keys.exact.tolist()):
-            if key not in self._seen:
-                self._seen.add(key)
+            if key not in seen:
+                seen.add(key)
                 is_new[place] = True
-        self._masked.append(keys.masked[is_new & keys.is_masked])
-        self._ngrams.append(keys.ngrams[is_new[keys.ngram_of]])
-
-    def finish(self) -> _File:
-        most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(self._seen)))
-        exact = np.sort(np.fromiter(self._seen, dtype=np.uint64, count=len(self._seen)))
-        self._seen.clear()
-        ngrams = np.concatenate(self._ngrams)
-        self._ngrams.clear()
-        return _File(exact, np.unique(np.concatenate(self._masked)), _at_most(ngrams, most))
-
-
-def _at_most(values: Hashes, most: int) -> Hashes:
-    """The different values that are there at most so often, ascending; sorts `values` in place."""
-    values.sort()
-    is_first = np.ones(len(values), dtype=bool)
-    is_first[1:] = values[1:] != values[:-1]
-    common = values[most:][values[most:] == values[: max(0, len(values) - most)]]
-    different = values[is_first]
-    rare: Hashes = different[~_among(different, common)]
-    return rare
+        masked.append(keys.masked[is_new & keys.is_masked])
+        ngrams.append(keys.ngrams[is_new[keys.ngram_of]])
+    most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
+    all_ngrams = np.concatenate(ngrams)
+    ngrams.clear()  # they are most of the memory
+    all_ngrams.sort()
+    common = all_ngrams[most:][all_ngrams[most:] == all_ngrams[: max(0, len(all_ngrams) - most)]]
+    is_first = np.ones(len(all_ngrams), dtype=bool)
+    is_first[1:] = all_ngrams[1:] != all_ngrams[:-1]
+    different = all_ngrams[is_first]
+    exact = np.sort(np.fromiter(seen, dtype=np.uint64, count=len(seen)))
+    rare = different[~_among(different, common)]
+    return {"exact": exact, "masked": np.unique(np.concatenate(masked)), "ngram": rare}
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
@@ -180,3 +156,105 @@ def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
         return np.zeros(len(values), dtype=bool)
     places = np.minimum(np.searchsorted(known, values), len(known) - 1)
     return np.asarray(known[places] == values)
+
+
+def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
+    """Compare the training rows with the test split and `request.against`; report, drop or refuse matches.
+
+    The test rows are compared with `request.against` too. Those that occur there are reported only: they
+    are not trained on.
+
+    Raises:
+        UsageError: a file of `against` cannot be read, or rows leak and `refuse` was asked for.
+    """
+    is_train = decision.is_kept & ~decision.is_test
+    is_test = decision.is_kept & decision.is_test
+    is_compared = decision.is_kept if request.against else is_train
+    progress.phase("leakage", int(is_compared.sum()))
+    benchmarks = [(file.name, questions_of(file)) for file in find_named(request.against)]
+    reference = Reference.build([(TEST, staging.questions(is_test)), *benchmarks])
+    directory = staging.file("reference")
+    reference.save(directory)
+    _reference.cache_clear()  # this process may have had another one under that name
+    tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
+    workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
+    found: Found = {}
+    found_in_test: Found = {}
+    for (block, wanted), matches in run("local", scan, directory, tasks, workers):
+        for (file, kind), places in matches.items():
+            rows = block.first_row + np.array(places)
+            found.setdefault((file, kind), []).extend(rows[is_train[rows]].tolist())
+            if file != TEST:
+                found_in_test.setdefault((file, kind), []).extend(rows[is_test[rows]].tolist())
+        progress.advance(int(wanted.sum()))
+    rows = np.unique(np.array([row for places in found.values() for row in places], dtype=np.int64))
+    by_file: dict[str, dict[str, int]] = {}
+    for (file, kind), places in sorted(found.items()):
+        if places:
+            by_file.setdefault(file, {})[kind] = len(places)
+    decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
+    decision.report["leakage_checks"] = [
+        LeakageComparison(
+            name, file, int(is_in.sum()), {kind: len(side.get((file, kind), ())) for kind in KINDS}
+        ).to_json()
+        for name, is_in, side in (("train", is_train, found), ("test", is_test, found_in_test))
+        for file in reference.names
+        if is_in.any() and (name, file) != ("test", TEST)
+    ]
+    decision.findings += _findings(staging, found_in_test, "test-leak")
+    leaked = _findings(staging, found, "leak")
+    if len(rows) and request.leakage == "refuse":
+        lines = "".join(f"\n  {line}" for line in findings.lines(leaked))
+        occur = findings.agree(len(rows), "occur")
+        raise UsageError(
+            f"{findings.rows(len(rows))} to train on {occur} in what must stay unseen:{lines}",
+            fix="pass --leakage drop to leave them out",
+        )
+    if request.leakage == "drop":
+        decision.status[rows] = RowStatus.LEAKED_DROPPED
+    else:
+        decision.findings += leaked
+
+
+def _findings(staging: Staging, found: Found, code: str) -> list[findings.DataFinding]:
+    result = []
+    for (file, kind), places in sorted(found.items(), key=lambda item: KINDS.index(item[0][1])):
+        examples = staging.places(sorted(places))
+        result += findings.row_finding(f"{code}-{kind}", len(places), examples, file=file)
+    return result
+
+
+def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
+    """Places in a block of the wanted rows that occur in the saved reference, by file and kind."""
+    reference = _reference(directory)
+    block, wanted = task
+    questions = block.questions(wanted)
+    places = np.flatnonzero(wanted).tolist()
+    found: Found = {}
+    for start in range(0, len(questions), HASHED_AT_ONCE):
+        part = reference.matches(questions[start : start + HASHED_AT_ONCE])
+        for place, matches in zip(places[start:], part, strict=False):
+            for kind, file in matches:
+                found.setdefault((file, kind), []).append(place)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _reference(directory: Path) -> Reference:
+    return Reference.load(directory)
+
+
+def questions_of(file: NamedFile) -> Iterator[str]:
+    """The questions of a benchmark or a file, whose layout is recognised by its first row.
+
+    Raises:
+        UsageError: none of its rows has a question.
+    """
+    problem, num_good = "", 0
+    for record, row, why in read_rows(file.source, file.recipe):
+        if row is not None:
+            num_good += 1
+            yield row.question
+        problem = problem or (why and f"{record.where}: {why}")
+    if not num_good:
+        raise UsageError(f"no question can be read from it: {problem}", where=str(file.source.path))

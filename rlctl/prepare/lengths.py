@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from rlctl.data.render import Renderer, template_sha256
 from rlctl.data.schema import Message, Row
-from rlctl.errors import UsageError
-from rlctl.prepare.tokenizer import load_tokenizer, tokenizer_sha256
+from rlctl.errors import RlctlError, UsageError
+from rlctl.prepare.findings import DataFinding
 
 Overlong = Literal["keep", "drop", "cut-left", "cut-right"]
+_PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,11 @@ class PromptLengths:
 
     Attributes:
         renderer: turns rows into text and ids as training does.
-        context: the model's context in tokens; None where its config does not say.
+        context: `max_position_embeddings` of the model, in tokens; None where its config does not say.
 
     Raises:
-        UsageError: the tokenizer cannot be loaded, or cannot cut (it does not say which characters a token
-            covers).
+        UsageError: there is no such model, its tokenizer cannot be read, or cannot cut (it does not say which
+            characters a token covers).
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
 
@@ -63,15 +68,25 @@ class PromptLengths:
         overlong: Overlong = "keep",
     ) -> None:
         self._limit, self._overlong = max_prompt_length, overlong
-        self._rebuild = partial(
-            PromptLengths,
-            model,
-            trust_remote_code=trust_remote_code,
-            max_prompt_length=max_prompt_length,
-            overlong=overlong,
-        )
-        tokenizer, self.context = load_tokenizer(model, trust_remote_code=trust_remote_code)
-        self._tokenizer_sha256 = tokenizer_sha256(tokenizer)
+        options: dict[str, Any] = {"max_prompt_length": max_prompt_length, "overlong": overlong}
+        self._rebuild = partial(PromptLengths, model, trust_remote_code=trust_remote_code, **options)
+        # Workers are parallel already.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from rlctl.engine.model import load_reader
+
+        try:
+            tokenizer, config = load_reader(model, trust_remote_code=trust_remote_code)
+        except RlctlError:
+            raise
+        except Exception as error:  # the tokenizers library and tokenizers' own code raise anything
+            raise UsageError(f"the tokenizer cannot be read: {error}", where=model) from error
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.context = positions if isinstance(positions, int) else None
+        if tokenizer.is_fast:
+            content = tokenizer.backend_tokenizer.to_str()
+        else:
+            content = json.dumps([tokenizer.get_vocab(), type(tokenizer).__name__], sort_keys=True)
+        self._tokenizer_sha256 = hashlib.sha256(content.encode()).hexdigest()
         self.renderer = Renderer(tokenizer)
         if overlong.startswith("cut") and not tokenizer.is_fast:
             raise UsageError(
@@ -85,14 +100,16 @@ class PromptLengths:
 
     def measure(self, rows: Sequence[Row]) -> Measured:
         """The rows, perhaps cut, with their lengths in tokens."""
-        texts, problems = [], []
-        for row in rows:
-            text, problem = self._render(row)
-            texts.append(text)
-            problems.append(problem)
-        measured = Measured(list(rows), [0] * len(rows), problems)
+        texts: list[str] = []
+        measured = Measured(list(rows), [0] * len(rows), [""] * len(rows))
+        for place, row in enumerate(rows):
+            try:
+                texts.append(self.renderer.text(row))
+            except UsageError as error:
+                texts.append("")
+                measured.problems[place] = error.what
         for place, ids in enumerate(self.renderer.encode(texts)):
-            if not problems[place]:
+            if not measured.problems[place]:
                 self._check_length(measured, place, ids)
         return measured
 
@@ -109,12 +126,6 @@ class PromptLengths:
             "template_sha256": template_sha256(tokenizer.chat_template),
             "context": self.context,
         }
-
-    def _render(self, row: Row) -> tuple[str, str]:
-        try:
-            return self.renderer.text(row), ""
-        except UsageError as error:
-            return "", error.what
 
     def _check_length(self, measured: Measured, place: int, ids: Sequence[int]) -> None:
         """Note a row's length; cut it first where it is too long."""
@@ -138,7 +149,7 @@ class PromptLengths:
     def _cut(self, row: Row, num_tokens: int, limit: int) -> tuple[Row, int] | None:
         """The row with just enough of its question cut away, and its length; None: it cannot be done.
 
-        Tokens at the seam may merge otherwise once it is cut, so it is measured again, and cut further.
+        Tokens beside the cut may merge differently afterwards, so it is measured again, and cut further.
         """
         place = next((i for i in reversed(range(len(row.prompt))) if row.prompt[i].role == "user"), None)
         if place is None:
@@ -166,7 +177,7 @@ class PromptLengths:
 
 
 def question_span(row: Row, place: int) -> tuple[int, int]:
-    """Where the question stands in the row's message at `place`, without the instruction around it.
+    """First and last character of the question in the row's message at `place`, without any instruction.
 
     `row.question` is the text of the whole original conversation, perhaps behind a system prompt that was
     added; where it is not found the whole message is the question.
@@ -181,3 +192,77 @@ def question_span(row: Row, place: int) -> tuple[int, int]:
         if rest and rest != asked and content.startswith(rest):
             return 0, len(rest)
     return 0, len(content)
+
+
+def template_findings(renderer: Renderer) -> list[DataFinding]:
+    """What is unusual about a model's chat template, tried with one plain question."""
+    tokenizer = renderer.tokenizer
+    if not tokenizer.chat_template:
+        what = "the tokenizer has no chat template: messages are joined by blank lines, roles are lost"
+        return [DataFinding("no-template", "warning", what, 1, fix="use the instruct model's tokenizer")]
+    try:
+        text = renderer.text(_PROBE)
+        renderer.check_start(_PROBE, renderer.encode([text])[0])
+    except UsageError as error:
+        return [DataFinding("template", "error", f"a plain question: {error.what}", 1, fix=error.fix or "")]
+    found = []
+    if text == renderer.text(_PROBE, generation_prompt=False):
+        what = "the chat template adds no generation prompt: nothing tells the model that its turn begins"
+        fix = "correct for a model trained so; else add `{% if add_generation_prompt %}…` to the template"
+        found.append(DataFinding("no-generation-prompt", "warning", what, 1, fix=fix))
+    start = tokenizer.bos_token
+    if start and renderer.adds_start and text.startswith(start):
+        what = f"both the tokenizer and its chat template put {start} first"
+        fix = "rlctl adds it once; elsewhere encode rendered prompts with add_special_tokens=False"
+        found.append(DataFinding("start-token", "info", what, 1, fix=fix))
+    return found
+
+
+class Histogram:
+    """Counts of lengths; memory grows with the number of different lengths, not of prompts."""
+
+    def __init__(self, unit: Literal["tokens", "characters"]) -> None:
+        self.unit = unit
+        self._counts: Counter[int] = Counter()
+
+    def add(self, lengths: Iterable[int]) -> None:
+        """Some more."""
+        self._counts.update(lengths)
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self._counts.total()
+
+    def quantile(self, share: float) -> int:
+        """The smallest length that at least this share in [0, 1] do not exceed; 0 is the shortest."""
+        seen, wanted = 0, share * self.total
+        for length, count in sorted(self._counts.items()):
+            seen += count
+            if seen >= wanted:
+                return length
+        return 0
+
+    def summary(self) -> dict[str, int]:
+        """The shortest, some quantiles and the longest."""
+        shares = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+        return {name: self.quantile(share) for name, share in shares.items()}
+
+    def bins(self, number: int) -> list[tuple[int, int, int]]:
+        """(from, to, count) of at most so many ranges of equal width, both ends included."""
+        if not self.total:
+            return []
+        low, high = self.quantile(0), self.quantile(1)
+        width = -(-(high - low + 1) // number)
+        counts = Counter[int]()
+        for length, count in self._counts.items():
+            counts[(length - low) // width] += count
+        return [
+            (low + place * width, min(high, low + (place + 1) * width - 1), counts[place])
+            for place in range(-(-(high - low + 1) // width))
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        bins = [{"from": low, "to": high, "rows": count} for low, high, count in self.bins(20)]
+        return {"unit": self.unit, **self.summary(), "histogram": bins}

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write it, without dates: equal work gives equal bytes."""
-        content = {
-            "format": FORMAT,
-            "made_from": self.made_from,
-            "counts": self.counts,
-            "report": self.report,
-            "splits": self.splits,
-            "outputs": self.outputs,
-        }
-        text = json.dumps(content, indent=2, ensure_ascii=False)
+        text = json.dumps({"format": FORMAT} | asdict(self), indent=2, ensure_ascii=False)
         (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def matches(self, directory: Path) -> bool:
@@ -90,17 +82,16 @@ def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def describe_versions() -> dict[str, str]:
     """What the bytes of the output depend on."""
-    return {name: _version(name) for name in ("rlctl", "pyarrow", "math-verify")}
+    found = {}
+    for package in ("rlctl", "pyarrow", "math-verify"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
 
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -1,7 +1,7 @@
 """Kept rows into shards of Parquet, in the columns of a framework; each shard is one task.
 
 verl's `RLHFDataset` takes the columns as they are. TRL's GRPO trainer takes `prompt` and hands every
-other column to the reward functions by name; its own `accuracy_reward` wants `solution`. OpenRLHF's
+other column to the reward functions by name; its own `accuracy_reward` reads `solution`. OpenRLHF's
 `PromptDataset` takes the columns named by its input key (`input`) and label key, and `datasource`.
 """
 
@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rlctl.data.batches import integers, placed
-from rlctl.data.schema import arrow_schema
+from rlctl.data.schema import arrow_schema, integers, placed
 from rlctl.data.write import BatchWriter
 from rlctl.prepare.engines import run
-from rlctl.prepare.request import Progress
+from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.staging import StagedBlock, Staging
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
-
 
 Format = Literal["verl", "trl", "openrlhf"]
 
@@ -41,12 +39,10 @@ _COLUMNS: dict[Format, dict[str, str]] = {
         "style": "reward_model.style",
         "extra_info": "extra_info",
     },
-    "openrlhf": {
-        "input": "prompt",
-        "label": "reward_model.ground_truth",
-        "datasource": "data_source",
-    },
+    "openrlhf": {"input": "prompt", "label": "reward_model.ground_truth", "datasource": "data_source"},
 }
+#: Text of one output file, about: a reader that holds a column in one piece has 32-bit offsets for 2 GiB.
+SHARD_BYTES = 1 << 30
 
 
 @cache
@@ -55,31 +51,24 @@ def schema(to: Format, *, with_other: bool) -> pa.Schema:
     import pyarrow as pa
 
     rows = arrow_schema(with_other=with_other)
-    return pa.schema([(name, _type(rows, place)) for name, place in _COLUMNS[to].items()])
+    fields = []
+    for name, place in _COLUMNS[to].items():
+        column, _, inside = place.partition(".")
+        kind = rows.field(column).type
+        fields.append((name, kind.field(inside).type if inside else kind))
+    return pa.schema(fields)
 
 
 def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
     """A batch of `large_schema()` with another format's columns; no text is copied."""
     import pyarrow as pa
 
-    columns = [_column(batch, place) for place in _COLUMNS[to].values()]
+    columns = []
+    for place in _COLUMNS[to].values():
+        column, _, inside = place.partition(".")
+        found = batch.column(column)
+        columns.append(found.flatten()[found.type.get_field_index(inside)] if inside else found)
     return pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS[to]))
-
-
-def _type(rows: pa.Schema, place: str) -> pa.DataType:
-    column, _, inside = place.partition(".")
-    found = rows.field(column).type
-    return found.field(inside).type if inside else found
-
-
-def _column(batch: pa.RecordBatch, place: str) -> pa.Array:
-    column, _, inside = place.partition(".")
-    found = batch.column(column)
-    return found.flatten()[found.type.get_field_index(inside)] if inside else found
-
-
-#: Text of one output file, about: a reader that holds a column in one piece has 32-bit offsets for 2 GiB.
-SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,51 +85,38 @@ class Shard:
     split: str
     parts: list[tuple[StagedBlock, NDArray[np.int32]]]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows it will have."""
-        return sum(len(places) for _, places in self.parts)
-
 
 def write_split(
+    request: PrepareRequest,
     split: str,
     staging: Staging,
     is_in: NDArray[np.bool_],
     stage: Path,
-    *,
-    to: Format,
-    rows_per_shard: int,
-    workers: int,
     progress: Progress,
 ) -> list[str]:
     """Write the rows of a split, in the order of the input.
 
     Args:
-        split: `train` or `test`.
+        request: columns of the files, rows of one file at most, and processes that write.
+        split: `train` or `test`; a split that fits is one file named after it.
         staging: all rows.
         is_in: (rows,) those of the split.
         stage: the directory to write to.
-        to: columns of the files.
-        rows_per_shard: rows of one file, at most; a split that fits is one file named after it.
-        workers: processes that write.
         progress: told of the rows.
 
     Returns:
         Names of the files: none if there are no rows.
     """
-    num_rows = int(is_in.sum())
-    num_shards = sum(1 for _ in _shards(staging, is_in, rows_per_shard))
-    names = (
-        [f"{split}.parquet"]
-        if num_shards == 1
-        else [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
-    )[:num_shards]
-    progress.phase(f"writing {split}", num_rows)
-    shards = _shards(staging, is_in, rows_per_shard)
+    num_shards = sum(1 for _ in _shards(staging, is_in, request.rows_per_shard))
+    names = [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
+    if num_shards == 1:
+        names = [f"{split}.parquet"]
+    progress.phase(f"writing {split}", int(is_in.sum()))
+    shards = _shards(staging, is_in, request.rows_per_shard)
     tasks = (Shard(stage / name, split, parts) for name, parts in zip(names, shards, strict=True))
-    shared = (to, schema(to, with_other=staging.has_other))
-    for shard, _ in run("local", write_shard, shared, tasks, min(workers, num_shards)):
-        progress.advance(shard.num_rows)
+    shared = (request.to, schema(request.to, with_other=staging.has_other))
+    for shard, _ in run("local", write_shard, shared, tasks, min(request.num_workers, num_shards)):
+        progress.advance(sum(len(places) for _, places in shard.parts))
     return names
 
 

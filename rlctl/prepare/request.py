@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rlctl.data.recipes import RecipeName
 
-#: Rows of one output file.
-ROWS_PER_SHARD = 1_000_000
-
 
 class Progress:
     """Receives the progress of a preparation; this one ignores it."""
@@ -48,9 +45,9 @@ class PrepareRequest:
         overwrite: replace an earlier output.
         bad_rows: `refuse` the whole input, or `quarantine` the rows and go on.
         duplicates: rows that ask what an earlier row asked: `check` counts them, and refuses more than
-            `pipeline.MAX_DUPLICATES` of the rows; `keep` counts them; `drop` leaves them out.
+            `decide.MAX_DUPLICATES` of the rows; `keep` counts them; `drop` leaves them out.
         near_duplicates: rows much like an earlier row: `count`, `drop`, or `off` (not looked for).
-        against: files whose questions must not be trained on, of any format that can be a source.
+        against: benchmarks by name, and files of any readable format, that must not be trained on.
         leakage: training rows that occur in the test split or in `against`: `report` counts them, `drop`
             leaves them out, `refuse` refuses the input, `off` does not look for them.
         model: whose tokenizer and chat template measure the prompts; None: they are not measured.
@@ -87,7 +84,7 @@ class PrepareRequest:
     overlong: Literal["keep", "drop", "cut-left", "cut-right"] = "keep"
     trust_remote_code: bool = False
     check_graders: bool = True
-    rows_per_shard: int = ROWS_PER_SHARD
+    rows_per_shard: int = 1_000_000
     to: Literal["verl", "trl", "openrlhf"] = "verl"
     engine: Literal["local", "ray"] = "local"
     workers: int | None = None

@@ -1,19 +1,19 @@
-"""Rows as the model reads them, for looking at."""
+"""Rows as the model reads them, made fit for a terminal."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rlctl.data.checks import RowError
-from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.recipes import read_rows
 from rlctl.data.schema import Row
-from rlctl.data.sources import Source, find_sources, read_records
+from rlctl.data.sources import find_sources
 from rlctl.errors import UsageError
-from rlctl.prepare.histogram import Histogram
-from rlctl.prepare.lengths import PromptLengths
+from rlctl.prepare.check import characters
+from rlctl.prepare.lengths import Histogram, PromptLengths
 
 #: Rows the length histogram is drawn from.
 MEASURED_ROWS = 20_000
@@ -27,7 +27,7 @@ class RenderedRow:
     Attributes:
         where: `file:row`.
         row: as a recipe read it; None where it cannot be used.
-        problem: why not; also what the model's template has against it.
+        problem: why not; also why the model's template refuses it.
         pieces: the prompt as the model reads it, in order: (text, whether it is a special token). Without a
             model, or where it cannot be rendered: role and content of each message.
         ids: token ids; None without a model.
@@ -38,11 +38,6 @@ class RenderedRow:
     problem: str = ""
     pieces: tuple[tuple[str, bool], ...] = ()
     ids: list[int] | None = None
-
-
-def open_lengths(model: str | None, *, trust_remote_code: bool) -> PromptLengths | None:
-    """What renders and measures rows; None without a model."""
-    return PromptLengths(model, trust_remote_code=trust_remote_code) if model is not None else None
 
 
 def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:
@@ -57,9 +52,9 @@ def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: in
     Raises:
         UsageError: the file cannot be read, or has no such row.
     """
-    rows = list(islice(_rows(find_sources([file])), first - 1, first - 1 + count))
+    rows = list(islice(_rows(file), first - 1, first - 1 + count))
     if not rows:
-        total = sum(1 for _ in _rows(find_sources([file])))
+        total = sum(1 for _ in _rows(file))
         raise UsageError(f"there is no row {first}: it has {total}", where=file, fix="lower --row")
     return [_shown(where, row, problem, lengths) for where, row, problem in rows]
 
@@ -67,59 +62,68 @@ def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: in
 def measure(file: str, lengths: PromptLengths | None) -> Histogram:
     """Lengths of the first `MEASURED_ROWS` usable prompts: tokens, or characters without a model."""
     histogram = Histogram("tokens" if lengths else "characters")
-    rows = (row for _, row, _ in islice(_rows(find_sources([file])), MEASURED_ROWS) if row is not None)
+    rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):
-        if lengths is None:
-            histogram.add(sum(len(message.content) for message in row.prompt) for row in chunk)
-        else:
-            histogram.add(length for length in lengths.measure(chunk).num_tokens if length)
+        found = characters(chunk) if lengths is None else lengths.measure(chunk).num_tokens
+        histogram.add(length for length in found if length or lengths is None)
     return histogram
 
 
-def _rows(sources: Sequence[Source]) -> Iterator[tuple[str, Row | None, str]]:
+def _rows(file: str) -> Iterator[tuple[str, Row | None, str]]:
     """`file:row`, the row or None, and why it is None."""
-    for source in sources:
-        recipe: Recipe | None = None
-        for record in read_records(source):
-            if record.values is None:
-                yield record.where, None, record.problem
-                continue
-            recipe = recipe or Recipe(recognise(record.values)).resolve()
-            try:
-                yield record.where, recipe.to_row(record.values, source.path, record.number - 1), ""
-            except RowError as error:
-                yield record.where, None, str(error)
+    for source in find_sources([file]):
+        for record, row, problem in read_rows(source):
+            yield record.where, row, problem
 
 
 def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:
+    messages = (
+        [((f"{turn.role}:", True), (f" {turn.content}\n", False)) for turn in row.prompt] if row else []
+    )
+    plain = tuple(piece for pair in messages for piece in pair)
     if row is None or lengths is None:
-        return RenderedRow(where, row, problem, _messages(row) if row else ())
+        return RenderedRow(where, row, problem, plain)
     renderer = lengths.renderer
     try:
         text = renderer.text(row)
         ids = renderer.encode([text])[0]
         renderer.check_start(row, ids)
     except UsageError as error:
-        return RenderedRow(where, row, error.what, _messages(row))
-    return RenderedRow(where, row, "", tuple(_pieces(text, _special_tokens(lengths))), ids)
-
-
-def _messages(row: Row) -> tuple[tuple[str, bool], ...]:
-    pairs = ((f"{message.role}:", f" {message.content}\n") for message in row.prompt)
-    return tuple(piece for role, content in pairs for piece in ((role, True), (content, False)))
-
-
-def _special_tokens(lengths: PromptLengths) -> list[str]:
-    added = lengths.renderer.tokenizer.added_tokens_decoder.values()
-    return [str(token) for token in added if str(token)]
+        return RenderedRow(where, row, error.what, plain)
+    added = renderer.tokenizer.added_tokens_decoder.values()
+    special = [str(token) for token in added if str(token)]
+    return RenderedRow(where, row, "", tuple(_pieces(text, special)), ids)
 
 
 def _pieces(text: str, special: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """The text cut at special tokens."""
-    if not special:
-        yield text, False
-        return
     longest_first = sorted(special, key=len, reverse=True)
-    for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-        if piece:
+    pattern = "|".join(map(re.escape, longest_first))
+    for piece in re.split(f"({pattern})", text) if pattern else [text]:
+        if piece or not pattern:
             yield piece, piece in special
+
+
+def visible(text: str, keep: str = "\n") -> str:
+    """The text with control, format and private characters written out as `\\u202e` or as their picture.
+
+    Nothing in it can act on a terminal, and nothing is hidden.
+
+    Args:
+        text: anything.
+        keep: characters to leave alone.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char in keep or char.isprintable() else _shown_char(char) for char in text)
+
+
+def _shown_char(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    if unicodedata.category(char) == "Zs":  # a space of another width
+        return " "
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

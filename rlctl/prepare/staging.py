@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rlctl.data.batches import integers
 from rlctl.data.blocks import Block
-from rlctl.data.schema import large_schema
+from rlctl.data.schema import integers, large_schema
+from rlctl.prepare.findings import EXAMPLES_SHOWN
 from rlctl.prepare.transform import Transformed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-#: Hidden from the output's listing, and removed before it is published.
-NAME = ".work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +62,7 @@ class StagedBlock:
         return batch, integers(np.where(index < 0, by_place, index), pa.int64())
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> list[str]:
-        """The questions of some rows.
-
-        Args:
-            is_wanted: (num_rows,).
-        """
+        """The questions of the rows where `is_wanted` (num_rows,) is true."""
         import pyarrow as pa
 
         questions = self._batch("extra_info").column("extra_info").field("question")
@@ -91,6 +84,10 @@ class StagedBlock:
 class Staging:
     """Everything that was transformed.
 
+    Args:
+        stage: directory that becomes the output; what is kept in it here is removed at the end.
+        keys: name → type of the keys of each row.
+
     Attributes:
         blocks: in the order of the input.
         num_records: rows of the input.
@@ -99,7 +96,7 @@ class Staging:
     """
 
     def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
-        self._directory = stage / NAME
+        self._directory = stage / ".work"
         self._types = dict(keys)
         self._files: dict[str, IO[bytes]] = {}
         self.blocks: list[StagedBlock] = []
@@ -109,8 +106,7 @@ class Staging:
 
     def __enter__(self) -> Self:
         self._directory.mkdir()
-        for name in ("rows", *self._types):
-            self._files[name] = (self._directory / name).open("wb")
+        self._files = {name: self.file(name).open("wb") for name in ("rows", *self._types)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +118,7 @@ class Staging:
         rows = self._files["rows"]
         if done.num_rows:
             place = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
-            self.blocks.append(StagedBlock(self._directory / "rows", *place, block.path, done.num_bytes))
+            self.blocks.append(StagedBlock(self.file("rows"), *place, block.path, done.num_bytes))
             rows.write(done.rows)
             for name, values in done.keys.items():
                 self._files[name].write(np.ascontiguousarray(values).tobytes())
@@ -141,19 +137,20 @@ class Staging:
 
     def key(self, name: str) -> NDArray[Any]:
         """One key of all rows."""
-        return np.fromfile(self._directory / name, dtype=self._types[name])
+        return np.fromfile(self.file(name), dtype=self._types[name])
 
-    def where(self, row: int) -> str:
-        """`file:row` of a staged row."""
-        block = self.blocks[bisect_right(self.blocks, row, key=lambda block: block.first_row) - 1]
-        with (self._directory / "number").open("rb") as file:
-            file.seek(8 * row)
-            number = int.from_bytes(file.read(8), "little")
-        return f"{block.source}:{number}"
+    def places(self, rows: Sequence[int] | NDArray[Any]) -> list[str]:
+        """`file:row` of the first few of these staged rows."""
+        found = []
+        with self.file("number").open("rb") as file:
+            for row in map(int, rows[:EXAMPLES_SHOWN]):
+                block = self.blocks[bisect_right(self.blocks, row, key=lambda block: block.first_row) - 1]
+                file.seek(8 * row)
+                found.append(f"{block.source}:{int.from_bytes(file.read(8), 'little')}")
+        return found
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> Iterator[str]:
         """Questions of some rows, in order."""
         for block in self.blocks:
-            wanted = is_wanted[block.rows]
-            if wanted.any():
-                yield from block.questions(wanted)
+            if is_wanted[block.rows].any():
+                yield from block.questions(is_wanted[block.rows])

@@ -12,11 +12,10 @@ from zlib import crc32
 
 import numpy as np
 
-from rlctl.data.batches import batch_of
 from rlctl.data.blocks import Block, Record, records_of, to_stream
-from rlctl.data.checks import RowError
 from rlctl.data.recipes import Recipe
-from rlctl.data.schema import EXTRA_COLUMNS, Row
+from rlctl.data.records import RowError
+from rlctl.data.schema import EXTRA_COLUMNS, Row, batch_of
 from rlctl.prepare.duplicates import BANDS, NUM_VALUES, normalise, signatures, text_key
 from rlctl.prepare.row_checks import Doubt, answer_doubts
 
@@ -136,13 +135,16 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
     tokens, is_cut = [-1] * len(rows), [False] * len(rows)
     if plan.lengths is not None:
         measured = plan.lengths.measure(rows)
-        is_cut = [now is not before for now, before in zip(measured.rows, rows, strict=True)]
-        rows, tokens = measured.rows, measured.num_tokens
+        bad += [
+            BadRow(record.number, why, record.raw)
+            for record, why in zip(records, measured.problems, strict=True)
+            if why
+        ]
         fine = [place for place, problem in enumerate(measured.problems) if not problem]
-        bad += [_bad(record, why) for record, why in zip(records, measured.problems, strict=True) if why]
-        if len(fine) < len(rows):
-            rows, records = [rows[i] for i in fine], [records[i] for i in fine]
-            tokens, is_cut = [tokens[i] for i in fine], [is_cut[i] for i in fine]
+        is_cut = [measured.rows[i] is not rows[i] for i in fine]
+        rows, records = [measured.rows[i] for i in fine], [records[i] for i in fine]
+        tokens = [measured.num_tokens[i] for i in fine]
+        bad.sort(key=lambda row: row.number)
     texts = normalise([row.question for row in rows])
     found = {
         "number": [record.number for record in records],
@@ -156,19 +158,27 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
     if plan.find_near:
         bands, signature = signatures(texts)
         keys |= {name: bands[:, band] for band, name in enumerate(BAND_KEYS)} | {SIGNATURE: signature}
-    truths, truth_of = _truths(rows)
-    batch = batch_of(rows)
-    stream = to_stream(batch, compression="lz4")
-    bad.sort(key=lambda row: row.number)
-    sources = Counter(row.data_source for row in rows)
-    has_other = any(row.extra.keys() - EXTRA_COLUMNS for row in rows)
-    doubts = [
-        (record.number, doubt)
-        for record, row in zip(records, rows, strict=True)
-        if (doubt := answer_doubts(row))
+    truths: dict[tuple[str, str], int] = {}
+    truth_of = [
+        truths.setdefault((row.data_source, row.ground_truth), len(truths)) if row.style == "rule" else -1
+        for row in rows
     ]
+    batch = batch_of(rows)
     return Transformed(
-        num_records, stream, keys, bad, truths, truth_of, sources, doubts, batch.nbytes, has_other
+        num_records=num_records,
+        rows=to_stream(batch, compression="lz4"),
+        keys=keys,
+        bad=bad,
+        truths=list(truths),
+        truth_of=np.array(truth_of, dtype=np.int32),
+        sources=Counter(row.data_source for row in rows),
+        doubts=[
+            (record.number, doubts)
+            for record, row in zip(records, rows, strict=True)
+            if (doubts := answer_doubts(row))
+        ],
+        num_bytes=batch.nbytes,
+        has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),
     )
 
 
@@ -176,26 +186,13 @@ def _rows(recipe: Recipe, block: Block, bad: list[BadRow]) -> tuple[list[Row], l
     rows, records, place = [], [], -1
     name = Path(block.source)
     for place, record in enumerate(records_of(block)):
-        if record.values is None:
-            bad.append(_bad(record, record.problem))
-            continue
-        try:
-            rows.append(recipe.to_row(record.values, name, -1 - place))
-        except RowError as error:
-            bad.append(_bad(record, str(error)))
-        else:
-            records.append(record)
+        problem = record.problem
+        if record.values is not None:
+            try:
+                rows.append(recipe.to_row(record.values, name, -1 - place))
+                records.append(record)
+                continue
+            except RowError as error:
+                problem = str(error)
+        bad.append(BadRow(record.number, problem, record.raw))
     return rows, records, place + 1
-
-
-def _bad(record: Record, reason: str) -> BadRow:
-    return BadRow(record.number, reason, record.raw)
-
-
-def _truths(rows: list[Row]) -> tuple[list[tuple[str, str]], Any]:
-    known: dict[tuple[str, str], int] = {}
-    places = [
-        known.setdefault((row.data_source, row.ground_truth), len(known)) if row.style == "rule" else -1
-        for row in rows
-    ]
-    return list(known), np.array(places, dtype=np.int32)

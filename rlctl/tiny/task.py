@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 from rlctl.data.schema import Message, Row
-from rlctl.data.write import RowWriter
+from rlctl.data.write import write_rows
 
 DATA_SOURCE = "embedded/addition"
 
@@ -34,6 +34,8 @@ def split(num_val: int) -> tuple[list[Problem], list[Problem]]:
 
 def write_parquet(problems: list[Problem], split_name: str, path: Path) -> None:
     """Write one split in verl's row schema."""
-    with RowWriter(path, split_name) as writer:
-        for index, (prompt, answer) in enumerate(problems):
-            writer.add(Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", index=index))
+    rows = [
+        Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", index=index)
+        for index, (prompt, answer) in enumerate(problems)
+    ]
+    write_rows(path, split_name, rows)

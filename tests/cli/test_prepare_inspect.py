@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rlctl.cli.app import run
-from rlctl.prepare.visible import visible
+from rlctl.prepare.show import visible
 from tests.unit.prepare import small_models
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 from tests.unit.prepare.test_check import verl_rows, write

@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.cli.app import run
-from rlctl.data.schema import Message, Row, arrow_schema
+from rlctl.data.schema import Message, Row
+from rlctl.data.write import write_rows
 
 MINE = """
 def equal(response, ground_truth, extra_info):
@@ -26,9 +27,7 @@ STORED = pa.schema(
 @pytest.fixture
 def data(tmp_path):
     def write(*rows):
-        schema = arrow_schema(with_other=True)
-        table = pa.Table.from_pylist([row.to_arrow("train") for row in rows], schema=schema)
-        pq.write_table(table, tmp_path / "data.parquet")
+        write_rows(tmp_path / "data.parquet", "train", rows)
         return str(tmp_path / "data.parquet")
 
     return write

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message, Row, arrow_schema
+from rlctl.data.schema import Message, Row, batch_of
 from rlctl.errors import UsageError
 
 ROW = {
@@ -87,12 +87,12 @@ def test_own_fields_come_back_from_their_text(tmp_path):
         "split": "ignored",
     }
     row = Row("s", (Message("user", "1+1?"),), "2", index=41, question="1+1?", extra=extra)
-    table = pa.Table.from_pylist([row.to_arrow("train")], schema=arrow_schema(with_other=True))
+    table = pa.Table.from_batches([batch_of([row], "train")])
     pq.write_table(table, tmp_path / "a.parquet")
     (read,) = load_rows([str(tmp_path / "a.parquet")])
     own = {"split": "train", "index": 41, "question": "1+1?", "answer": ""}
     assert dict(read.extra) == own | {"level": "é 5", "tags": [1, {"a": None}], "other": "mine"}
-    again = pa.Table.from_pylist([read.to_arrow("train")], schema=arrow_schema(with_other=True))
+    again = pa.Table.from_batches([batch_of([read], "train")])
     assert again.column("extra_info").combine_chunks().field("other") == table.column(
         "extra_info"
     ).combine_chunks().field("other")
@@ -100,10 +100,8 @@ def test_own_fields_come_back_from_their_text(tmp_path):
 
 def test_without_own_fields_nothing_is_written(tmp_path):
     row = Row("s", (Message("user", "1+1?"),), "2")
-    assert row.to_arrow("train")["extra_info"]["other"] == ""
-    pq.write_table(
-        pa.Table.from_pylist([row.to_arrow("")], schema=arrow_schema(with_other=True)), tmp_path / "a.parquet"
-    )
+    assert row.other == ""
+    pq.write_table(pa.Table.from_batches([batch_of([row], "")]), tmp_path / "a.parquet")
     assert "other" not in load_rows([str(tmp_path / "a.parquet")])[0].extra
 
 

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.schema import Message, Row
-from rlctl.data.write import RowWriter
+from rlctl.data.write import write_rows
 from rlctl.errors import UsageError
 from rlctl.evaluate import target as target_module
 from rlctl.evaluate.evaluation import evaluate
@@ -100,9 +100,8 @@ def test_no_two_questions_share_their_random_numbers(run_dir, tmp_path):
 
 def test_what_the_grader_fails_on_is_stored_and_left_out(run_dir, tmp_path):
     data = tmp_path / "data.parquet"
-    with RowWriter(data, "test") as writer:
-        for source, truth in (("some/maths", "???"), (DATA_SOURCE, "640")):
-            writer.add(Row(source, (Message("user", "12+34="),), truth))
+    asked = (Message("user", "12+34="),)
+    write_rows(data, "test", [Row("some/maths", asked, "???"), Row(DATA_SOURCE, asked, "640")])
     found, samples = found_by(EvaluateRequest(str(run_dir), [str(data)], n=2))
     by_source = {score.data_source: score for score in found.scores}
     assert by_source["some/maths"].avg is None

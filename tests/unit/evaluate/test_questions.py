@@ -8,10 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlctl.data.benchmarks import BENCHMARKS, find_benchmark
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.evaluate import questions as questions_module
-from rlctl.evaluate.benchmark_table import BENCHMARKS
-from rlctl.evaluate.questions import Columns, find_benchmark, load_questions
+from rlctl.evaluate.questions import Columns, load_questions
 from rlctl.registry import GRADERS
 from rlctl.reward.sources import grader_for
 from rlctl.tiny.task import write_parquet
@@ -139,7 +138,7 @@ def test_the_pinned_file_itself_needs_no_note(tmp_path, monkeypatch):
 
     path = write_mirror(tmp_path, "aime25")
     pinned = replace(BENCHMARKS["aime25"], sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setitem(questions_module.BENCHMARKS, "aime25", pinned)
+    monkeypatch.setitem(BENCHMARKS, "aime25", pinned)
     assert load_questions(["aime25"], benchmarks_dir=tmp_path).notes == []
 
 

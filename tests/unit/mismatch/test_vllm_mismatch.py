@@ -32,14 +32,12 @@ def ask(model: str, data: str, answers: str) -> int:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from rlctl.data.write import RowWriter
+    from rlctl.data.write import write_rows
 
     directory = tmp_path_factory.mktemp("vllm-mismatch")
     MODEL.save_pretrained(directory / "model")
     TOKENIZER.save_pretrained(directory / "model")
-    with RowWriter(directory / "rows.parquet", "test") as writer:
-        for row in ROWS:
-            writer.add(row)
+    write_rows(directory / "rows.parquet", "test", ROWS)
     paths = [str(directory / name) for name in ("model", "rows.parquet", "answers")]
     job = Job(ask, *paths, log=directory / "log")
     assert job.wait(400) == 0, job.output[-3000:]

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.data.batches import batch_of
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message, Row, arrow_schema
+from rlctl.data.schema import Message, Row, arrow_schema, batch_of
 from rlctl.data.write import BatchWriter
 from rlctl.prepare import output
 from rlctl.prepare.pipeline import prepare

@@ -8,10 +8,11 @@ import pytest
 
 from rlctl.data.read import load_rows
 from rlctl.errors import UsageError
-from rlctl.prepare import columns, findings
+from rlctl.prepare import check as check_module
+from rlctl.prepare import findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
-from rlctl.prepare.histogram import Histogram
+from rlctl.prepare.lengths import Histogram
 from tests.unit.prepare import small_models
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
@@ -213,7 +214,7 @@ def test_rows_the_template_refuses_are_bad_rows(tmp_path):
 
 
 def test_text_beyond_32_bit_offsets(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "OFFSET_BYTES", 100)
+    monkeypatch.setattr(check_module, "OFFSET_BYTES", 100)
     small = write(tmp_path / "small.parquet", verl_rows(50))
     finding = the("small-offsets", small)
     assert "prompt.content" in finding.what
@@ -244,8 +245,11 @@ def test_one_row_has_and_two_rows_have():
         "cannot be",
     ]
     assert findings.agree(2, "have x") == "have x"
-    assert findings.beyond_context(1, 64)[0].what.startswith("1 row has prompts")
-    assert findings.leaked("ngram", "f", 1)[0].what == "1 row shares 13 words in a row with a question of f"
+    assert findings.row_finding("beyond-context", 1, context=64)[0].what.startswith("1 row has prompts")
+    assert (
+        findings.row_finding("leak-ngram", 1, file="f")[0].what
+        == "1 row shares 13 words in a row with a question of f"
+    )
 
 
 def test_histogram_against_sorted_lengths():

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.recipes import Recipe, recognise
-from rlctl.data.schema import Message, Row, arrow_schema, large_schema
+from rlctl.data.schema import Message, Row, arrow_schema, batch_of
 from rlctl.prepare.output import convert, schema
 
 ROWS = [
@@ -28,7 +28,7 @@ ROWS = [
 
 
 def batch():
-    return pa.RecordBatch.from_pylist([row.to_arrow("train") for row in ROWS], schema=large_schema())
+    return batch_of(ROWS, "train")
 
 
 def through_parquet(table, path):
@@ -43,7 +43,7 @@ def rows_of(records, names=("data_source", "prompt", "ability", "style", "index"
         [
             *(getattr(row, name) for name in names),
             row.ground_truth,
-            row.to_arrow("train")["extra_info"]["other"],
+            row.other,
         ]
         for row in rows
     ]

@@ -8,8 +8,7 @@ import pytest
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
-from rlctl.prepare.lengths import PromptLengths, question_span
-from rlctl.prepare.tokenizer import template_findings
+from rlctl.prepare.lengths import PromptLengths, question_span, template_findings
 from tests.unit.prepare import small_models as templates
 from tests.unit.prepare.small_models import save_model
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data.checks import RowError
-from rlctl.data.layouts import LAYOUTS
+from rlctl.data.layouts import LAYOUTS, last_boxed
 from rlctl.data.recipes import Recipe, recognise
-from rlctl.data.tasks import last_boxed
+from rlctl.data.records import RowError
 from rlctl.errors import UsageError
 
 DAPO = (

@@ -224,7 +224,7 @@ def test_an_array_is_read_piece_by_piece_like_in_one(rows, read_bytes, ascii_onl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_array, "READ_BYTES", read_bytes)
         file = io.BufferedReader(io.BytesIO(text))
-        pieces = list(json_array.array_elements("a.json", file, max_rows=3))
+        pieces = list(json_array.document_rows("a.json", file, max_rows=3))
     assert [element for piece in pieces for element in piece] == expected
     assert all(len(piece) <= 3 for piece in pieces)
 

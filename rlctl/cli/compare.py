@@ -1,7 +1,8 @@
-"""`rlctl evaluate compare`: is one model better than another, and how sure is that."""
+"""`rlctl evaluate compare` and `rlctl evaluate list`."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,43 +11,61 @@ import typer
 
 from rlctl.errors import UsageError
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
-class Format(StrEnum):
+
+class CompareFormat(StrEnum):
     """How the comparison is printed."""
 
     TEXT = "text"
     JSON = "json"
+    HTML = "html"
 
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Directory of an evaluation.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Directory of another.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Directory of another one.")],
     k: Annotated[
         str | None,
-        typer.Option("--k", metavar="K,…", help="Of pass@k.", show_default="1,4,8, up to the smaller n"),
+        typer.Option(
+            "--k", metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"
+        ),
     ] = None,
     output_format: Annotated[
-        Format, typer.Option("--format", help="For people or for programs.")
-    ] = Format.TEXT,
+        CompareFormat, typer.Option("--format", help="Text, JSON, or a page that needs nothing else.")
+    ] = CompareFormat.TEXT,
+    as_json: AsJson = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
+    ] = None,
 ) -> None:
     """Compare two evaluations, question by question.
 
-    Each question is compared with itself, which tells much smaller differences
-    than looking whether two intervals overlap.
+    Each question is compared with itself. This shows much smaller differences than comparing two separate
+    intervals.
 
-      rlctl evaluate compare RUN/evaluations/step_0 RUN/evaluations/step_100
+      rlctl evaluate compare evaluations/before evaluations/after
+
+      rlctl evaluate compare A B --format html --out compared.html
     """
+    from rlctl.cli.diagnose_output import check_out, text_console, write_out
     from rlctl.evaluate.compare import compare as run_comparison
 
+    output_format = CompareFormat.JSON if as_json else output_format
+    check_out([a, b], out, is_page=output_format is CompareFormat.HTML)
     report = run_comparison(a, b, None if k is None else numbers(k))
-    if output_format is Format.JSON:
-        import json
+    if output_format is CompareFormat.JSON:
+        write_out(json.dumps(report.as_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", out)
+    elif output_format is CompareFormat.HTML:
+        from rlctl.evaluate.page.comparison import comparison_page
 
-        typer.echo(json.dumps(report.as_document(), indent=2, ensure_ascii=False, allow_nan=False))
+        write_out(comparison_page(report), out)
     else:
         from rlctl.cli.evaluate_output import print_comparison
 
-        print_comparison(report)
+        with text_console(out) as console:
+            print_comparison(report, console)
 
 
 def numbers(text: str) -> list[int]:
@@ -59,3 +78,30 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"not a list of numbers: {text}", where="--k", fix="for example --k 1,4,8") from None
+
+
+def list_benchmarks(as_json: AsJson = False) -> None:
+    """List the benchmarks: questions, source, revision, prompt and grader, all pinned.
+
+    rlctl evaluate list
+
+    rlctl evaluate list --json
+    """
+    from dataclasses import asdict
+
+    from rlctl.data.benchmarks import BENCHMARKS
+
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in BENCHMARKS.values()], indent=2, ensure_ascii=False))
+        return
+    for each in BENCHMARKS.values():
+        choices = "its choices, " if each.recipe == "multiple-choice" else ""
+        lines = {
+            "questions": f"{each.num_questions:,} ({each.split} split)",
+            "source": f"{each.dataset}, {each.file}",
+            "revision": each.revision,
+            "prompt": f"the question, {choices}then: {each.instruction}",
+            "grader": each.grader,
+        }
+        typer.secho(each.name, bold=True)
+        typer.echo("\n".join(f"  {name:<10} {text}" for name, text in lines.items()))

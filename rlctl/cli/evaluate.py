@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from rlctl.cli.command import CommandWithSubcommands
-from rlctl.cli.compare import compare, numbers
-from rlctl.cli.evaluate_list import list_benchmarks
+from rlctl.cli.compare import AsJson, compare, list_benchmarks, numbers
 from rlctl.cli.prepare_data import Recipe
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
+    from rlctl.evaluate.evaluation import Progress
 
 
 class Engine(StrEnum):
@@ -142,13 +142,14 @@ def evaluate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Sequences at once: memory and speed, never the result.")
     ] = 256,
+    as_json: AsJson = False,
 ) -> None:
-    """Sample answers, grade them as in training, and say how good they are.
+    """Sample answers, grade them as in training, and report how good they are.
 
     avg@n is the mean reward, pass@k the unbiased chance that one of k answers is
     right, maj@n the reward of the most frequent answer; all with 95 % intervals
-    that count questions, not answers. Responses are stored as they arrive: the
-    same command goes on where a killed one stopped.
+    over questions. Responses are stored as they arrive: the same command
+    continues where a killed one stopped.
 
       rlctl evaluate runs/rlctl/rloo-seq-is-20260101-120000
 
@@ -169,7 +170,11 @@ def evaluate(
         _refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
         if model_or_run is None:
             raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")
-        _regrade(Path(model_or_run), ks, reward, out)
+        from rlctl.evaluate.evaluation import RegradeRequest
+        from rlctl.evaluate.evaluation import regrade as run_regrade
+
+        again = RegradeRequest(Path(model_or_run), ks, reward, out)
+        _run(lambda progress: run_regrade(again, progress), as_json)
         return
     if engine is Engine.OPENAI:
         _refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
@@ -201,17 +206,20 @@ def evaluate(
         out=out,
         batch_size=batch_size,
     )
+    _run(lambda progress: run_evaluation(request, progress), as_json)
+
+
+def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> None:
     with _progress() as progress:
-        found = run_evaluation(request, progress)
-    _print(*found)
+        out, evaluation = work(progress)
+    if as_json:
+        from rlctl.evaluate.evaluate_report import RESULTS_FILE
 
+        typer.echo((out / RESULTS_FILE).read_text(encoding="utf-8"), nl=False)
+        return
+    from rlctl.cli.evaluate_output import print_evaluation
 
-def _regrade(directory: Path, ks: list[int] | None, reward: str | None, out: Path | None) -> None:
-    from rlctl.evaluate.regrade import RegradeRequest, regrade
-
-    with _progress() as progress:
-        found = regrade(RegradeRequest(directory, ks, reward, out), progress)
-    _print(*found)
+    print_evaluation(out, evaluation)
 
 
 def _only_name(model_or_run: str | None, model: str, engine: Engine | None) -> str:
@@ -228,27 +236,18 @@ def _refuse_options(context: typer.Context, names: tuple[str, ...], why: str, fi
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{option} {why}",
-                where=option,
-                fix=fix,
-            )
+            raise UsageError(f"{option} {why}", where=option, fix=fix)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress() -> Iterator[Progress]:
     """A bar on standard error, on terminals only."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading the model", total=None)
         yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
-
-
-def _print(out: Path, evaluation: Evaluation) -> None:
-    from rlctl.cli.evaluate_output import print_evaluation
-
-    print_evaluation(out, evaluation)

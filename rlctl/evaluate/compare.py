@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from rlctl.spec.reward import RewardSpec
 
 #: Difference in shares for which the number of questions needed is reported.
 WORTH_SEEING = 0.02
+
+#: Data source, hash of the conversation, and which of its occurrences it is.
+_Identity = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,26 @@ class CompareReport:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two: `results.json`, questions by identity, ungraded responses allowed (a share)."""
+
+    about: Mapping[str, Any]
+    questions: Mapping[_Identity, Question]
+    limit: float
+
+    @classmethod
+    def read(cls, directory: Path) -> _Side:
+        about, samples = read_evaluation(directory, without=frozenset({"response", "ground_truth"}))
+        limit = RewardSpec.model_validate(about["reward"]).max_error_fraction
+        return cls(about, _by_identity(samples), limit)
+
+    def of(self, source: str) -> _Side:
+        """The questions of one source."""
+        chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
+        return _Side(self.about, chosen, self.limit)
+
+
 def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
     """Compare two evaluations by the questions they share.
 
@@ -89,39 +112,24 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
     Raises:
         UsageError: not evaluations, no question in common, or k > n.
     """
-    texts = frozenset({"response", "ground_truth"})
-    about_a, samples_a = read_evaluation(a, without=texts)
-    about_b, samples_b = read_evaluation(b, without=texts)
-    n = min(int(about_a["sampling"]["n"]), int(about_b["sampling"]["n"]))
+    sides = _Side.read(a), _Side.read(b)
+    n = min(int(side.about["sampling"]["n"]) for side in sides)
     ks = checked_ks(ks, n)
-    questions_a, questions_b = _by_identity(samples_a), _by_identity(samples_b)
-    if not questions_a.keys() & questions_b.keys():
+    counts = [len(side.questions) for side in sides]
+    if not sides[0].questions.keys() & sides[1].questions.keys():
         raise UsageError(
-            f"the evaluations share no question ({len(questions_a)} and {len(questions_b)})",
+            f"the evaluations share no question ({counts[0]} and {counts[1]})",
             where=f"{a} and {b}",
             fix="evaluate both models with the same --data",
         )
-    sources = sorted({question.data_source for question in (*questions_a.values(), *questions_b.values())})
-    limits = (_max_error_fraction(about_a), _max_error_fraction(about_b))
-    comparisons = [
-        _comparison(source, _of(source, questions_a), _of(source, questions_b), ks, n, limits)
-        for source in sources
-    ]
+    sources = sorted({question.data_source for side in sides for question in side.questions.values()})
+    comparisons = [_comparison(source, sides[0].of(source), sides[1].of(source), ks, n) for source in sources]
     if len(sources) > 1:
-        comparisons.append(_comparison(OVERALL, questions_a, questions_b, ks, n, limits))
-    warnings = [
-        *_warnings(about_a, about_b),
-        *_ungraded("A", about_a, samples_a),
-        *_ungraded("B", about_b, samples_b),
-    ]
-    return CompareReport(str(a), str(b), comparisons, warnings)
-
-
-_Identity = tuple[str, str, int]
+        comparisons.append(_comparison(OVERALL, *sides, ks, n))
+    return CompareReport(str(a), str(b), comparisons, list(_warnings(*sides)))
 
 
 def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
-    """Questions by data source, hash of the conversation, and which of its occurrences it is."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[_Identity, Question] = {}
     for question in questions_of(samples):
@@ -133,68 +141,54 @@ def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
     return found
 
 
-def _of(source: str, questions: Mapping[_Identity, Question]) -> dict[_Identity, Question]:
-    return {key: question for key, question in questions.items() if question.data_source == source}
+def _num_ungraded(questions: Sequence[Question]) -> tuple[int, int]:
+    """Responses without a grade, and all."""
+    total = sum(len(question.samples) for question in questions)
+    return total - sum(len(question.graded) for question in questions), total
 
 
-def _comparison(
-    source: str,
-    a: Mapping[_Identity, Question],
-    b: Mapping[_Identity, Question],
-    ks: Sequence[int],
-    n: int,
-    limits: tuple[float, float],
-) -> Comparison:
-    shared = [(a[key], b[key]) for key in a if key in b]
-    measures: dict[str, Callable[[Question], float | None]] = {"avg": Question.avg}
-    measures |= {f"pass@{k}": lambda question, k=k: question.pass_at(k) for k in ks}  # type: ignore[misc]
-    if n > 1:
-        measures[f"maj@{n}"] = lambda question: question.majority(n)
+def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> Comparison:
+    shared = [key for key in a.questions if key in b.questions]
+    values = [(a.questions[key].figures(ks, n), b.questions[key].figures(ks, n)) for key in shared]
     figures = [
-        figure for name, measure in measures.items() if (figure := _figure(name, measure, shared)) is not None
+        figure for name in (values[0][0] if values else ()) if (figure := _figure(name, values)) is not None
     ]
-    is_known = all(
-        sum(len(pair[side].samples) - len(pair[side].graded) for pair in shared)
-        <= limits[side] * sum(len(pair[side].samples) for pair in shared)
-        for side in (0, 1)
-    )
     verdict = _verdict(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
-    return Comparison(
-        data_source=source,
-        num_shared=len(shared),
-        num_only_a=len(a) - len(shared),
-        num_only_b=len(b) - len(shared),
-        figures=figures,
-        verdict=verdict if is_known else "no conclusion: too many responses could not be graded",
-    )
+    for side in (a, b):
+        ungraded, total = _num_ungraded([side.questions[key] for key in shared])
+        if ungraded > side.limit * total:
+            verdict = "no conclusion: too many responses could not be graded"
+    left_out = (len(a.questions) - len(shared), len(b.questions) - len(shared))
+    return Comparison(source, len(shared), *left_out, figures, verdict)
 
 
-def _figure(
-    name: str, measure: Callable[[Question], float | None], shared: Iterable[tuple[Question, Question]]
-) -> Figure | None:
-    values = [
+_Values = dict[str, float | None]
+
+
+def _figure(name: str, values: Sequence[tuple[_Values, _Values]]) -> Figure | None:
+    pairs = [
         (first, second)
-        for in_a, in_b in shared
-        if (first := measure(in_a)) is not None and (second := measure(in_b)) is not None
+        for in_a, in_b in values
+        if (first := in_a[name]) is not None and (second := in_b[name]) is not None
     ]
-    difference = paired([second - first for first, second in values])
-    a, b = (estimate([pair[side] for pair in values]) for side in (0, 1))
+    difference = paired([second - first for first, second in pairs])
+    a, b = (estimate([pair[side] for pair in pairs]) for side in (0, 1))
     if difference is None or a is None or b is None:
         return None
-    is_share = all(0.0 <= value <= 1.0 for pair in values for value in pair)
+    is_share = all(0.0 <= value <= 1.0 for pair in pairs for value in pair)
     return Figure(name, a.value, b.value, difference, is_share, a.stderr, b.stderr)
 
 
 def _verdict(figure: Figure) -> str:
     found = figure.difference
-    scale, unit = (100.0, "points") if figure.is_share else (1.0, "of reward")
+    scale, unit, number = (100.0, "points", ".1f") if figure.is_share else (1.0, "of reward", ".3g")
+    better, sign = ("B", 1.0) if found.value > 0 else ("A", -1.0)
     if found.low is None or found.high is None:
         if found.value == 0.0:
             return "no difference on any question"
-        better = "B" if found.value > 0 else "A"
         return (
             f"{better} is better by {abs(found.value) * scale:.3g} {unit}, the same on every one of "
-            f"{found.num_questions} questions: no interval can be told"
+            f"{found.num_questions} questions: no interval can be given"
         )
     if found.low <= 0.0 <= found.high:
         needed = ""
@@ -202,35 +196,28 @@ def _verdict(figure: Figure) -> str:
             count = questions_needed(found.deviation, WORTH_SEEING)
             needed = f"; about {count:,} questions would be needed to see {WORTH_SEEING * 100:.0f} points"
         return f"no difference can be told{needed}"
-    better, sign = ("B", 1.0) if found.value > 0 else ("A", -1.0)
     low, high = sorted((sign * scale * found.low, sign * scale * found.high))
-    number = ".1f" if figure.is_share else ".3g"
     value = sign * scale * found.value
     return f"{better} is better by {value:{number}} {unit} (95 %: {low:{number}} to {high:{number}})"
 
 
-def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted(a["sampling"].keys() | b["sampling"].keys()):
-        in_a, in_b = a["sampling"].get(name), b["sampling"].get(name)
+def _warnings(a: _Side, b: _Side) -> Iterator[str]:
+    of_a, of_b = a.about, b.about
+    for name in sorted(of_a["sampling"].keys() | of_b["sampling"].keys()):
+        in_a, in_b = of_a["sampling"].get(name), of_b["sampling"].get(name)
         if name not in {"n", "seed"} and in_a != in_b:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
-    if "base_url" in a["model"] or "base_url" in b["model"]:
+    if "base_url" in of_a["model"] or "base_url" in of_b["model"]:
         yield "a server applied its own chat template: whether both models read the same prompt is not known"
-    elif a["model"].get("template_sha256") != b["model"].get("template_sha256"):
+    elif of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different words"
-    if a["reward"] != b["reward"]:
+    if of_a["reward"] != of_b["reward"]:
         yield "graded differently: use `--regrade` with one --reward for both"
-
-
-def _max_error_fraction(about: Mapping[str, Any]) -> float:
-    return RewardSpec.model_validate(about["reward"]).max_error_fraction
-
-
-def _ungraded(side: str, about: Mapping[str, Any], samples: Sequence[EvalSample]) -> Iterator[str]:
-    limit = _max_error_fraction(about)
-    count = sum(sample.reward is None for sample in samples)
-    if count > limit * len(samples):
-        yield (
-            f"{count:,} of {len(samples):,} responses of {side} could not be graded, more than "
-            f"reward.max_error_fraction ({limit:g}): they are excluded, and the figures may say little"
-        )
+    for name, side in (("A", a), ("B", b)):
+        ungraded, total = _num_ungraded(list(side.questions.values()))
+        if ungraded > side.limit * total:
+            excluded = "they are excluded, and the figures may say little"
+            yield (
+                f"{ungraded:,} of {total:,} responses of {name} could not be graded, more than "
+                f"reward.max_error_fraction ({side.limit:g}): {excluded}"
+            )

@@ -1,4 +1,4 @@
-"""`evaluate`: questions → n responses each → grades → figures with intervals.
+"""`evaluate`: questions → n responses each → grades → figures with intervals; `regrade`: the grades only.
 
     request ─▶ Plan ─▶ model ─▶ responses ─────────▶ EvalSample ─▶ Score
     options    checked  local or  stored, or sampled   graded        figures
@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlctl.data.schema import Row
+from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
-from rlctl.evaluate.evaluate_report import Evaluation, default_out, write_evaluation
-from rlctl.evaluate.request import EvaluateRequest, Plan, check_request
-from rlctl.evaluate.samples import Pair, Response, as_samples
-from rlctl.evaluate.scores import summarise
+from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
+from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
+from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples
+from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root
 from rlctl.rollout.protocol import Sampling
+from rlctl.spec.reward import RewardSpec
 
 #: Called with what is going on (`sampling`, `grading`), and the number of responses done and of all.
 Progress = Callable[[str, int, int], None]
@@ -43,13 +45,8 @@ class Model(Protocol):
     sampling: Sampling
 
     @property
-    def engine(self) -> str:
-        """Who samples."""
-        ...
-
-    @property
-    def dtype(self) -> str | None:
-        """Arithmetic of the model; None: not known."""
+    def about_sampling(self) -> dict[str, Any]:
+        """Who samples, and in which arithmetic (None: not known), for `results.json`."""
         ...
 
     @property
@@ -62,6 +59,23 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RegradeRequest:
+    """What to grade again.
+
+    Attributes:
+        directory: of the evaluation.
+        ks: of pass@k; None: those of 1, 4, 8 that n allows.
+        reward: a grader's name or `file.py:function`; None: the evaluation's own.
+        out: directory to write, new or empty; None: beside the evaluation, named after the time.
+    """
+
+    directory: Path
+    ks: Sequence[int] | None = None
+    reward: str | None = None
+    out: Path | None = None
+
+
 def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evaluation]:
     """Sample what is not stored, grade, and write the evaluation's directory.
 
@@ -71,7 +85,15 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model or a benchmark cannot be had, or a disk is full.
     """
     plan = check_request(request)
-    model = _open(plan)  # a server is asked before torch is imported
+    model: Model
+    if request.engine == "openai":  # it is asked before torch is imported
+        from rlctl.evaluate.served_model import ServedModel
+
+        model = ServedModel(request, plan.questions.rows)
+    else:
+        from rlctl.evaluate.local_model import LocalModel
+
+        model = LocalModel(plan)
     from rlctl.evaluate.grading import grade, grading
 
     started = time.monotonic()
@@ -81,8 +103,14 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
             reward(), as_samples(model.rows, model.prompts, responses), partial(progress, "grading")
         )
     asked = {question for question, _ in responses}
+    data = {
+        "files": plan.questions.files,
+        "benchmarks": plan.questions.benchmarks,
+        "num_overlong_prompts": model.num_overlong + len(model.rows) - len(asked),
+    }
+    settings = {"n": request.n, "seed": request.seed} | model.about_sampling
     evaluation = Evaluation(
-        about=_about(plan, model, model.num_overlong + len(model.rows) - len(asked)),
+        about={"model": model.model, "data": data, "sampling": asdict(model.sampling) | settings},
         reward=plan.reward,
         scores=summarise(grades.samples, plan.ks, request.n, plan.reward.max_error_fraction),
         grader_errors=grades.errors,
@@ -94,16 +122,6 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     out = request.out or default_out((plan.target.run_dir or Path()) / "evaluations")
     write_evaluation(out, evaluation, grades.samples)
     return out, evaluation
-
-
-def _open(plan: Plan) -> Model:
-    if plan.request.engine == "openai":
-        from rlctl.evaluate.served_model import ServedModel
-
-        return ServedModel(plan.request, plan.questions.rows)
-    from rlctl.evaluate.local_model import LocalModel
-
-    return LocalModel(plan)
 
 
 def _responses(
@@ -143,15 +161,56 @@ def _responses(
     return {pair: found[pair] for pair in keys.values() if pair[0] not in overlong}, num_stored
 
 
-def _about(plan: Plan, model: Model, num_overlong: int) -> dict[str, object]:
-    request, questions = plan.request, plan.questions
-    return {
-        "model": model.model,
-        "data": {
-            "files": questions.files,
-            "benchmarks": questions.benchmarks,
-            "num_overlong_prompts": num_overlong,
+def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluation]:
+    """Grade the samples of an evaluation and write one of its own.
+
+    Raises:
+        UsageError: no evaluation, k > n, no such reward, or `out` is taken.
+        EnvironmentFailure: a reward model cannot be had, or a disk is full.
+    """
+    document, before = read_evaluation(request.directory)
+    about = {name: document[name] for name in ("model", "data", "sampling")}
+    n = int(about["sampling"]["n"])
+    ks = checked_ks(request.ks, n)
+    if request.out:
+        check_vacant(request.out)
+    reward_before = RewardSpec.model_validate(document["reward"])
+    reward_spec = chosen_reward(reward_before, request.reward)
+    from rlctl.evaluate.grading import grade, grading  # from here on torch is needed
+
+    started = time.monotonic()
+    with grading(reward_spec, int(about["sampling"]["max_response_length"])) as reward:
+        grades = grade(reward(), before, partial(progress, "grading"))
+    evaluation = Evaluation(
+        about=about,
+        reward=reward_spec,
+        scores=summarise(grades.samples, ks, n, reward_spec.max_error_fraction),
+        grader_errors=grades.errors,
+        timeouts=grades.timeouts,
+        seconds=time.monotonic() - started,
+        num_stored=len(grades.samples),
+        regraded={
+            "directory": str(request.directory.resolve()),
+            "reward": document["reward"],
+            **changes(before, grades.samples),
         },
-        "sampling": asdict(model.sampling)
-        | {"n": request.n, "seed": request.seed, "engine": model.engine, "dtype": model.dtype},
-    }
+    )
+    out = request.out or default_out(request.directory.resolve().parent)
+    write_evaluation(out, evaluation, grades.samples)
+    return out, evaluation
+
+
+def changes(before: Sequence[EvalSample], after: Sequence[EvalSample]) -> dict[str, int]:
+    """How many rewards differ, and how many of these became right, wrong, failures, or no failures."""
+    counts = dict.fromkeys(("num_changed", "now_right", "now_wrong", "now_failed", "no_longer_failed"), 0)
+    for old, new in zip(before, after, strict=True):
+        if old.reward == new.reward:
+            continue
+        counts["num_changed"] += 1
+        if new.reward is None:
+            counts["now_failed"] += 1
+        elif old.reward is None:
+            counts["no_longer_failed"] += 1
+        elif (old.reward >= RIGHT) != (new.reward >= RIGHT):
+            counts["now_right" if new.reward >= RIGHT else "now_wrong"] += 1
+    return counts

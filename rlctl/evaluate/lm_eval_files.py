@@ -156,9 +156,7 @@ def _results(
 
 def _metrics(score: Score, n: int) -> dict[str, float | str]:
     """`metric,filter` and `metric_stderr,filter` of the figures that have a value."""
-    figures = {f"avg@{n}": score.avg}
-    figures |= {f"pass@{k}": passed for k, passed in score.pass_at.items()}
-    figures |= {f"maj@{n}": score.majority} if n > 1 else {}
+    figures = score.figures(n)
     figures |= {"truncated": score.truncated_fraction, "response_length": score.mean_length}
     found: dict[str, float | str] = {}
     for name, estimate in figures.items():
@@ -177,9 +175,7 @@ def _line(question: Question, sampling: Mapping[str, Any], n: int, ks: Sequence[
         "data_source": first.data_source,
         "messages": list(first.messages),
     }
-    figures: dict[str, float | None] = {f"avg@{n}": question.avg()}
-    figures |= {f"pass@{k}": question.pass_at(k) for k in ks}
-    figures |= {f"maj@{n}": question.majority(n)} if n > 1 else {}
+    figures = {name.replace("avg", f"avg@{n}"): value for name, value in question.figures(ks, n).items()}
     figures["truncated"] = sum(sample.truncated for sample in samples) / len(samples)
     figures["response_length"] = sum(sample.num_tokens for sample in samples) / len(samples)
     responses = [sample.response for sample in samples]

@@ -1,4 +1,4 @@
-"""A model on this machine: its tokenizer and its identity at once, its weights only when needed."""
+"""A model on this machine: its tokenizer and identity at once, its weights only when needed; sampling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,13 +20,13 @@ from rlctl.engine.model import load_policy, load_reader
 from rlctl.engine.model_files import local_directory
 from rlctl.evaluate.request import EngineName, Plan, lengths
 from rlctl.evaluate.samples import Pair, Response
-from rlctl.evaluate.sampling import BLOCK, sample_responses
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import step_seed
 
 if TYPE_CHECKING:
     from rlctl.evaluate.target import Target
-    from rlctl.rollout.protocol import ResponseSampler
+    from rlctl.rollout.protocol import ResponseSampler, Sampling
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -33,6 +34,8 @@ _DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 #: Files of a model directory that say nothing of how it answers.
 _IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+#: Questions whose random numbers are drawn together.
+BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class ModelFiles:
         context: tokens of prompt and response it can read together; None: no limit is known.
         sha256: of its files, see `files_hash`.
         engine, dtype: what it runs in.
+        trust_remote_code, attn_implementation, engine_kwargs: as in the spec; the last one is vLLM's.
     """
 
     directory: Path
@@ -55,11 +59,7 @@ class ModelFiles:
     dtype: Dtype
     trust_remote_code: bool
     attn_implementation: str
-
-    @property
-    def template_sha256(self) -> str | None:
-        """Of the chat template; None: it has none."""
-        return template_hash(self.tokenizer)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
@@ -82,6 +82,7 @@ class ModelFiles:
                 max_model_len=max_length,
                 max_num_seqs=batch_size,
                 trust_remote_code=self.trust_remote_code,
+                engine_kwargs=self.engine_kwargs,
             )
             try:
                 yield engine
@@ -113,6 +114,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     """
     spec = target.spec
     directory = local_directory(target.model_path)
+    name: EngineName = engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf")
     trusts = spec.model.trust_remote_code if spec else False
     tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
     return ModelFiles(
@@ -120,10 +122,11 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
         tokenizer=tokenizer,
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
         sha256=files_hash(directory, target.checksums),
-        engine=engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf"),
+        engine=name,
         dtype=spec.engine.dtype if spec else ("bf16" if sampling_device().type == "cuda" else "fp32"),
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
+        engine_kwargs=spec.rollout.engine_kwargs if spec and name == "vllm" else {},
     )
 
 
@@ -159,21 +162,20 @@ class LocalModel:
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
-        self.engine, self.dtype = self._files.engine, self._files.dtype
         self.notes: list[str] = []
+        self.about_sampling: dict[str, Any] = {"engine": self._files.engine, "dtype": self._files.dtype}
+        if self._files.engine_kwargs:
+            self.about_sampling["engine_kwargs"] = dict(self._files.engine_kwargs)
+        template = template_hash(self._files.tokenizer)
         self.model: dict[str, Any] = {
             "path": target.model_path,
             "run_dir": str(target.run_dir) if target.run_dir else None,
             "step": target.step,
             "sha256": self._files.sha256,
-            "template_sha256": self._files.template_sha256,
+            "template_sha256": template,
         }
-        self.settings: dict[str, Any] = {
-            "model": self._files.sha256,
-            "template": self._files.template_sha256,
-            "engine": self.engine,
-            "dtype": self.dtype,
-        }
+        identity = {"model": self._files.sha256, "template": template}
+        self.settings: dict[str, Any] = identity | self.about_sampling
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """Sample these responses, ascending pairs, and yield them batch by batch.
@@ -185,7 +187,7 @@ class LocalModel:
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
         with self._files.sampling_engine(longest + length, request.batch_size) as engine:
             # An engine that forms its own batches is the faster, the more it is given at once.
-            forms_batches = ROLLOUT_ENGINES.part(self.engine).capabilities.forms_batches
+            forms_batches = ROLLOUT_ENGINES.part(self._files.engine).capabilities.forms_batches
             size = BLOCK * request.n if forms_batches else request.batch_size
             yield from sample_responses(
                 engine, self._questions, pairs, self.sampling, seed=request.seed, batch_size=size
@@ -225,3 +227,61 @@ def _file_hash(file: Path) -> str:
         return blob.name
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def sample_responses(
+    engine: ResponseSampler,
+    questions: PromptDataset,
+    pairs: Sequence[Pair],
+    sampling: Sampling,
+    *,
+    seed: int,
+    batch_size: int,
+) -> Iterator[dict[Pair, Response]]:
+    """Sample these responses, a batch at a time; each depends on its question's place and its number only.
+
+    Random numbers are drawn in blocks of `BLOCK` questions, each block with a seed of its own, the first
+    samples of its questions before the second ones. So the same seed gives the same response number i to
+    question q whatever n, the number of questions, the batch size, the ranks, and what is stored already.
+
+    Args:
+        engine: who samples.
+        questions: what is asked.
+        pairs: which responses, ascending.
+        sampling: the distribution to draw from.
+        seed: of all of it.
+        batch_size: sequences at once; the siblings of a question stay together.
+    """
+    for batch in _batches(pairs, batch_size, block=len(questions) if sampling.greedy else BLOCK):
+        if sampling.greedy:  # nothing is drawn
+            block, places = 0, list(range(len(batch)))
+        else:
+            block = batch[0][0] // BLOCK
+            places = [sample * BLOCK + question % BLOCK for question, sample in batch]
+        rollouts = engine.generate(
+            questions.prompts([question for question, _ in batch], places),
+            sampling,
+            n=1,
+            step_seed=step_seed(seed, block, "evaluation"),
+            num_groups_total=max(places) + 1,
+        )
+        said = zip(
+            rollouts.response_texts,
+            rollouts.truncated.tolist(),
+            rollouts.response_mask.sum(-1).tolist(),
+            strict=True,
+        )
+        yield {pair: Response(*values) for pair, values in zip(batch, said, strict=True)}
+
+
+def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:
+    """Cut into batches of about `size`: never across blocks, and only between questions."""
+    for _, of_block in groupby(pairs, key=lambda pair: pair[0] // block):
+        batch: list[Pair] = []
+        for _, siblings in groupby(of_block, key=lambda pair: pair[0]):
+            more = list(siblings)
+            if batch and len(batch) + len(more) > size:
+                yield batch
+                batch = []
+            batch += more
+        yield batch

@@ -112,13 +112,15 @@ def check_request(request: EvaluateRequest) -> Plan:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
     questions = load_questions(request.data, request.columns, benchmarks_dir=request.benchmarks_dir)
-    target = _target(request)
+    name = request.model_or_run or ""
+    is_served = request.engine == "openai"
+    target = Target(name, request.data) if is_served else find_target(name, request.data)
     if not request.data:
         questions = load_questions(target.data_files)
     questions = replace(questions, rows=questions.rows[: request.limit])
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
-    if request.engine != "openai":
+    if not is_served:
         lengths(request, target, _context_in(config_directory(target.model_path)))
     return Plan(request, ks, target, reward, questions)
 
@@ -156,7 +158,9 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
     """
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
-        values |= {"name": _absolute(name), "terms": None}
+        file, colon, function = name.rpartition(":")
+        absolute = f"{Path(file).expanduser().resolve()}:{function}" if colon else name
+        values |= {"name": absolute, "terms": None}
     try:
         reward = RewardSpec.model_validate(values)
     except ValidationError as error:
@@ -208,11 +212,8 @@ def check_url(url: str | None) -> str:
         UsageError: there is none, it is no HTTP address, or it holds a key, which would be stored.
     """
     if url is None:
-        raise UsageError(
-            "no server is named",
-            where="--engine openai",
-            fix="add --base-url, for example http://localhost:8000/v1",
-        )
+        fix = "add --base-url, for example http://localhost:8000/v1"
+        raise UsageError("no server is named", where="--engine openai", fix=fix)
     import httpx
 
     try:
@@ -240,20 +241,16 @@ def _check_sampling(request: EvaluateRequest) -> None:
         what = f"temperature 0 always takes the likeliest token: {request.n} responses would be one"
         raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
     if not 0.0 < request.top_p <= 1.0:
-        what = (
-            "--top-p 0 leaves no token"
-            if request.top_p == 0
-            else f"--top-p is a share, not {request.top_p:g}"
-        )
+        wrong = f"--top-p is a share, not {request.top_p:g}"
+        what = wrong if request.top_p else "--top-p 0 leaves no token"
         raise UsageError(what, where="--top-p", fix="for the likeliest: --temperature 0")
 
 
 def _check_engine(request: EvaluateRequest) -> None:
     if request.engine == "openai":
         if not request.data:
-            raise UsageError(
-                "a server has no data of its own", where="--data", fix="name a benchmark or a file"
-            )
+            what = "a server has no data of its own"
+            raise UsageError(what, where="--data", fix="name a benchmark or a file")
         check_url(request.base_url)
     elif request.base_url is not None:
         raise UsageError("--base-url is for a server", where="--base-url", fix="add --engine openai")
@@ -261,17 +258,8 @@ def _check_engine(request: EvaluateRequest) -> None:
         fix = "name a run directory, a model directory or a hub id; only --engine openai can do without"
         raise UsageError("no model is named", where="MODEL_OR_RUN", fix=fix)
     if request.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise EnvironmentFailure(
-            "vLLM is not installed",
-            where="--engine vllm",
-            fix='pip install "rlctl[vllm]", or use --engine hf',
-        )
-
-
-def _target(request: EvaluateRequest) -> Target:
-    if request.engine == "openai":
-        return Target(request.model_or_run or "", request.data)
-    return find_target(request.model_or_run or "", request.data)
+        fix = 'pip install "rlctl[vllm]", or use --engine hf'
+        raise EnvironmentFailure("vLLM is not installed", where="--engine vllm", fix=fix)
 
 
 def _context_in(directory: Path) -> int | None:
@@ -282,9 +270,3 @@ def _context_in(directory: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, int) else None
-
-
-def _absolute(name: str) -> str:
-    """A function's file as seen from everywhere."""
-    file, colon, function = name.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{function}" if colon else name

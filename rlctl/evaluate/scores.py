@@ -77,23 +77,21 @@ class Question:
     graded: list[EvalSample]
     has_votes: bool
 
-    def avg(self) -> float | None:
-        """Mean reward of the graded samples; None without any."""
+    def figures(self, ks: Sequence[int], n: int) -> dict[str, float | None]:
+        """Its figures by name, None where it has no value.
+
+        `avg`: mean reward of the graded samples. `pass@k` among them, if there are k. `maj@n`, for n above 1:
+        reward of the most frequent answer among the first n of them.
+        """
         rewards = _rewards(self.graded)
-        return sum(rewards) / len(rewards) if rewards else None
-
-    def pass_at(self, k: int) -> float | None:
-        """pass@k among the graded samples; None if there are fewer than k."""
-        if len(self.graded) < k:
-            return None
-        return pass_at_k(len(self.graded), sum(reward >= RIGHT for reward in _rewards(self.graded)), k)
-
-    def majority(self, n: int) -> float | None:
-        """Reward of the most frequent answer among the first n graded samples; None without votes."""
-        voters = self.graded[:n]
-        if not voters or not self.has_votes:
-            return None
-        return majority_reward([voter.answer for voter in voters], _rewards(voters))
+        count, right = len(rewards), sum(reward >= RIGHT for reward in rewards)
+        found: dict[str, float | None] = {"avg": _mean(rewards) if rewards else None}
+        found |= {f"pass@{k}": pass_at_k(count, right, k) if count >= k else None for k in ks}
+        if n > 1:
+            answers = [voter.answer for voter in self.graded[:n]]
+            has_vote = bool(answers) and self.has_votes
+            found[f"maj@{n}"] = majority_reward(answers, rewards[:n]) if has_vote else None
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,11 @@ class Score:
     grader_error_fraction: IntervalFigure | None
     worst_case: dict[str, float] | None = None
     best_case: dict[str, float] | None = None
+
+    def figures(self, n: int) -> dict[str, IntervalFigure | None]:
+        """`avg@n`, `pass@k` and, for n above 1, `maj@n`."""
+        found = {f"avg@{n}": self.avg} | {f"pass@{k}": passed for k, passed in self.pass_at.items()}
+        return found | ({f"maj@{n}": self.majority} if n > 1 else {})
 
 
 def summarise(
@@ -174,18 +177,19 @@ def _score(
     name: str, questions: list[Question], ks: Sequence[int], n: int, max_error_fraction: float
 ) -> Score:
     num_samples = sum(len(question.samples) for question in questions)
+    means = _means(questions, ks, n)
     score = Score(
         data_source=name,
         num_questions=len(questions),
         num_samples=num_samples,
         num_grader_errors=num_samples - sum(len(question.graded) for question in questions),
         num_short=sum(len(question.graded) < n for question in questions),
-        avg=_over([question.avg() for question in questions]),
-        pass_at={k: _over([question.pass_at(k) for question in questions]) for k in ks},
-        majority=_over([question.majority(n) for question in questions]),
-        truncated_fraction=_over([_mean([s.truncated for s in q.samples]) for q in questions]),
+        avg=means["avg"],
+        pass_at={k: means[f"pass@{k}"] for k in ks},
+        majority=means.get(f"maj@{n}"),
+        truncated_fraction=estimate([_mean([s.truncated for s in q.samples]) for q in questions]),
         mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_length=True),
-        grader_error_fraction=_over([_mean([s.reward is None for s in q.samples]) for q in questions]),
+        grader_error_fraction=estimate([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
     if score.num_grader_errors <= max_error_fraction * num_samples:
         return score
@@ -205,12 +209,9 @@ def _case(questions: list[Question], reward: float, ks: Sequence[int], n: int) -
 
     For majority votes they give the most frequent answer that is right, or wrong, as the reward is.
     """
-    assumed = [_assumed(question, reward) for question in questions]
-    values = {"avg": [question.avg() for question in assumed]}
-    values |= {f"pass@{k}": [question.pass_at(k) for question in assumed] for k in ks}
-    if n > 1 and any(question.has_votes for question in questions):
-        values[f"maj@{n}"] = [question.majority(n) for question in assumed]
-    means = {name: _over(per_question) for name, per_question in values.items()}
+    means = _means([_assumed(question, reward) for question in questions], ks, n)
+    if not any(question.has_votes for question in questions):
+        means.pop(f"maj@{n}", None)
     return {name: mean.value for name, mean in means.items() if mean is not None}
 
 
@@ -229,8 +230,13 @@ def _assumed(question: Question, reward: float) -> Question:
     )
 
 
-def _over(per_question: Sequence[float | None]) -> IntervalFigure | None:
-    return estimate([value for value in per_question if value is not None])
+def _means(questions: list[Question], ks: Sequence[int], n: int) -> dict[str, IntervalFigure | None]:
+    """Each figure over the questions that have it."""
+    found = [question.figures(ks, n) for question in questions]
+    return {
+        name: estimate([value for values in found if (value := values[name]) is not None])
+        for name in found[0]
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

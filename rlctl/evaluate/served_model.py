@@ -85,25 +85,14 @@ class ServedModel:
         self.prompts = ["\n\n".join(message.content for message in row.prompt) for row in rows]
         self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
         self.num_overlong = 0
-        self.model: dict[str, Any] = {
-            "path": self._name,
-            "run_dir": None,
-            "step": None,
-            "sha256": None,
-            "template_sha256": None,
-            "base_url": self._url,
-            "root": card.get("root"),
-        }
+        served = {"base_url": self._url, "root": card.get("root")}
+        unknown = dict.fromkeys(("run_dir", "step", "sha256", "template_sha256"))
+        self.model: dict[str, Any] = {"path": self._name} | unknown | served
         self.settings: dict[str, Any] = {
-            "model": {
-                "base_url": self._url,
-                "name": self._name,
-                "root": card.get("root"),
-                "context": context,
-            },
+            "model": served | {"name": self._name, "context": context},
             "engine": "openai",
         }
-        self.engine, self.dtype = "openai", None
+        self.about_sampling: dict[str, Any] = {"engine": "openai", "dtype": None}
 
     @property
     def notes(self) -> list[str]:
@@ -137,7 +126,8 @@ class ServedModel:
         stopping: threading.Event,
     ) -> None:
         """Put every response into `arrived`, until the first failure or until it is to stop."""
-        async with self._client() as client:
+        limits = httpx.Limits(max_connections=self._request.concurrency)
+        async with httpx.AsyncClient(limits=limits, **self._options()) as client:
             open_requests: dict[asyncio.Task[Response | None], Pair] = {}
             waiting = iter(pairs)
             try:
@@ -219,71 +209,47 @@ class ServedModel:
             with httpx.Client(**self._options()) as client:
                 answer = client.get(f"{self._url}/models")
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise EnvironmentFailure(
-                f"the server does not answer: {_words(error)}",
-                where=self._url,
-                fix="start it, or correct --base-url",
-            ) from error
+            what, fix = f"the server does not answer: {_words(error)}", "start it, or correct --base-url"
+            raise EnvironmentFailure(what, where=self._url, fix=fix) from error
         if answer.status_code in {401, 403}:
-            raise EnvironmentFailure(
-                f"the server wants a key: {_said(answer)}", where=self._url, fix=_KEY_FIX
-            )
+            what = f"the server wants a key: {_said(answer)}"
+            raise EnvironmentFailure(what, where=self._url, fix=_KEY_FIX)
+        listing = f"{self._url}/models"
         if answer.status_code >= 500:
-            raise EnvironmentFailure(
-                f"the server fails: {_said(answer)}",
-                where=f"{self._url}/models",
-                fix="see its log, or wait until it has loaded the model",
-            )
+            fix = "see its log, or wait until it has loaded the model"
+            raise EnvironmentFailure(f"the server fails: {_said(answer)}", where=listing, fix=fix)
         try:
             cards = [card for card in answer.json()["data"] if isinstance(card["id"], str)]
         except (ValueError, KeyError, TypeError):
             cards = []
         found = next((card for card in cards if card["id"] == name), None)
+        if name is None and len(cards) == 1:
+            found = cards[0]
         if found is not None or (name is not None and not cards):
             return found or {"id": name}
-        if name is None and len(cards) == 1:
-            only: Mapping[str, Any] = cards[0]
-            return only
         names = ", ".join(card["id"] for card in cards)
         if name is not None:
             raise UsageError(f"the server has no model `{name}`", where=self._url, fix=f"it serves {names}")
         name_one = "name one: rlctl evaluate MODEL --engine openai …"
         if cards:
             raise UsageError(f"the server serves several models: {names}", where=self._url, fix=name_one)
-        raise UsageError(
-            f"the server lists no models: {_said(answer)}",
-            where=f"{self._url}/models",
-            fix=f"correct --base-url (most end with /v1), or {name_one}",
-        )
-
-    def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=self._request.concurrency)
-        return httpx.AsyncClient(limits=limits, **self._options())
+        fix = f"correct --base-url (most end with /v1), or {name_one}"
+        raise UsageError(f"the server lists no models: {_said(answer)}", where=listing, fix=fix)
 
     def _options(self) -> dict[str, Any]:
-        key = _key()
+        key = os.environ.get(KEY_VARIABLE)
+        if key and not (key.isascii() and key.isprintable() and key.strip() == key):
+            raise UsageError(  # the key is not shown
+                "the key holds spaces, line ends or other characters that no HTTP header can hold",
+                where=f"the environment variable {KEY_VARIABLE}",
+                fix="set it again, without a line end",
+            )
         is_local = httpx.URL(self._url).host in {"localhost", "127.0.0.1", "::1"}
         return {
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(self._request.timeout, connect=_CONNECT_S),
             "trust_env": not is_local,  # proxies are for servers elsewhere
         }
-
-
-def _key() -> str | None:
-    """The server's key.
-
-    Raises:
-        UsageError: no HTTP header can hold it; the error does not show it.
-    """
-    key = os.environ.get(KEY_VARIABLE)
-    if key and not (key.isascii() and key.isprintable() and key.strip() == key):
-        raise UsageError(
-            "the key holds spaces, line ends or other characters that no HTTP header can hold",
-            where=f"the environment variable {KEY_VARIABLE}",
-            fix="set it again, without a line end",
-        )
-    return key
 
 
 def _without_key(text: str) -> str:

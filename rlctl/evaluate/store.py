@@ -15,15 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, Self
 
 from filelock import FileLock, Timeout
 
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import replacing, write_text
-
-_Value = TypeVar("_Value")
 
 DIRECTORY = "evaluations"
 RESPONSES_FILE = "responses.jsonl"
@@ -32,6 +30,12 @@ SETTINGS_FILE = "settings.json"
 #: SHA-256 of the rendered prompt, the question's place, the response's number, the seed: what a response
 #: follows from, beside the settings. Two places in the data are two questions, also if they read alike.
 Key = tuple[str, int, int, int]
+#: Of a line: those of the key, then those of the response.
+_FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed": int} | {
+    "text": str,
+    "truncated": bool,
+    "num_tokens": int,
+}
 
 
 def version_of(package: str) -> str | None:
@@ -175,11 +179,8 @@ class ResponseStore:
 
 def _parsed(line: str) -> tuple[Key, Response]:
     record = json.loads(line)
-
-    def value(name: str, kind: type[_Value]) -> _Value:
+    for name, kind in _FIELDS.items():
         if not isinstance(record[name], kind):
             raise TypeError(f"`{name}` is not of type {kind.__name__}")
-        return record[name]  # type: ignore[no-any-return]
-
-    key = (value("prompt", str), value("question", int), value("sample", int), value("seed", int))
-    return key, Response(value("text", str), value("truncated", bool), value("num_tokens", int))
+    key, response = list(_FIELDS)[:4], list(_FIELDS)[4:]
+    return tuple(record[name] for name in key), Response(*(record[name] for name in response))

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.grading import grade
-from rlctl.evaluate.local_model import template_hash
+from rlctl.evaluate.local_model import sample_responses, template_hash
 from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples
-from rlctl.evaluate.sampling import sample_responses
 from rlctl.evaluate.scores import Score, summarise
 from rlctl.reward.build import refuse_errors
 from rlctl.rollout.protocol import Sampling

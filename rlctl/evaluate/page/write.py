@@ -12,18 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
+from rlctl.evaluate.page.tables import SCORE_HEADINGS, drawn, render_page, score_rows
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
-from rlctl.html_page import csp_hash, json_block, render
+from rlctl.html_page import json_block
 
 PAGE_FILE = "samples.html"
 #: Bytes of text on the page, so that a browser still opens it.
 MAX_TEXT = 20_000_000
 _HERE = Path(__file__).parent
-#: Of the little plots: where 0 lies, and how far it is to 1.
-_ZERO, _ONE = 4.0, 192.0
 
 
 def write_page(
@@ -38,19 +35,21 @@ def write_page(
         max_text: bytes of text on the page.
     """
     kept = chosen(samples, max_text)
-    style, script = (_source(_HERE / name) for name in ("samples.css", "samples.js"))
-    model = document["model"]
-    text = render(
-        _HERE / "samples.html.j2",
+    model, n = document["model"], document["sampling"]["n"]
+    tables = []
+    for score in document["scores"]:
+        rows = [drawn(row, left=4.0, scale=192.0) for row in score_rows(score, n)]
+        amount = f"{score['num_questions']:,} questions, {score['num_samples']:,} responses"
+        tables.append({"name": score["data_source"], "amount": amount, "axis": ("0", "1"), "rows": rows})
+    text = render_page(
+        "samples.html.j2",
         title=f"{model['path']}, step {model['step']}" if model["run_dir"] else model["path"],
         about=_about(document),
         notes=_notes(document, samples, kept),
-        scores=[_table(score, document["sampling"]["n"]) for score in document["scores"]],
+        headings=SCORE_HEADINGS,
+        tables=tables,
+        script=(_HERE / "samples.js").read_text(encoding="utf-8"),
         data=json_block({"questions": _questions(samples, kept)}),
-        style=Markup(style),
-        script=Markup(script),
-        style_hash=csp_hash(style),
-        script_hash=csp_hash(script),
     )
     path.write_bytes(text.encode("utf-8", "replace"))
 
@@ -154,53 +153,3 @@ def _notes(
     if timeouts := document.get("timeouts"):
         notes.append(f"{sum(timeouts.values()):,} responses ended their own grading, and are wrong.")
     return notes
-
-
-def _table(score: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """A source's figures as text, with what to draw."""
-    by_count = [name for name in score if name.startswith(("pass@", "maj@"))]
-    figures = {"avg": f"avg@{n}"} | {name: name for name in by_count}
-    figures |= {"truncated_fraction": "truncated", "grader_error_fraction": "grader errors"}
-    worst, best = score.get("worst_case"), score.get("best_case")
-    rows = [
-        _case_row(shown, worst[name], best[name])
-        if worst and best and name in worst and name in best
-        else _row(shown, score[name])
-        for name, shown in figures.items()
-    ]
-    return {
-        "name": score["data_source"],
-        "amount": f"{score['num_questions']:,} questions, {score['num_samples']:,} responses",
-        "rows": [*rows, _row("tokens per response", score["mean_length"], decimals=1) | {"plot": None}],
-    }
-
-
-def _case_row(name: str, worst: float, best: float) -> dict[str, Any]:
-    """A figure that too many failures of the grader leave open."""
-    shown = f"{worst:.3f} – {best:.3f}"
-    return {"name": name, "value": shown, "stderr": "", "interval": "worst – best case", "plot": None}
-
-
-def _row(name: str, estimate: Mapping[str, Any] | None, decimals: int = 3) -> dict[str, Any]:
-    if estimate is None:
-        return {"name": name, "value": "—", "stderr": "", "interval": "", "plot": None}
-    value, low, high = estimate["value"], estimate["low"], estimate["high"]
-    has_interval = low is not None and high is not None
-    ends = [value, low, high] if has_interval else [value]
-    return {
-        "name": name,
-        "value": f"{value:.{decimals}f}",
-        "stderr": "—" if estimate["stderr"] is None else f"{estimate['stderr']:.{decimals}f}",
-        "interval": f"{low:.{decimals}f} – {high:.{decimals}f}" if has_interval else "—",
-        "plot": {
-            "value": _ZERO + _ONE * value,
-            "low": _ZERO + _ONE * low if has_interval else None,
-            "high": _ZERO + _ONE * high if has_interval else None,
-        }
-        if all(0.0 <= end <= 1.0 for end in ends)
-        else None,
-    }
-
-
-def _source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")

@@ -7,8 +7,7 @@ import pytest
 from rlctl.errors import UsageError
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
-from rlctl.evaluate.evaluation import evaluate
-from rlctl.evaluate.regrade import RegradeRequest, changes, regrade
+from rlctl.evaluate.evaluation import RegradeRequest, changes, evaluate, regrade
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise

@@ -1,0 +1,91 @@
+"""The figures of evaluations as rows of text, for the terminal and for pages; the frame of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from rlctl.html_page import csp_hash, render
+
+SCORE_HEADINGS = ("", "stderr", "95 % interval")
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One figure.
+
+    Attributes:
+        name: `avg@8`, `pass@4`, …
+        cells: its texts, one for each heading.
+        range: value, low and high to draw; low and high are None without an interval; None: nothing to draw.
+    """
+
+    name: str
+    cells: tuple[str, ...]
+    range: tuple[float, float | None, float | None] | None = None
+
+
+def score_rows(score: Mapping[str, Any], n: int) -> list[TableRow]:
+    """The figures of one data source.
+
+    Args:
+        score: an entry of `scores` in `results.json`.
+        n: responses per question.
+    """
+    rows = []
+    worst, best = score.get("worst_case"), score.get("best_case") or {}
+    for name in score:
+        if name == "avg" or name.startswith(("pass@", "maj@")):
+            shown = f"avg@{n}" if name == "avg" else name
+            if not worst:
+                missing = "no answers to vote on" if name.startswith("maj@") else "too few graded samples"
+                rows.append(_figure_row(shown, score[name], missing=missing))
+            elif name in worst and name in best:
+                both = f"{worst[name]:.3f} – {best[name]:.3f}"
+                rows.append(TableRow(shown, (both, "", "worst – best case")))
+    return [
+        *rows,
+        _figure_row("truncated", score["truncated_fraction"], ".1%"),
+        _figure_row("mean length", score["mean_length"], ".1f"),
+        _figure_row("grader errors", score["grader_error_fraction"], ".1%"),
+    ]
+
+
+def _figure_row(
+    name: str, figure: Mapping[str, Any] | None, number: str = ".3f", missing: str = ""
+) -> TableRow:
+    if figure is None:
+        return TableRow(name, ("—", "", missing))
+    value, low, high = figure["value"], figure["low"], figure["high"]
+    interval = "—" if low is None or high is None else f"{low:{number}} – {high:{number}}"
+    is_share = all(0.0 <= end <= 1.0 for end in (value, low, high) if end is not None)
+    drawn = (value, low, high) if is_share and name != "mean length" else None
+    return TableRow(name, (f"{value:{number}}", stderr_text(figure["stderr"], number), interval), drawn)
+
+
+def stderr_text(stderr: float | None, number: str = ".3f") -> str:
+    """A standard error; — where it is not known."""
+    return "—" if stderr is None else f"{stderr:{number}}"
+
+
+def render_page(template: str, *, script: str, **values: object) -> str:
+    """A page of this directory with its style, and this script or none."""
+    style = (_HERE / "samples.css").read_text(encoding="utf-8")
+    hashes = {"style_hash": csp_hash(style), "script_hash": csp_hash(script)}
+    return render(_HERE / template, style=Markup(style), script=Markup(script), **hashes, **values)
+
+
+def drawn(row: TableRow, *, left: float, scale: float, zero: bool = False) -> dict[str, Any]:
+    """A row with the places of its value and interval on a line; `left` is where 0 lies."""
+    plot = None
+    if row.range is not None:
+        value, low, high = (None if end is None else round(left + scale * end, 2) for end in row.range)
+        has_interval = low is not None and high is not None
+        plot = {"value": value, "low": low if has_interval else None, "high": high, "zero": zero}
+    label = ", ".join(cell for cell in row.cells if cell)
+    return {"name": row.name, "cells": row.cells, "plot": plot, "label": label}

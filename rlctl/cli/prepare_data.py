@@ -1,4 +1,4 @@
-"""`rlctl prepare-data`: any input into the Parquet that training reads."""
+"""`rlctl prepare-data`: any input into the Parquet that training reads; `check` and `show` change nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.prepare_data_inspect import check, show
+from rlctl.cli.compare import AsJson
 from rlctl.errors import UsageError
 
 Recipe = Literal[
@@ -26,6 +26,27 @@ Recipe = Literal[
 
 app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Model whose tokenizer and chat template measure the prompts.",
+        show_default=False,
+    ),
+]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="A benchmark that must not occur: its name (see `rlctl evaluate list`), or a file of any "
+        "readable format. May be repeated.",
+        show_default=False,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let the model's tokenizer run its own code.")
+]
+
 
 @app.callback()
 def prepare_data() -> None:
@@ -42,96 +63,131 @@ def parquet(
             "directory written by a dataset's save_to_disk, or hf:organisation/name[:split].",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     recipe: Annotated[
-        Recipe, typer.Option(help="How columns become rows; auto: recognised by the first row.")
+        Recipe,
+        typer.Option(
+            metavar="NAME",
+            help="How columns become rows: gsm8k, math, aime, dapo-math, countdown, multiple-choice, verl, "
+            "trl, openrlhf, generic; auto: recognised by the first row.",
+        ),
     ] = "auto",
-    prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt; dots reach inside.")] = None,
-    answer_key: Annotated[str | None, typer.Option(help="Column of the answer; dots reach inside.")] = None,
+    prompt_key: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt; dots reach inside.")
+    ] = None,
+    answer_key: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the answer; dots reach inside.")
+    ] = None,
     data_source: Annotated[
         str | None,
-        typer.Option(help="Name of the source, which chooses the grader. Default: by recipe or file name."),
+        typer.Option(
+            metavar="NAME",
+            help="Name of the source, which chooses the grader.",
+            show_default="by recipe or file name",
+        ),
     ] = None,
     source_key: Annotated[
-        str | None, typer.Option(help="Column that names each row's source instead.")
+        str | None, typer.Option(metavar="COLUMN", help="Column that names each row's source instead.")
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="Put before each conversation.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Put before each conversation.")
+    ] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="Put after each question; '' for none. Default: by the recipe.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Put after each question; '' for none.", show_default="the recipe's"
+        ),
     ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of rows for the test split. Default: 0.05.")
+        float | None,
+        typer.Option(metavar="SHARE", help="Share of rows for the test split.", show_default="0.05"),
     ] = None,
-    val_size: Annotated[int | None, typer.Option(min=0, help="Number of test rows instead.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the split.")] = 1,
+    val_size: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Number of test rows instead.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the split.")] = 1,
     bad_rows: Annotated[
         Literal["refuse", "quarantine"],
-        typer.Option(help="Refuse the input, or set bad rows aside in quarantine.jsonl."),
+        typer.Option(
+            metavar="POLICY", help="refuse the input, or quarantine: move bad rows to quarantine.jsonl."
+        ),
     ] = "refuse",
     duplicates: Annotated[
         Literal["check", "keep", "drop"],
-        typer.Option(help="Rows that ask what an earlier row asked. check: refuse more than 5 %."),
+        typer.Option(
+            metavar="POLICY",
+            help="Rows that ask what an earlier row asked: check (refuse more than 5 %), keep or drop.",
+        ),
     ] = "check",
     near_duplicates: Annotated[
         Literal["count", "drop", "off"],
-        typer.Option(help="Rows much like an earlier row (MinHash, Jaccard similarity of 0.8)."),
+        typer.Option(
+            metavar="POLICY",
+            help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off.",
+        ),
     ] = "count",
-    against: Annotated[
-        list[str] | None,
-        typer.Option(help="A benchmark that must not be trained on, of any readable format. Repeatable."),
-    ] = None,
+    against: Against = None,
     leakage: Annotated[
         Literal["report", "drop", "refuse", "off"],
         typer.Option(
-            help="Training rows that occur in the test split or in --against: exactly, but for "
-            "numbers, or 13 words in a row."
+            metavar="POLICY",
+            help="Training rows that occur in the test split or in --against (the same words, other numbers, "
+            "or 13 words in a row): report, drop, refuse or off.",
         ),
     ] = "report",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model whose tokenizer and chat template measure the prompts. Default: unmeasured."
-        ),
-    ] = None,
+    model: Model = None,
     max_prompt_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a prompt may have; needs --model.")
+        int | None, typer.Option(min=1, metavar="N", help="Tokens a prompt may have; needs --model.")
     ] = None,
     overlong: Annotated[
         Literal["keep", "drop", "cut-left", "cut-right"],
-        typer.Option(help="Longer prompts: keep them, drop them, or cut the question."),
+        typer.Option(
+            metavar="POLICY", help="Longer prompts: keep, drop, or cut-left, cut-right: cut the question."
+        ),
     ] = "keep",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the model's tokenizer run code of its own.")
+    trust_remote_code: TrustRemoteCode = False,
+    check_graders: Annotated[bool, typer.Option("--check-graders", hidden=True)] = True,  # the default
+    no_check_graders: Annotated[
+        bool,
+        typer.Option(
+            "--no-check-graders",
+            help="Do not check that the grader gives each ground truth 1, a wrong one 0.",
+        ),
     ] = False,
-    check_graders: Annotated[
-        bool, typer.Option(help="Check that each ground truth is graded right by its own grader.")
-    ] = True,
-    rows_per_shard: Annotated[int, typer.Option(min=1, help="Rows of one output file.")] = 1_000_000,
+    rows_per_shard: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rows of one output file.")
+    ] = 1_000_000,
     to: Annotated[
         Literal["verl", "trl", "openrlhf"],
-        typer.Option(help="Columns of the output; rlctl and verl read the same."),
+        typer.Option(metavar="NAME", help="Columns of the output: verl (read by rlctl too), trl, openrlhf."),
     ] = "verl",
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="local processes, or Ray Data on one machine or many.")
+        Literal["local", "ray"],
+        typer.Option(metavar="NAME", help="local processes, or ray: Ray Data on one machine or many."),
     ] = "local",
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Local processes. Default: one per core, none for a small input."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Local processes.",
+            show_default="one per core, none for a small input",
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write train.parquet, test.parquet and manifest.json, in verl's row layout.
 
     The same input, options and versions give the same bytes; running it again changes nothing.
 
-    rlctl prepare-data parquet gsm8k/train.jsonl --out data/gsm8k
+      rlctl prepare-data parquet gsm8k/train.jsonl --out data/gsm8k --against gsm8k
 
-    rlctl prepare-data parquet sums.csv --out data/sums --prompt-key problem --answer-key solution
-
-    rlctl prepare-data parquet hf:org/name --out data/name --model MODEL --max-prompt-length 1024
-    --overlong drop --duplicates drop --against aime.jsonl --leakage drop
+      rlctl prepare-data parquet sums.csv --out sums --answer-key solution
     """
-    from rlctl.cli.prepare_data_output import show_progress, summary_lines
+    from dataclasses import asdict
+
+    from rlctl.cli.prepare_data_output import print_json, show_progress, summary_lines
     from rlctl.prepare.pipeline import prepare
     from rlctl.prepare.request import PrepareRequest
 
@@ -160,7 +216,7 @@ def parquet(
         max_prompt_length=max_prompt_length,
         overlong=overlong,
         trust_remote_code=trust_remote_code,
-        check_graders=check_graders,
+        check_graders=check_graders and not no_check_graders,
         rows_per_shard=rows_per_shard,
         to=to,
         engine=engine,
@@ -168,8 +224,98 @@ def parquet(
     )
     with show_progress() as progress:
         summary = prepare(request, progress)
-    typer.echo("\n".join(summary_lines(request, summary)))
+    if as_json:
+        print_json(asdict(summary) | {"out": str(out)})
+    else:
+        typer.echo("\n".join(summary_lines(request, summary)))
 
 
-app.command()(check)
-app.command()(show)
+@app.command()
+def check(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help="Parquet of rlctl, verl, TRL or OpenRLHF, anything `parquet` reads, or directories.",
+        ),
+    ],
+    model: Model = None,
+    against: Against = None,
+    max_prompt_length: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens a prompt may have (characters without --model)."),
+    ] = None,
+    fail_on: Annotated[
+        Literal["warning", "error", "never"],
+        typer.Option(
+            metavar="LEVEL",
+            help="Exit with code 3 if a finding is at least this bad: warning, error or never.",
+        ),
+    ] = "never",
+    output: Annotated[
+        Literal["text", "json", "markdown"],
+        typer.Option("--format", metavar="NAME", help="text, json or markdown."),
+    ] = "text",
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Report everything that is wrong with data files, worst first, with places and fixes.
+
+    Columns and types, rows that cannot be used, repeated questions and conflicting answers, data sources
+    without a grader, ground truths their grader cannot read, stray characters, lengths, the chat template,
+    questions shared between files or with a benchmark. Files are read once and never changed.
+
+      rlctl prepare-data check data/gsm8k/train.parquet data/gsm8k/test.parquet
+
+      rlctl prepare-data check train.parquet --against gsm8k --fail-on error
+    """
+    from rlctl.cli.prepare_data_output import print_report, show_progress
+    from rlctl.prepare.check import CheckRequest
+    from rlctl.prepare.check import check as run
+    from rlctl.prepare.findings import reaches
+
+    request = CheckRequest(
+        files=tuple(files),
+        model=model,
+        against=tuple(against or ()),
+        max_prompt_length=max_prompt_length,
+        trust_remote_code=trust_remote_code,
+    )
+    with show_progress() as progress:
+        report = run(request, progress)
+    print_report(report, "json" if as_json else output)
+    if fail_on != "never" and reaches(report.findings, fail_on):
+        raise typer.Exit(3)
+
+
+@app.command()
+def show(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Anything `parquet` or `check` reads.")],
+    model: Model = None,
+    number: Annotated[int, typer.Option("-n", min=1, metavar="N", help="How many rows.")] = 3,
+    row: Annotated[int, typer.Option(min=1, metavar="N", help="The first row, counted from 1.")] = 1,
+    ids: Annotated[bool, typer.Option("--ids", help="Also the token ids; needs --model.")] = False,
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show prompts exactly as the model reads them, their answers, and how long prompts are.
+
+    With --model the chat template is applied and special tokens are in colour; without it messages are shown
+    as they are. Control characters are written out.
+
+      rlctl prepare-data show data/gsm8k/train.parquet --model MODEL
+
+      rlctl prepare-data show train.parquet --model MODEL --row 42 -n 1 --ids
+    """
+    from rlctl.cli.prepare_data_output import print_json, print_rows, rows_document
+    from rlctl.prepare.lengths import PromptLengths
+    from rlctl.prepare.show import measure, show_rows
+
+    if ids and model is None:
+        raise UsageError("token ids need a tokenizer", where="--ids", fix="name a model with --model")
+    lengths = PromptLengths(model, trust_remote_code=trust_remote_code) if model is not None else None
+    shown, measured = show_rows(file, lengths, first=row, count=number), measure(file, lengths)
+    if as_json:
+        print_json(rows_document(shown, measured, ids=ids))
+    else:
+        print_rows(shown, measured, ids=ids)

@@ -51,11 +51,17 @@ def _generic(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     return ParsedRecord(prompt, answer.strip(), answer=answer)
 
 
-def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """A worked solution that ends in `#### number`; thousands separators are removed."""
+def _problem(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A mathematical problem and the text of its answer or solution."""
     answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
     prompt = parse_messages(lookup(values, prompt_key))
-    _, mark, tail = answer.rpartition(ANSWER_MARK)
+    return ParsedRecord(prompt, answer.strip(), answer=answer, ability="math")
+
+
+def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A worked solution that ends in `#### number`; thousands separators are removed."""
+    parsed = _problem(values, prompt_key, answer_key)
+    _, mark, tail = parsed.answer.rpartition(ANSWER_MARK)
     number = tail.strip().replace(",", "")
     if not mark:
         raise RowError(f"the answer has no {ANSWER_MARK!r}")
@@ -65,20 +71,20 @@ def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
         finite = False
     if not finite:
         raise RowError(f"what follows {ANSWER_MARK!r} is not a number: {tail.strip()[:50]!r}")
-    return ParsedRecord(prompt, number, answer=answer, ability="math")
+    return replace(parsed, ground_truth=number)
 
 
 def _math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     r"""A worked solution with its answer in `\boxed{}`."""
-    parsed = _generic(values, prompt_key, answer_key)
+    parsed = _problem(values, prompt_key, answer_key)
     extra = columns_of(values, "level", "type", "subject")
-    return replace(parsed, ground_truth=last_boxed(parsed.answer), ability="math", extra=extra)
+    return replace(parsed, ground_truth=last_boxed(parsed.answer), extra=extra)
 
 
 def _aime(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
     """A mathematical problem and its final answer, without a solution."""
     extra = columns_of(values, "level", "type", "subject", "year")
-    return replace(_generic(values, prompt_key, answer_key), ability="math", extra=extra)
+    return replace(_problem(values, prompt_key, answer_key), extra=extra)
 
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -112,6 +110,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
         rows: what to lay out.
         split: of all of them; None: each row's own.
     """
+    import numpy as np
     import pyarrow as pa
 
     schema = large_schema()
@@ -153,6 +152,7 @@ def placed(batch: Any, split: str, index: Any) -> Any:
 
 # `pa.array` imports pandas where it is installed, which takes longer than the rows of a small input.
 def _text(values: Iterable[str]) -> Any:
+    import numpy as np
     import pyarrow as pa
 
     encoded = [value.encode() for value in values]
@@ -164,6 +164,7 @@ def _text(values: Iterable[str]) -> Any:
 
 def integers(values: Any, kind: Any) -> Any:
     """An Arrow array of this type from numbers or a numpy array."""
+    import numpy as np
     import pyarrow as pa
 
     content = np.array(values, dtype=kind.to_pandas_dtype())

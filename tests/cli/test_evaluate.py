@@ -68,12 +68,14 @@ def test_mistakes_exit_2_and_say_what_to_do(run_dir, arguments, words, capsys):
     assert not (run_dir / "evaluations").exists()
 
 
-def test_regrade_and_compare(run_dir, tmp_path, capsys):
+def test_regrade_and_compare(run_dir, tmp_path, capsys, monkeypatch):
     reward = tmp_path / "reward.py"
     reward.write_text("def short(response):\n    return float(len(response) < 5)\n")
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(["evaluate", str(run_dir), "--n", "2", "--limit", "20", "--out", str(first)]) == 0
     assert "none" not in capsys.readouterr().out.lower()
+    assert run(["evaluate", str(first), "--regrade", "--json", "--out", str(tmp_path / "as_json")]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"][0]["num_samples"] == 40
     told = ["--regrade", "--reward", f"{reward}:short", "--out", str(second)]
     assert run(["evaluate", str(first), *told]) == 0
     assert "grades changed: " in capsys.readouterr().out
@@ -85,6 +87,16 @@ def test_regrade_and_compare(run_dir, tmp_path, capsys):
     assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [figure["name"] for figure in document["comparisons"][0]["figures"]][:2] == ["avg", "pass@2"]
+    assert run(["evaluate", "compare", str(first), str(second), "--k", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["evaluate", "compare", str(first), str(second)]) == 0
+    [avg] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("avg")]
+    figure = document["comparisons"][0]["figures"][0]
+    assert f"{figure['difference']['low']:+.3f} to" in avg, "one line, however narrow the terminal"
+    page = tmp_path / "compared.html"
+    assert run(["evaluate", "compare", str(first), str(second), "--format", "html", "--out", str(page)]) == 0
+    assert document["comparisons"][0]["verdict"] in page.read_text()
 
 
 def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):

@@ -184,3 +184,15 @@ def test_leakage_is_reported_where_there_is_none(good, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"leakage: 0 of 3 rows of test occur in {benchmark}" in printed
     assert f"leakage: 0 of 27 rows of train occur in {benchmark}" in printed
+
+
+def test_everything_can_be_printed_as_json(good, model, tmp_path, capsys):
+    assert command("check", good, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["files"][0]["rows"] == 6
+    assert command("show", good, "--json", "--model", model, "--ids", "-n", "1") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["where"] == f"{good}:1"
+    assert len(row["ids"]) == row["tokens"]
+    assert command("parquet", good, "--out", tmp_path / "out", "--val-size", "2", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["counts"]["train"], summary["outputs"]["train"]) == (4, ["train.parquet"])

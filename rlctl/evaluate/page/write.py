@@ -40,7 +40,8 @@ def write_page(
     for score in document["scores"]:
         rows = [drawn(row, left=4.0, scale=192.0) for row in score_rows(score, n)]
         amount = f"{score['num_questions']:,} questions, {score['num_samples']:,} responses"
-        tables.append({"name": score["data_source"], "amount": amount, "axis": ("0", "1"), "rows": rows})
+        about = {"name": score["data_source"], "amount": amount, "verdict": ""}
+        tables.append(about | {"axis": ("0", "1"), "rows": rows})
     text = render_page(
         "samples.html.j2",
         title=f"{model['path']}, step {model['step']}" if model["run_dir"] else model["path"],

@@ -1,6 +1,7 @@
 """Which model, in which engine."""
 
 import hashlib
+import json
 
 import pytest
 from huggingface_hub import constants
@@ -8,8 +9,8 @@ from huggingface_hub import constants
 from rlctl.errors import EnvironmentFailure
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
-from rlctl.evaluate.local_model import files_hash, find_model
-from rlctl.evaluate.request import EvaluateRequest
+from rlctl.evaluate.local_model import LocalModel, files_hash, find_model
+from rlctl.evaluate.request import EvaluateRequest, check_request
 from rlctl.evaluate.target import Target, find_target
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
@@ -116,3 +117,26 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
     assert told["model_path"] == str(task.model_dir)
     assert (told["dtype"], told["max_num_seqs"]) == ("fp32", 8)
     assert told["max_model_len"] == 6 + 6  # "12+34=" and the response
+
+
+def test_a_run_on_vllm_is_evaluated_with_its_engine_kwargs(task, tmp_path, monkeypatch):
+    told = {}
+
+    class Fake:
+        def __init__(self, *_, **options):
+            told.update(options)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(vllm, "VLLMRollout", Fake)
+    kwargs = {"enforce_eager": True, "block_size": 32}
+    options = [f"rollout.engine_kwargs.{name}={json.dumps(value)}" for name, value in kwargs.items()]
+    run = make_run(tmp_path / "run", task, "rollout.name=vllm", *options)
+    model = LocalModel(check_request(EvaluateRequest(str(run), limit=2)))
+    with model._files.sampling_engine(12, 8):
+        assert told["engine_kwargs"] == kwargs
+    assert model.settings["engine_kwargs"] == kwargs, "other arguments, other responses"
+    assert model.about_sampling["engine_kwargs"] == kwargs
+    by_hf = LocalModel(check_request(EvaluateRequest(str(run), limit=2, engine="hf")))
+    assert "engine_kwargs" not in by_hf.settings

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 
 import pytest
 
-from rlctl.evaluate.evaluate_report import Evaluation, results_document
+from rlctl.evaluate.compare import compare
+from rlctl.evaluate.evaluate_report import Evaluation, results_document, write_evaluation
+from rlctl.evaluate.page.comparison import comparison_page
 from rlctl.evaluate.page.write import chosen, write_page
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import summarise
@@ -201,3 +204,54 @@ def test_data_block_is_json_without_any_markup(page_of):
     assert not re.search(r"[<>&\u2028\u2029]", block)
     assert block.isascii()
     assert json.loads(block)["questions"][0]["responses"][0]["text"] == "".join(HOSTILE)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A page of two evaluations whose directories have hostile names."""
+    draw = random.Random(0)
+    for name, chance in ((f"a{HOSTILE[1][:20]}", 0.2), ("b", 0.7)):
+        samples = [
+            sample(question, place, "said", float(draw.random() < chance))
+            for question in range(60)
+            for place in range(2)
+        ]
+        about = {
+            "model": {"path": name, "run_dir": None, "step": None},
+            "data": {"files": ["x"], "num_overlong_prompts": 0},
+            "sampling": {"n": 2, "seed": 1, "greedy": False, "temperature": chance, "top_p": 1.0}
+            | {"max_response_length": 9},
+        }
+        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1, 2], 2), [], 1.0)
+        write_evaluation(tmp_path / name.replace("/", "_"), evaluation, samples, page=False)
+    first = next(path for path in tmp_path.iterdir() if path.name.startswith("a"))
+    report = compare(first, tmp_path / "b")
+    path = tmp_path / "compared.html"
+    path.write_text(comparison_page(report))
+    return report, path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_a_comparison_is_a_page(compared, opened, scheme, width):
+    report, path = compared
+    page = opened(path)
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.title() == "Is B better than A?"
+    text = page.locator("body").inner_text()
+    for comparison in report.comparisons:
+        assert comparison.verdict in text
+        avg = comparison.figures[0]
+        assert f"{avg.difference.low:+.3f} to {avg.difference.high:+.3f}" in text
+    assert report.a in text, "the hostile name is text"
+    assert "sampled differently: temperature" in text
+    assert page.locator("script").count() == 0
+    places = [float(each.get_attribute("cx")) for each in page.locator("svg circle").all()]
+    differences = [figure.difference.value for one in report.comparisons for figure in one.figures]
+    assert len(places) == len(differences)
+    assert all(
+        (place > 100) == (difference > 0) for place, difference in zip(places, differences, strict=True)
+    )
+    assert max(places) <= 196

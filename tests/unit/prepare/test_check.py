@@ -266,3 +266,10 @@ def test_histogram_against_sorted_lengths():
         ]
         assert (bins[0][0], bins[-1][1]) == (3, 200)
     assert Histogram("tokens").bins(5) == []
+
+
+def test_a_limit_that_no_prompt_exceeds_is_no_finding(tmp_path):
+    path = write(tmp_path / "a.parquet", verl_rows(3))
+    found = check(CheckRequest((path,), max_prompt_length=10_000)).findings
+    assert not reaches(found, "warning"), found
+    assert "overlong" not in [finding.code for finding in found]

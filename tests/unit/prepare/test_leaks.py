@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import write_jsonl
@@ -144,3 +145,38 @@ def test_where_every_training_row_leaks_the_reason_is_said(request_, tmp_path):
     write_jsonl(tmp_path / "bench.jsonl", [{"prompt": text, "answer": "1"} for text in TRAIN])
     with pytest.raises(UsageError, match="no row is left to train on: leaked_dropped"):
         prepare(replace(request_, leakage="drop", val_size=3))
+
+
+@pytest.fixture
+def benchmark_file(tmp_path, monkeypatch):
+    """The file of aime25 in a directory of benchmarks; its questions."""
+    questions = [f"{LONG} Part {i}." for i in range(3)]
+    place = tmp_path / "benchmarks"
+    place.mkdir()
+    write_jsonl(place / "aime25.jsonl", [{"problem": text, "answer": "1"} for text in questions])
+    monkeypatch.setenv("RLCTL_BENCHMARKS", str(place))
+    return questions
+
+
+def test_a_benchmark_is_named_instead_of_its_file(tmp_path, benchmark_file):
+    honest = [{"problem": f"What is {word}?", "answer": "1"} for word in ("one", "two", "three", "four")]
+    rows = [{"problem": benchmark_file[0], "answer": "1"}, *honest]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    options = {"val_size": 0, "check_graders": False, "near_duplicates": "off", "against": ("aime25",)}
+    summary = prepare(PrepareRequest((str(source),), tmp_path / "out", **options))
+    assert summary.report["leakage"] == {"rows": 1, "by_file": {"aime25": {"exact": 1}}}
+    report = check(CheckRequest((str(source),), against=("aime25",)))
+    (found,) = [finding for finding in report.findings if finding.code == "leak-exact"]
+    assert found.what == "1 row asks a question of aime25"
+    assert [(one.against, one.counts["exact"]) for one in report.leakage] == [("aime25", 1)]
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones(request_, benchmark_file):
+    for work in (prepare, lambda request: check(CheckRequest(request.sources, against=request.against))):
+        with pytest.raises(UsageError, match="no such file or directory") as caught:
+            work(replace(request_, against=("aime52",)))
+        assert caught.value.where == "--against aime52"
+        assert "gsm8k, math500" in caught.value.fix
+        with pytest.raises(EnvironmentFailure, match="math500 is not in the directory") as missing:
+            work(replace(request_, against=("math500",)))
+        assert "hf download HuggingFaceH4/MATH-500" in missing.value.fix

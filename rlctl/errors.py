@@ -5,8 +5,13 @@ Library code raises; only `rlctl.cli.app` prints and exits.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+
+#: How torch says that the host's memory did not suffice.
+_NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
 
 
 class RlctlError(Exception):
@@ -49,6 +54,21 @@ class EnvironmentFailure(RlctlError):
     """Something this machine lacks: a package, a device, disk space (exit 4)."""
 
     exit_code = 4
+
+
+def memory_failure(error: BaseException) -> RunFailure | None:
+    """`error` in words if it says that memory, of the host or a GPU, did not suffice; else None."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    of_gpu = type(error).__name__ == "OutOfMemoryError"
+    of_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    of_host = of_host or (isinstance(error, RuntimeError) and any(text in first for text in _NO_HOST_MEMORY))
+    if not (of_gpu or of_host):
+        return None
+    return RunFailure(
+        f"out of memory ({'GPU' if of_gpu else 'host'}): {first[:200]}",
+        fix="lower actor.ppo_micro_batch_size_per_gpu (or actor.ppo_max_token_len_per_gpu), "
+        "rollout.max_num_seqs or the lengths in data; `--dry-run` shows what needs how much",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rlctl.cli.init import init
 from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
-from rlctl.errors import RlctlError
+from rlctl.errors import RlctlError, memory_failure
 
 #: A full or read-only disk: neither the request nor the program is wrong.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -117,14 +117,14 @@ def run(arguments: list[str]) -> int:
         app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except RlctlError as error:
-        from rlctl.cli.messages import print_error
-
-        print_error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if failure := error if isinstance(error, RlctlError) else memory_failure(error):
+            from rlctl.cli.messages import print_error
+
+            print_error(failure)
+            return failure.exit_code
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""
             typer.echo(f"error: {error.strerror}{where}", err=True)

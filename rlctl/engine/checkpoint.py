@@ -129,7 +129,8 @@ def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None)
     with writing(root, state.step):
         files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
         manifest = partial / _MANIFEST
-        manifest.write_text(json.dumps({"state": asdict(state), "sha256": files}, indent=1))
+        content = {"state": asdict(state), "sha256": files}
+        manifest.write_text(json.dumps(content | {"manifest_sha256": _digest(content)}, indent=1))
         sync(manifest)
         if final.exists():
             shutil.rmtree(final)
@@ -199,8 +200,12 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
     """Read one checkpoint back; what is wrong with it, or the checkpoint."""
     try:
         state, expected = _read_manifest(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest is unreadable ({error})", None
+    if path.name != f"{_PREFIX}{state.step:06d}":
+        return f"its manifest says step {state.step}", None
+    if not expected:
+        return "its manifest lists no file", None
     for name, digest in expected.items():
         file = path / name
         if not file.is_file():
@@ -211,9 +216,21 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
 
 
 def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
-    """State, and the SHA-256 of every file."""
+    """State, and the SHA-256 of every file.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it cannot be read, or is not as it was written. Manifests
+            of versions before 0.2 have no checksum of their own.
+    """
     manifest = json.loads((path / _MANIFEST).read_text())
+    digest = manifest.pop("manifest_sha256", None)
+    if digest is not None and digest != _digest(manifest):
+        raise ValueError("not as it was written (checksum)")
     return TrainerState(**manifest["state"]), manifest["sha256"]
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _published(root: Path) -> list[tuple[int, Path]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
 
 _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
 _ERRORS = "RLCTL_RANK_ERRORS"
@@ -107,6 +107,8 @@ def _rank_main(target: Callable[..., int], *args: object) -> int:
         _leave_word(error, _OWN_FAULT)
     except Exception as error:  # a bug: without this the parent would only see that a rank is gone
         time.sleep(4 * _WATCH_S)  # it may come of a killed rank: let the agent notice that one first
+        if failure := memory_failure(error):
+            _leave_word(failure, _OWN_FAULT)
         what = f"{type(error).__name__}: {error}"
         _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
 

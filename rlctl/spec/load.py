@@ -61,6 +61,9 @@ class Origin:
 
 DEFAULT = Origin("default")
 
+#: Characters of a wrong value that a message repeats.
+_SHOWN = 200
+
 #: The resolved spec in a run directory, as `dump_spec` writes it.
 RUN_SPEC_FILE = "spec.yaml"
 
@@ -264,7 +267,9 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         what = "unknown key"
     within = _within(key, details["loc"])
     got = details["input"] if within else entry.leaf.value
-    return _problem(key, entry, f"{within}{what}, got {'null' if got is None else repr(got)}", fix)
+    shown = "null" if got is None else repr(got)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return _problem(key, entry, f"{within}{what}, got {shown}", fix)
 
 
 def _within(key: str, location: tuple[int | str, ...]) -> str:

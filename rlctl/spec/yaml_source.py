@@ -57,6 +57,10 @@ class SpecSource:
     faults: list[Fault] = field(default_factory=list)
 
 
+#: Longer runs of digits are text: no key needs them, and Python refuses to convert over 4,300.
+_MAX_DIGITS = 1000
+
+
 def parse_scalar(text: str) -> bool | int | float | str | None:
     """Read a plain scalar by the rules of YAML 1.2: `yes`, `on`, `0.5_2` and `1_2` are text."""
     if text in _NULLS:
@@ -64,7 +68,7 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     if text in _BOOLS:
         return _BOOLS[text]
     if _INT.fullmatch(text):
-        return int(text)
+        return int(text) if len(text) <= _MAX_DIGITS else text
     if _FLOAT.fullmatch(text):
         return float(text)
     if _NOT_FINITE.fullmatch(text):

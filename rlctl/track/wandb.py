@@ -54,13 +54,15 @@ class WandbSink:
 
 
 def _settings() -> wandb.Settings:
-    """Bounded waits, and hands off our terminal."""
+    """Bounded waits, our terminal left alone, and no record of the command line, which may hold secrets."""
     wanted = {
         "init_timeout": INIT_TIMEOUT,
         "login_timeout": LOGIN_TIMEOUT,
         "finish_timeout": FINISH_TIMEOUT,
         "console": "off",
         "quiet": True,
+        "x_disable_meta": True,
+        "disable_job_creation": True,
     }
     # Older versions know fewer settings and refuse unknown ones.
     return wandb.Settings(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import rlctl
 from rlctl.cli import app as app_module
@@ -162,6 +163,41 @@ def test_a_full_disk_is_no_bug(monkeypatch, capsys):
     monkeypatch.setattr(app_module, "app", write)
     assert run(["schema"]) == 4
     assert capsys.readouterr().err == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (MemoryError(), "host"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+            "host",
+        ),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "GPU"),
+    ],
+)
+def test_too_little_memory_is_no_bug(error, where, monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(app_module, "app", fail)
+    assert run(["schema"]) == 1
+    err = capsys.readouterr().err
+    assert f"out of memory ({where})" in err
+    assert "ppo_micro_batch_size_per_gpu" in err
+    assert "bug" not in err
+
+
+def test_an_endless_number_is_one_clear_error(tmp_path, capsys):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"trainer:\n  seed: {'9' * 5000}\n")
+    for given in (["-s", str(file)], [f"trainer.seed={'9' * 5000}"]):
+        assert run(["train", "--dry-run", *given]) == 2
+        err = capsys.readouterr().err
+        assert "trainer.seed: " in err
+        assert "integer" in err
+        assert len(err) < 1000
 
 
 def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):

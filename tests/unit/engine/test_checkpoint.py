@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -55,7 +56,16 @@ def test_steps_beyond_six_digits_stay_in_order(tmp_path: Path) -> None:
     assert found.state.step == 1_000_000
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "remove", "manifest", "no manifest"])
+#: Of a manifest that stays readable: text, and what it becomes.
+_EDITS = {
+    "step": ('"step": 2', '"step": 6'),
+    "version": ('"policy_version": 4', '"policy_version": 5'),
+    "cut": ("}", ""),
+    "hash": ('"engine/state.pt": "', '"engine/state.pt": "0'),
+}
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "remove", "manifest", "no manifest", *_EDITS])
 def test_damaged_is_set_aside(tmp_path: Path, damage: str) -> None:
     write(tmp_path, 1)
     victim = write(tmp_path, 2).path
@@ -70,6 +80,11 @@ def test_damaged_is_set_aside(tmp_path: Path, damage: str) -> None:
         state.write_bytes(content + b"!")
     elif damage == "remove":
         state.unlink()
+    elif damage in _EDITS:
+        manifest = victim / "manifest.json"
+        edited = manifest.read_text().replace(*_EDITS[damage])
+        assert edited != manifest.read_text()
+        manifest.write_text(edited)
     elif damage == "manifest":
         (victim / "manifest.json").write_text('{"state": {"step": 2}, "sha256": {}}')
     else:
@@ -125,3 +140,18 @@ def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
     with pytest.raises(RunFailure, match="unexpected pos"), checkpoint.writing(tmp_path, 3):
         raise RuntimeError("unexpected pos 3 vs 4\nat torch")
     assert not partial.exists()
+
+
+def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:
+    victim = write(tmp_path, 2).path
+    manifest = json.loads((victim / "manifest.json").read_text())
+    del manifest["manifest_sha256"]
+    (victim / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(victim)[0] == ""  # as older versions wrote it
+    (victim / "manifest.json").write_text(json.dumps(manifest | {"sha256": {}}))
+    assert verify(victim) == ("its manifest lists no file", None)
+
+
+def test_a_renamed_checkpoint_is_not_another_step(tmp_path: Path) -> None:
+    write(tmp_path, 2).path.rename(tmp_path / "step_000006")
+    assert verify(tmp_path / "step_000006") == ("its manifest says step 2", None)

@@ -138,7 +138,7 @@ def run_wandb(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     return subprocess.run(
-        [sys.executable, "-c", WANDB, str(run_dir)],
+        [sys.executable, "-c", WANDB, str(run_dir), "--token", "secret-argument"],
         env={**clean, "HOME": str(home), **environment},
         capture_output=True,
         text=True,
@@ -157,6 +157,8 @@ def test_wandb_offline_for_real(tmp_path: Path) -> None:
     data = file.read_bytes()
     assert b"critic/score/mean" in data
     assert b"very-secret" not in data
+    everything = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in everything if b"secret-argument" in path.read_bytes()] == []
     assert steps(tmp_path / "run") == [1, 2]
 
 

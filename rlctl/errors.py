@@ -9,7 +9,6 @@ import errno
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-
 #: How torch says that the host's memory did not suffice.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
 

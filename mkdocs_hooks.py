@@ -160,6 +160,18 @@ def _graders() -> str:
     return "\n".join(lines)
 
 
+def _parts(registry_name: str) -> str:
+    """The parts of a registry."""
+    from rlctl import registry
+
+    lines = ["| name | | formula | one value per | source | status |", "|---|---|---|---|---|---|"]
+    for part in getattr(registry, registry_name).parts():
+        status = "experimental" if part.experimental else "stable"
+        cells = (f"`{part.name}`", part.label, part.formula, part.unit, part.source, status)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "graders": _graders,
     "spec keys": _spec_keys,
@@ -167,6 +179,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": _commands,
     "api": _api,
     "diagnosis rules": _diagnosis_rules,
+    "correction weights": partial(_parts, "CORRECTION_WEIGHTS"),
+    "rejection criteria": partial(_parts, "REJECTION_CRITERIA"),
     **{
         f"names in logs of {framework}": partial(_log_names, framework)
         for framework in (

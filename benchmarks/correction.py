@@ -63,7 +63,7 @@ def make_batch(batch: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor, to
 def prepare(side: str, size: tuple[int, int], level: str) -> Run | None:
     """A function that does the whole work once; None where verl is missing."""
     train, rollout, mask = make_batch(*size)
-    weight = WeightRule(level, "truncate", 0.5, 2.0, normalize=True, normalize_over="all", metrics="verl")
+    weight = WeightRule(level, "truncate", 0.5, 2.0, True, "all", "verl")
     rules = CorrectionRules(weight, REJECT_RULES)
     if side == "rlctl":
 

@@ -1,4 +1,4 @@
-"""The parts of a run that have a name: losses, estimators, graders, engines, trackers, diagnosis rules.
+"""The parts of a run that have a name: losses, estimators, corrections, graders, engines, trackers, rules.
 
 A part is registered where it is defined:
 
@@ -20,7 +20,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlctl.errors import UsageError
 from rlctl.user_code import is_file_function, load_function
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Unit = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,11 @@ class Part:
         options: dotted spec keys that it reads; the spec warns where others are set.
         params: its own parameters, validated and handed to it; None: it has none.
         capabilities: of a rollout engine, what it can do.
-        unbiased: on-policy its expected gradient is that of the expected reward (tested by enumeration).
+        unit: of a correction weight or rejection criterion: one value per `token`, or per `sequence`.
+        thresholds: typical ones of a weight or criterion, as a spec has them; `--what-if` and the tests of
+            every part try them.
+        unbiased: on-policy its expected gradient is that of the expected reward; of a correction weight, off
+            policy and without a bound (tested by enumeration).
         experimental: not yet proven on real runs.
         answer_of: of a grader: response → what it answers, as text that is equal for equal answers.
     """
@@ -61,6 +66,8 @@ class Part:
     options: frozenset[str] = frozenset()
     params: type[BaseModel] | None = None
     capabilities: Any = None
+    unit: Unit = "token"
+    thresholds: tuple[str, ...] = ()
     unbiased: bool = False
     experimental: bool = False
     answer_of: Callable[[str], str | None] | None = None
@@ -75,14 +82,17 @@ class Registry(Mapping[str, Callable[..., Any]]):
         kind: what a part is, for messages: `policy loss`.
         key: the spec key that names one, for messages.
         module: where the built-in parts are defined: a module, or a package of which every module is read.
+        plural: of `kind`, where it is irregular.
     """
 
-    def __init__(self, kind: str, *, key: str, module: str) -> None:
+    _prefix = ""  # of the user's file that is being imported: all registries', it may define parts of several
+
+    def __init__(self, kind: str, *, key: str, module: str, plural: str = "") -> None:
         self.kind, self.key, self.module = kind, key, module
-        self.group = "rlctl." + kind.replace(" ", "_") + ("es" if kind.endswith("s") else "s")
+        plural = plural or kind + ("es" if kind.endswith("s") else "s")
+        self.group = "rlctl." + plural.replace(" ", "_")
         self._parts: dict[str, Part] = {}
         self._is_loaded = False
-        self._prefix = ""  # of the user's file that is being imported
 
     def register(
         self,
@@ -95,6 +105,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         options: Iterable[str] = (),
         params: type[BaseModel] | None = None,
         capabilities: Any = None,
+        unit: Unit = "token",
+        thresholds: Iterable[str] = (),
         unbiased: bool = False,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
@@ -119,6 +131,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 options=frozenset(options),
                 params=params,
                 capabilities=capabilities,
+                unit=unit,
+                thresholds=tuple(thresholds),
                 unbiased=unbiased,
                 experimental=experimental,
                 answer_of=answer_of,
@@ -186,15 +200,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def _load_file(self, name: str) -> None:
         file, _, function_name = name.rpartition(":")
-        self._prefix = f"{file}:"
+        Registry._prefix = f"{file}:"
         try:
             function = load_function(name, key=self.key)
+            if name not in self._parts:
+                self.register(function_name)(function)
         finally:
-            self._prefix = ""
-        if name not in self._parts:
-            self._prefix = f"{file}:"
-            self.register(function_name)(function)
-            self._prefix = ""
+            Registry._prefix = ""
 
 
 def _first_line(function: Callable[..., Any]) -> str:
@@ -206,6 +218,20 @@ GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
 TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
 POLICY_LOSSES = Registry(
     "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"
+)
+CORRECTION_WEIGHTS = Registry(
+    "correction weight",
+    key="algorithm.rollout_correction.rollout_is",
+    module="rlctl.algos.correction_weights",
+)
+REJECTION_CRITERIA = Registry(
+    "rejection criterion",
+    plural="rejection criteria",
+    key="algorithm.rollout_correction.rollout_rs",
+    module="rlctl.algos.rejection_criteria",
+)
+METRIC_CONVENTIONS = Registry(
+    "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
 )
 KL_ESTIMATORS = Registry("kl estimator", key="actor.kl_loss_type", module="rlctl.algos.kl")
 ADVANTAGE_ESTIMATORS = Registry(

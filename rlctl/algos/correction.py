@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction_records import Correction, CorrectionSums, CriterionResult, LogRatio, Weights
-from rlctl.algos.row_blocks import check_inputs, in_row_blocks
-from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, Statistic, WeightRule
+from rlctl.algos.row_blocks import as_float, check_inputs, count, evaluated, in_row_blocks, zero_outside
+from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_sums
+from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def correct(
         rollout_log_probs: (B, T) float32, log π_rollout of the same tokens.
         response_mask: (B, T) bool; what is False is never read, NaN included.
         rules: what to compute.
-        advantages: (B, T), needed by rules with `negative_advantage_only`.
+        advantages: (B, T), needed by some rules (`rules.needs_advantages`).
 
     Raises:
         ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or a rule
@@ -47,96 +48,93 @@ def correct_rows(
     train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None, rules: CorrectionRules
 ) -> Correction:
     """`correct` of checked inputs. Every row is corrected by itself."""
-    log_ratio = masked_log_ratio(train, rollout, mask)
-    criteria = [check_criterion(log_ratio, mask, rule, advantages) for rule in rules.reject]
-    keep = rejection_mask(log_ratio, mask, criteria)
+    log_ratio = masked_log_ratio(train, rollout, mask, advantages)
+    criteria = [check_criterion(log_ratio, rule) for rule in rules.reject]
+    keep = rejection_mask(log_ratio, criteria)
     weights = importance_weights(log_ratio, keep, rules.weight)
-    sums = correction_sums(train, rollout, mask, log_ratio, criteria, keep, weights, rules)
+    sums = correction_sums(log_ratio, criteria, keep, weights, rules)
     applied = None if weights is None else weights.applied
     return Correction(applied, keep, ((log_ratio.length > 0) & ~log_ratio.finite)[:, 0], sums)
 
 
 # --- ratio ----------------------------------------------------------------------------------------
-def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor) -> LogRatio:
+def masked_log_ratio(
+    train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None = None
+) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
-    token = torch.where(mask, train - rollout, 0.0)
+    train, rollout = zero_outside(train, mask), zero_outside(rollout, mask)
+    token = train - rollout
     total = token.sum(-1, keepdim=True)  # a NaN or infinity anywhere in the row shows in its sum
-    length = mask.sum(-1, keepdim=True, dtype=torch.int32).double()
+    length = count(mask).double()
     return LogRatio(
         token=token.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
         sequence=torch.where(total.isfinite(), total, 0.0).double(),
         length=length,
         finite=total.isfinite() & (length > 0),
+        mask=mask,
+        train=train,
+        rollout=rollout,
+        advantages=None if advantages is None else zero_outside(advantages, mask),
     )
 
 
 # --- weight ---------------------------------------------------------------------------------------
 def importance_weights(log_ratio: LogRatio, keep: Tensor, rule: WeightRule) -> Weights | None:
-    """w = ρ_t, Π ρ or (Π ρ)^(1/length); bounded; 0 where rejected. None without a level."""
+    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered one; bounded; 0 where rejected.
+
+    None without a level.
+    """
     if rule.level is None:
         return None
-    if rule.level == "token":
-        raw = log_ratio.token.exp()
-    else:
-        raw = clamped_exp(log_ratio.sequence if rule.level == "sequence" else log_ratio.mean)
+    log_weight = evaluated(CORRECTION_WEIGHTS, rule.level, log_ratio, rule.params)
+    raw = log_ratio.ratio if log_weight is log_ratio.token else clamped_exp(log_weight)
     bounded = bound(raw, rule)
-    return Weights(raw, bounded, applied=torch.where(keep, bounded.float(), 0.0))
+    return Weights(log_weight, raw, bounded, applied=bounded.float() * as_float(keep))
 
 
 def bound(weights: Tensor, rule: WeightRule) -> Tensor:
     """`clip`: clip(w, lower, upper). `truncate`: min(w, upper). `mask`: w in [lower, upper], else 0."""
     if rule.bound == "mask":
-        return weights * ((weights >= rule.lower) & (weights <= rule.upper))
+        return weights * as_float((weights >= rule.lower) & (weights <= rule.upper))
     return weights.clamp(min=rule.lower if rule.bound == "clip" else None, max=rule.upper)
 
 
 # --- rejection ------------------------------------------------------------------------------------
-def rejection_mask(log_ratio: LogRatio, mask: Tensor, results: list[CriterionResult]) -> Tensor:
+def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tensor:
     """(B, T) bool: response tokens of finite sequences that pass every criterion."""
-    keep = mask & log_ratio.finite
+    keep = log_ratio.mask & log_ratio.finite
     for result in results:
         keep = keep & ~result.rejected
     return keep
 
 
-def check_criterion(
-    log_ratio: LogRatio, mask: Tensor, rule: RejectRule, advantages: Tensor | None
-) -> CriterionResult:
+def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
     """One criterion: its statistic, where that is out of bounds, and what it rejects."""
-    values = criterion_values(log_ratio, mask, rule)
-    response = mask if rule.reduction == "none" else log_ratio.finite
-    above = response & (values > rule.upper) if rule.upper is not None else torch.zeros_like(response)
-    below = response & (values < rule.lower) if rule.lower is not None else torch.zeros_like(response)
-    rejected = above | below
-    if rule.scope == "sequence":
-        rejected = rejected.any(-1, keepdim=True)
-    if rule.negative_advantage_only and advantages is not None:
-        rejected = rejected & (torch.where(mask, advantages, 0.0).sum(-1, keepdim=True) < 0)
-    return CriterionResult(values, above, below, rejected)
+    values = criterion_values(log_ratio, rule)
+    units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
+    nothing = torch.zeros_like(log_ratio.finite)
+    above = nothing if rule.upper is None else units & (values > rule.upper)
+    below = nothing if rule.lower is None else units & (values < rule.lower)
+    num_above, num_below = count(above), count(below)
+    rejected = above | below if rule.scope == "token" else num_above + num_below > 0
+    if rule.negative_advantage_only and log_ratio.advantages is not None:
+        rejected = rejected & (log_ratio.advantages.sum(-1, keepdim=True) < 0)
+    return CriterionResult(values, num_above, num_below, rejected)
 
 
-def criterion_values(log_ratio: LogRatio, mask: Tensor, rule: RejectRule) -> Tensor:
+def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
     """The statistic per token (B, T), or its sum, mean or maximum per sequence (B, 1) float64."""
     if rule.statistic == "ratio" and rule.reduction in ("sum", "mean"):  # a product, a geometric mean
         return clamped_exp(log_ratio.sequence if rule.reduction == "sum" else log_ratio.mean)
-    values = token_statistic(log_ratio.token, rule.statistic)
+    values = evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params)
     if rule.reduction == "none":
         return values
     if rule.reduction == "max":
         is_signed = rule.statistic in ("ratio", "k1")  # of padding k1 = k2 = k3 = 0, and k2, k3 ≥ 0
-        values = values.masked_fill(~mask, -torch.inf) if is_signed else values
+        values = values.masked_fill(~log_ratio.mask, -torch.inf) if is_signed else values
         return values.amax(-1, keepdim=True).double()
-    total = values.sum(-1, keepdim=True).double()
-    return total if rule.reduction == "sum" else total / log_ratio.length.clamp(min=1)
-
-
-def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
-    """ρ, k1 = −log ρ, k2 = ½ log² ρ or k3 = ρ − 1 − log ρ of each token."""
-    if statistic == "ratio":
-        return log_ratio.exp()
-    if statistic == "k1":
-        return -log_ratio
-    return 0.5 * log_ratio.square() if statistic == "k2" else log_ratio.expm1() - log_ratio
+    total = values.sum(-1, keepdim=True).double()  # of (B, 1), itself
+    return total / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else total
 
 
 # --- normalisation --------------------------------------------------------------------------------

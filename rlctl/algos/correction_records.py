@@ -7,6 +7,7 @@ without response tokens count nowhere; those with NaN or infinite log-probs only
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic
 
 from torch import Tensor
@@ -14,26 +15,41 @@ from torch import Tensor
 from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogRatio:
-    """log ρ of a batch. Rows that are not `finite` hold numbers without a meaning."""
+    """log ρ of a batch: what weights and criteria read. Rows that are not `finite` hold no meaning."""
 
     token: Tensor  # (B, T) float32, clamped to ±20; 0.0 outside the mask
     sequence: Tensor  # (B, 1) float64, Σ_t log ρ_t, not clamped
     length: Tensor  # (B, 1) float64, response tokens
     finite: Tensor  # (B, 1) bool: has response tokens, and none with a NaN or infinite log-prob
+    mask: Tensor  # (B, T) bool
+    train: Tensor  # (B, T) log π_train, 0.0 outside the mask
+    rollout: Tensor  # (B, T) log π_rollout, 0.0 outside the mask
+    advantages: Tensor | None  # (B, T), 0.0 outside the mask
 
     @property
     def mean(self) -> Tensor:
         """(B, 1) float64: log of the geometric mean of ρ."""
         return self.sequence / self.length.clamp(min=1)
 
+    @cached_property
+    def ratio(self) -> Tensor:
+        """(B, T): ρ, 1.0 outside the mask."""
+        return self.token.exp()
+
+    @cached_property
+    def excess(self) -> Tensor:
+        """(B, T): ρ − 1, exact where ρ is near 1; 0.0 outside the mask."""
+        return self.token.expm1()
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Importance weights before normalisation: (B, T) float32 at token level, else (B, 1) float64."""
 
-    raw: Tensor  # ρ_t, Π ρ or its geometric mean
+    log: Tensor  # log of the raw weight, before the clamp
+    raw: Tensor
     bounded: Tensor
     applied: Tensor  # (B, T) float32: bounded, 0.0 where rejected
 
@@ -43,8 +59,8 @@ class CriterionResult:
     """What one criterion finds; (B, T) where it compares tokens, (B, 1) where it compares sequences."""
 
     values: Tensor  # its statistic
-    above: Tensor  # bool: over the upper bound
-    below: Tensor  # bool: under the lower bound
+    num_above: Tensor  # (B, 1): how many are over the upper bound
+    num_below: Tensor  # (B, 1): how many are under the lower bound
     rejected: Tensor  # bool (B, T) or (B, 1): what it rejects
 
 
@@ -114,7 +130,7 @@ class CriterionSums(Additive, Generic[V]):
     masked_tokens: V  # what it alone rejects
     masked_sequences: V
     token_total: V  # Σ over tokens of the statistic, a sequence's counted for each of its tokens
-    held: V  # the same, of the statistic held within the bounds (dialect verl; else 0)
+    held: V  # the same, of the statistic held within the bounds, if the convention needs it (else 0)
     held_squares: V
 
 

@@ -43,6 +43,11 @@ class Additive:
         merged = torch.stack(sums).sum(0).unbind(), torch.stack(maxima).amax(0).unbind()
         return cast(Self, parts[0].with_values(*merged))
 
+    def over_rows(self) -> Self:
+        """The record of a batch, from the one of its rows, whose fields are (B,)."""
+        sums, maxima = self.as_vectors()
+        return cast(Self, self.with_values(sums.sum(-1).unbind(), maxima.amax(-1).unbind()))
+
     def as_vectors(self) -> tuple[Tensor, Tensor]:
         """All sums and all maxima, one float64 vector each (maxima may be none)."""
         leaves = list(_leaves(self))

@@ -12,18 +12,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlctl.registry import POLICY_LOSSES
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
 
-Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["clip", "truncate", "mask"]
-Statistic = Literal["ratio", "k1", "k2", "k3"]
-Reduction = Literal["none", "sum", "mean", "max"]
+Reduction = Literal["none", "sum", "mean", "max", "given"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
-MetricConvention = Literal["applied", "verl"]
+
+#: The statistics of which a bound is known as a bound on ρ.
+BASIC_STATISTICS = frozenset({"ratio", "k1", "k2", "k3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +31,32 @@ class WeightRule:
     """Importance weight = level → bound → normalise (three independent choices).
 
     Attributes:
-        level: `token` w = ρ_t; `sequence` w = Π ρ_t; `geometric` w = (Π ρ_t)^(1/len);
-            None: no weight reaches the loss, metrics are still computed (at token level).
+        level: a registered correction weight: `token` w = ρ_t; `sequence` w = Π ρ_t; `geometric`
+            w = (Π ρ_t)^(1/len); …; None: no weight reaches the loss, metrics are still computed (per token).
         bound: `clip` to [lower, upper]; `truncate` to at most upper; `mask`: zero outside
             [lower, upper].
         lower: lower bound on w (ignored by `truncate`), > 0.
         upper: upper bound on w.
         normalize: divide by the mean weight of the whole mini-batch, after the bound.
         normalize_over: whose mean: `survivors` of rejection (weights that reach the loss then
-            average 1), or `all` units as verl 0.9 does.
-        metrics: whether the `rollout_is_*` names carry the applied weights' statistics or
-            the formulas of verl 0.9 (comparable curves, kinder figures).
+            average 1), or `all` units.
+        metrics: a registered metric convention; None: `rollout_is_*` describe the applied weights.
+        params: the registered parameters of a weight that has some, validated.
     """
 
-    level: Level | None
+    level: str | None
     bound: Bound = "clip"
     lower: float = 0.5
     upper: float = 2.0
     normalize: bool = False
     normalize_over: Literal["survivors", "all"] = "survivors"
-    metrics: MetricConvention = "applied"
+    metrics: str | None = None
+    params: Any = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has its own weight; without a level True, ratios are then described by token."""
+        return self.level is None or CORRECTION_WEIGHTS.part(self.level).unit == "token"
 
     def band(self) -> tuple[float, float]:
         """Interval of w outside which the bound changes the weight."""
@@ -63,31 +69,40 @@ class RejectRule:
 
     Attributes:
         name: what the user called it; metrics are `rollout_rs_<name>_*`.
-        statistic: per token: `ratio` ρ; `k1` = −log ρ; `k2` = ½ log² ρ; `k3` = ρ − 1 − log ρ.
-        reduction: `none` judges each token; `sum`, `mean`, `max` judge the sequence.
-            A `ratio` is summed and averaged in log space (a product, a geometric mean).
+        statistic: a registered criterion, per token `ratio` ρ; `k1` = −log ρ; `k2` = ½ log² ρ;
+            `k3` = ρ − 1 − log ρ; ….
+        reduction: `none` compares each token; `sum`, `mean`, `max` compare the sequence's; `given`: the
+            statistic is one value per sequence. A `ratio` is summed and averaged in log space (a product, a
+            geometric mean).
         lower: smallest accepted value (None: no lower bound).
         upper: largest accepted value (None: no upper bound).
         scope: what one violation rejects: the token or its whole sequence. A reduced
             statistic always rejects the sequence.
         negative_advantage_only: reject only where the sequence's advantage is negative
             (off-policy sequence masking of DeepSeek-V3.2).
+        params: the registered parameters of a statistic that has some, validated.
 
     Raises:
-        ValueError: a scope of `token` where whole sequences are judged.
+        ValueError: a scope of `token` where whole sequences are compared.
     """
 
     name: str
-    statistic: Statistic
+    statistic: str
     reduction: Reduction
     lower: float | None
     upper: float | None
     scope: Scope
     negative_advantage_only: bool = False
+    params: Any = None
 
     def __post_init__(self) -> None:
         if self.scope == "token" and (self.reduction != "none" or self.negative_advantage_only):
-            raise ValueError(f"{self.name} judges whole sequences: its scope must be `sequence`")
+            raise ValueError(f"{self.name} compares whole sequences: its scope must be `sequence`")
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """Whether `band` is known: the statistic's bounds follow from those of ρ."""
+        return self.statistic in BASIC_STATISTICS
 
     def band(self) -> tuple[float, float]:
         """The accepted interval as bounds on ρ.
@@ -95,8 +110,10 @@ class RejectRule:
         For `none` and `max` it bounds each token's ρ_t; for `sum` with `ratio`/`k1` the product
         Π ρ; for `mean` with `ratio`/`k1` the geometric mean. For sums and means of k2 and k3 it
         is the band one token would have to stay in if the others contributed nothing (`sum`), or
-        if all tokens were alike (`mean`).
+        if all tokens were alike (`mean`). Of a statistic that does not bound ρ, it is any ρ.
         """
+        if not self.bounds_ratio:
+            return 0.0, math.inf
         lower = -math.inf if self.lower is None else self.lower
         upper = math.inf if self.upper is None else self.upper
         if self.statistic == "ratio":
@@ -133,6 +150,8 @@ class RejectRule:
 
     def _subject(self) -> str | None:
         """What `band` is an interval of; None: of nothing (a lower bound on k2, on k3 or on a maximum)."""
+        if not self.bounds_ratio:
+            return None
         if self.lower is not None and (self.statistic in ("k2", "k3") or self.reduction == "max"):
             return None
         if self.reduction in ("none", "max"):
@@ -179,6 +198,14 @@ class CorrectionRules:
     weight: WeightRule
     reject: tuple[RejectRule, ...] = ()
     loss_denominator: LossDenominator = "before_rejection"
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a weight or criterion reads the advantages."""
+        parts = [REJECTION_CRITERIA.part(rule.statistic) for rule in self.reject]
+        parts += [CORRECTION_WEIGHTS.part(self.weight.level)] if self.weight.level else []
+        named = any("advantages" in part.needs for part in parts)
+        return named or any(rule.negative_advantage_only for rule in self.reject)
 
 
 def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:

@@ -1,18 +1,20 @@
 """What rollout correction measures: sums on the device, metrics on the host.
 
 Ratios are summed as they are and as distances from 1 (expm1): variances near ρ = 1 survive rounding, and
-effective sample sizes are right at any magnitude. Rows add up in float32, all else in float64.
+effective sample sizes are right at any magnitude. Tokens add up in float32, all else in float64: first
+within each row, then over the rows.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlctl.algos import verl_metrics
 from rlctl.algos.correction_records import (
     CorrectionSums,
     CriterionResult,
@@ -24,256 +26,262 @@ from rlctl.algos.correction_records import (
     Weights,
     WeightSums,
 )
-from rlctl.algos.metric_sums import Moments, moments_of, ratio
+from rlctl.algos.metric_sums import Moments, ratio
+from rlctl.algos.row_blocks import as_float, count
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
+from rlctl.registry import METRIC_CONVENTIONS
 
-# --- on the device --------------------------------------------------------------------------------
+
+class MetricConvention(Protocol):
+    """Other formulas behind the names of weights' and criteria's metrics.
+
+    With one, weights are described after the bound, before rejection and normalisation.
+    """
+
+    def held_rows(
+        self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
+    ) -> tuple[Tensor, Tensor]:
+        """(B,) Σx and Σx² over a sequence's tokens, x the statistic held within the bounds."""
+
+    def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
+        """Mean and standard deviation of a criterion."""
+
+    def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
+        """`rollout_is_*` figures that replace ours."""
+
+
+def _convention(rule: WeightRule) -> MetricConvention | None:
+    return None if rule.metrics is None else METRIC_CONVENTIONS[rule.metrics]()
+
+
+# --- on the device: every field is (B,), one number per row -----------------------------------------
 
 
 def correction_sums(
-    train: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
     log_ratio: LogRatio,
     criteria: list[CriterionResult],
     keep: Tensor,
     weights: Weights | None,
     rules: CorrectionRules,
 ) -> CorrectionSums[Tensor]:
-    """The sums of some rows; all (B, T) or as in the records."""
-    finite, length = log_ratio.finite[:, 0], log_ratio.length[:, 0]
-    train, rollout = (torch.where(mask, x, 0.0) for x in (train, rollout))
-    num_kept = _count(keep)
-    tokens = _Tokens(log_ratio, mask)
-    raw = _raw_moments(tokens, log_ratio, weights, rules.weight)
+    """The sums of some rows. Overwrites the log-probs in `log_ratio`."""
+    rows = _Rows(log_ratio)
+    length, num_kept = log_ratio.length[:, 0], count(keep)[:, 0].double()
+    (train,) = rows.clean(log_ratio.train.sum(-1))
+    raw = _raw_moments(rows, weights, rules.weight)
+    product = log_ratio.sequence[:, 0]
     return CorrectionSums(
-        tokens=length.sum(),
-        sequences=(length > 0).double().sum(),
-        finite_tokens=_total(length, finite),
-        finite_sequences=finite.double().sum(),
-        kept_tokens=num_kept.sum(),
-        kept_sequences=(num_kept > 0).double().sum(),
-        rejected_sequences=(num_kept < length).double().sum(),
-        saturated=_total((log_ratio.sequence[:, 0].abs() >= LOG_RATIO_CLAMP).double(), finite),
-        gap=_gap_sums(tokens, _row_sum(train), log_ratio),
-        probabilities=_probability_sums(train, rollout, finite),
+        tokens=length,
+        sequences=(length > 0).double(),
+        finite_tokens=rows.length,
+        finite_sequences=rows.is_finite,
+        kept_tokens=num_kept,
+        kept_sequences=(num_kept > 0).double(),
+        rejected_sequences=(num_kept < length).double(),
+        saturated=(product.abs() >= LOG_RATIO_CLAMP) * rows.is_finite,
+        gap=_gap_sums(rows, train, product),
         raw=raw,
-        weights=None if weights is None else _weight_sums(weights, tokens, keep, rules.weight),
+        weights=None if weights is None else _weight_sums(rows, weights, raw, num_kept, rules.weight),
         criteria=tuple(
-            _criterion_sums(result, tokens, rule, held=verl_metrics.apply(rules.weight))
+            _criterion_sums(rows, result, rule, rules.weight)
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
-    )
+        probabilities=_probability_sums(rows, log_ratio.train, log_ratio.rollout),
+    ).over_rows()
 
 
-class _Tokens:
-    """What several statistics share. Masked copies are slow: `response` multiplies, `padding` is added.
+class _Rows:
+    """What several statistics share. All are (B,) float64 and 0.0 of rows that are not finite.
 
     Attributes:
-        mask: (B, T) bool.
-        response: (B, T) float32, 1 on response tokens, else 0.
-        padding: (B, T) float32, 0 on response tokens, else a number beyond all others.
-        finite, length: (B,) of the log-ratio.
-        excess, excess_squares: (B,) sums of ρ − 1.
-        clamped: (B,) sum of the clamped log ρ.
-        lowest, highest: (B,) of ρ.
-        ratio_mean: (B,) mean ρ, set by `ratio_moments`.
+        response: (B, T) float32, 1 on response tokens, else 0: multiplying by it is fast.
+        length: response tokens.
+        is_finite: 1.0 or 0.0.
+        excess, excess_squares: sums of ρ − 1 over tokens.
+        clamped: sum of the clamped log ρ.
     """
 
-    def __init__(self, log_ratio: LogRatio, mask: Tensor) -> None:
-        self.mask, self.response = mask, mask.float()
-        self.padding = (1.0 - self.response) * 1e38
-        self.finite, self.length = log_ratio.finite[:, 0], log_ratio.length[:, 0]
-        excess = log_ratio.token.expm1()
-        self.excess, self.excess_squares = _row_sum(excess), _row_squares(excess)
-        self.clamped = _row_sum(log_ratio.token)
-        low, high = self.row_extremes(log_ratio.token)
-        self.lowest, self.highest = low.exp(), high.exp()
-
-    def row_extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Smallest and largest response token of each row of (B, T)."""
-        low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
-        return low.double(), high.double()
-
-    def ratio_moments(self, ratios: Tensor) -> UnitMoments[Tensor]:
-        """Of ρ (B, T) over tokens, and of each sequence's mean ρ."""
-        ratios = ratios * self.response
-        total = _row_sum(ratios)
-        mean, offset = (x / self.length.clamp(min=1) for x in (total, self.excess))
-        self.ratio_mean = mean
-        return UnitMoments(
-            _from_rows(
-                self.finite,
-                (self.length, total, _row_squares(ratios), self.excess, self.excess_squares),
-                (self.highest, -self.lowest),
-            ),
-            moments_of(mean, self.finite, offset=offset),
+    def __init__(self, log_ratio: LogRatio) -> None:
+        self.log_ratio = log_ratio
+        self.response = as_float(log_ratio.mask)
+        self.finite = log_ratio.finite[:, 0]
+        self.is_finite = self.finite.double()
+        self.length = log_ratio.length[:, 0] * self.is_finite
+        self.divisor = self.length.clamp(min=1)
+        excess, squares = log_ratio.excess, log_ratio.excess.square()
+        self.excess, self.excess_squares, self.clamped = self.clean(
+            excess.sum(-1), squares.sum(-1), log_ratio.token.sum(-1)
         )
 
+    @cached_property
+    def padding(self) -> Tensor:
+        """(B, T) float32: 0 on response tokens, else a number beyond all others."""
+        return (1.0 - self.response).mul_(1e38)
 
-def _raw_moments(
-    tokens: _Tokens, log_ratio: LogRatio, weights: Weights | None, rule: WeightRule
-) -> UnitMoments[Tensor]:
+    def clean(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Figures (B,) of rows as float64, 0.0 of rows that are not finite."""
+        return torch.where(self.finite, torch.stack(values).double(), 0.0).unbind()
+
+    def token_moments(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> Moments[Tensor]:
+        """Of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
+        extremes = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
+        total, squares, low, high = self.clean(values.sum(-1), values.square().sum(-1), *extremes)
+        n = self.length
+        sums = offset or (total - n, squares - 2.0 * total + n)
+        return Moments(n, total, squares, *sums, *_extremes(low, high, self.finite))
+
+    @cached_property
+    def ratio_moments(self) -> Moments[Tensor]:
+        """Of ρ over tokens."""
+        excess = self.excess, self.excess_squares
+        return self.token_moments(self.log_ratio.ratio * self.response, excess)
+
+    def row_moments(self, values: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
+        """Of one value (B,) per finite row; `offset`: value − 1, where it is known more exactly."""
+        return _moments(values, self.is_finite, offset)
+
+
+def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
+    """Of values (B,) that count n times each."""
+    offset = values - 1.0 if offset is None else offset
+    total, distance = values * n, offset * n
+    extremes = _extremes(values, values, n > 0)
+    return Moments(n, total, total * values, distance, distance * offset, *extremes)
+
+
+def _extremes(low: Tensor, high: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value and the negated lowest, of some rows."""
+    highest, negated_lowest = torch.where(where, torch.stack([high, -low]), -math.inf).unbind()
+    return highest, negated_lowest
+
+
+def _raw_moments(rows: _Rows, weights: Weights | None, rule: WeightRule) -> UnitMoments[Tensor]:
     """Of the weights before bound, rejection and normalisation; of ρ_t without a level."""
-    if weights is None:
-        return tokens.ratio_moments(log_ratio.token.exp())
-    if rule.level == "token":
-        return tokens.ratio_moments(weights.raw)
-    log_weight = log_ratio.sequence if rule.level == "sequence" else log_ratio.mean
-    raw = weights.raw[:, 0]
-    offset = log_weight[:, 0].clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
-    return UnitMoments(
-        moments_of(raw, tokens.finite, tokens.length, offset), moments_of(raw, tokens.finite, offset=offset)
-    )
-
-
-def _gap_sums(tokens: _Tokens, train: Tensor, log_ratio: LogRatio) -> GapSums[Tensor]:
-    """`train`: (B,) Σ log π_train."""
-    finite = tokens.finite
-    train_log_ppl = -train / tokens.length.clamp(min=1)
-    log_ppl_diff = -log_ratio.mean[:, 0]  # rollout's mean log-prob − trainer's
-    rollout_log_ppl = train_log_ppl - log_ppl_diff
-    product = log_ratio.sequence[:, 0].clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return GapSums(
-        log_ratio=_total(log_ratio.sequence[:, 0], finite),
-        k3=_total(tokens.excess - tokens.clamped, finite),
-        chi2_token=_total(tokens.excess_squares + 2.0 * tokens.excess, finite),
-        chi2_sequence=_total((2.0 * product).expm1(), finite),
-        training_log_ppl=_total(train_log_ppl, finite),
-        training_ppl=_total(train_log_ppl.exp(), finite),
-        rollout_log_ppl=_total(rollout_log_ppl, finite),
-        rollout_ppl=_total(rollout_log_ppl.exp(), finite),
-        log_ppl_abs_diff=_total(log_ppl_diff.abs(), finite),
-        ppl_ratio=_total(log_ppl_diff.exp(), finite),
-        log_ppl_diff=moments_of(log_ppl_diff, finite),
-    )
-
-
-def _probability_sums(train: Tensor, rollout: Tensor, finite: Tensor) -> ProbabilitySums[Tensor]:
-    """Of log-probs (B, T) that are 0 on padding and no longer needed."""
-    train_prob, rollout_prob = train.exp_().sub_(1.0), rollout.exp_().sub_(1.0)
-    of_train, of_train_squares = _row_sum(train_prob), _row_squares(train_prob)
-    of_rollout, of_rollout_squares = _row_sum(rollout_prob), _row_squares(rollout_prob)
-    gap = train_prob.sub_(rollout_prob).abs_()
-    return ProbabilitySums(
-        train=_total(of_train, finite),
-        train_squares=_total(of_train_squares, finite),
-        rollout=_total(of_rollout, finite),
-        rollout_squares=_total(of_rollout_squares, finite),
-        gap=_total(_row_sum(gap), finite),
-        gap_squares=_total(_row_squares(gap), finite),
-        gap_max=torch.where(finite, gap.amax(-1).double(), 0.0).amax(),
-    )
-
-
-def _weight_sums(weights: Weights, tokens: _Tokens, keep: Tensor, rule: WeightRule) -> WeightSums[Tensor]:
-    """Bounded weights by token and by sequence, what the bound does, and the normaliser."""
-    finite, length = tokens.finite, tokens.length
-    nonempty, edge, over_all = length > 0, _lower_edge(rule), rule.normalize_over == "all"
-    above, below = weights.raw > rule.upper, weights.raw < edge
-    if rule.level == "token":
-        num_above, num_below = _count(above & tokens.mask), _count(below & tokens.mask)
-        unrejected = described = weights.applied
-        if verl_metrics.apply(rule) or over_all:
-            unrejected = weights.bounded * tokens.response
-        if verl_metrics.apply(rule):
-            described = unrejected
-        zero = torch.zeros_like(length)
-        offset = (described - 1.0).mul_(tokens.response)
-        low, high = (described + tokens.padding).amin(-1), described.amax(-1)  # weights are never negative
-        sums = (_row_sum(described), _row_squares(described), _row_sum(offset), _row_squares(offset))
-        rows = [
-            torch.where(finite, x, bad) for x, bad in zip(sums, (zero, zero, -length, length), strict=True)
-        ]
-        total = rows[0]
-        lowest, highest = (torch.where(finite, x.double(), 0.0) for x in (low, high))
-        token = _from_rows(nonempty, (length, *rows), (highest, -lowest))
-        sequence = moments_of(total / length.clamp(min=1), nonempty)
-        sequence_raw = tokens.ratio_mean
-        normalizer = _total(_row_sum(unrejected), finite) if over_all else _row_sum(weights.applied).sum()
-        count = _total(length, finite) if over_all else _count(keep).sum()
+    if weights is None or weights.log is rows.log_ratio.token:
+        token, excess = rows.ratio_moments, rows.excess
     else:
-        num_above, num_below = above[:, 0], below[:, 0]
-        sequence_raw, bounded = weights.raw[:, 0], weights.bounded[:, 0]
-        num_kept = torch.where(finite, length, 0.0) if verl_metrics.apply(rule) else _count(keep)
-        value = torch.where(num_kept > 0, bounded, 0.0)
-        sequence = moments_of(value, nonempty)
-        rejected = moments_of(torch.zeros_like(value), nonempty, length - num_kept)
-        token = moments_of(value, nonempty, num_kept) + rejected
-        who = finite if over_all else _count(keep) > 0
-        normalizer, count = _total(bounded, who), who.double().sum()
+        offset = weights.log.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
+        if not rule.by_token:
+            raw, exact = rows.clean(weights.raw[:, 0], offset[:, 0])
+            return UnitMoments(_moments(raw, rows.length, exact), rows.row_moments(raw, exact))
+        excess, squares = rows.clean(offset.sum(-1), offset.square().sum(-1))
+        token = rows.token_moments(weights.raw * rows.response, (excess, squares))
+    return UnitMoments(token, rows.row_moments(token.total / rows.divisor, excess / rows.divisor))
+
+
+def _gap_sums(rows: _Rows, train: Tensor, product: Tensor) -> GapSums[Tensor]:
+    """`train`: Σ log π_train; `product`: Σ log ρ, not clamped."""
+    one = rows.is_finite
+    train_log_ppl, log_ppl_diff = -train / rows.divisor, -product / rows.divisor
+    rollout_log_ppl = train_log_ppl - log_ppl_diff  # log_ppl_diff: rollout's mean log-prob − trainer's
+    return GapSums(
+        log_ratio=product * one,
+        k3=rows.excess - rows.clamped,
+        chi2_token=rows.excess_squares + 2.0 * rows.excess,
+        chi2_sequence=(2.0 * product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1() * one,
+        training_log_ppl=train_log_ppl,
+        training_ppl=train_log_ppl.exp() * one,
+        rollout_log_ppl=rollout_log_ppl,
+        rollout_ppl=rollout_log_ppl.exp() * one,
+        log_ppl_abs_diff=log_ppl_diff.abs(),
+        ppl_ratio=log_ppl_diff.exp() * one,
+        log_ppl_diff=rows.row_moments(log_ppl_diff),
+    )
+
+
+def _probability_sums(rows: _Rows, train: Tensor, rollout: Tensor) -> ProbabilitySums[Tensor]:
+    """Of log-probs (B, T) that are 0 on padding and no longer needed."""
+    train, rollout = train.expm1_(), rollout.expm1_()
+    found = [total for x in (train, rollout) for total in (x.sum(-1), x.square().sum(-1))]
+    gap = train.sub_(rollout).abs_()
+    sums = rows.clean(*found, gap.sum(-1), gap.square().sum(-1), gap.amax(-1))
+    return ProbabilitySums(*sums)
+
+
+def _weight_sums(
+    rows: _Rows, weights: Weights, raw_moments: UnitMoments[Tensor], num_kept: Tensor, rule: WeightRule
+) -> WeightSums[Tensor]:
+    """Bounded weights by token and by sequence, what the bound does, and the normaliser."""
+    log_ratio = rows.log_ratio
+    length, over_all, is_plain = log_ratio.length[:, 0], rule.normalize_over == "all", rule.metrics is None
+    nonempty = (length > 0).double()
+    edge = 1.0 / rule.upper if rule.bound == "truncate" else rule.lower  # where `fraction_low` starts
+    above, below = weights.raw > rule.upper, weights.raw < edge
+    if rule.by_token:
+        above, below = above & log_ratio.mask, below & log_ratio.mask
+        described = unrejected = weights.applied
+        if over_all or not is_plain:
+            unrejected = weights.bounded * rows.response
+            described = described if is_plain else unrejected
+        offset = (described - 1.0).mul_(rows.response)
+        found = [total for x in (described, offset) for total in (x.sum(-1), x.square().sum(-1))]
+        low, high = (described + rows.padding).amin(-1), described.amax(-1)  # weights are never negative
+        total, squares, low, high = rows.clean(*found[:2], low, high)
+        first, second = (
+            torch.where(rows.finite, x.double(), y) for x, y in zip(found[2:], (-length, length), strict=True)
+        )
+        token = Moments(length, total, squares, first, second, *_extremes(low, high, length > 0))
+        sequence = _moments(total / length.clamp(min=1), nonempty)
+        raw = raw_moments.token.total / rows.divisor
+        normalizer, n = total, num_kept
+        if over_all or described is not weights.applied:
+            (normalizer,) = rows.clean((unrejected if over_all else weights.applied).sum(-1))
+        if over_all:
+            n = rows.length
+    else:
+        raw, bounded = rows.clean(weights.raw[:, 0], weights.bounded[:, 0])
+        counted = num_kept if is_plain else rows.length
+        value = bounded * (counted > 0)
+        sequence = _moments(value, nonempty)
+        rejected = _moments(torch.zeros_like(value), length - counted)
+        token = _moments(value, counted) + rejected
+        n = rows.is_finite if over_all else (num_kept > 0).double()
+        normalizer = bounded * n
+    num_above, num_below = rows.clean(count(above)[:, 0], count(below)[:, 0])
     return WeightSums(
         described=UnitMoments(token, sequence),
-        above=_total(num_above.double(), finite),
-        below=_total(num_below.double(), finite),
-        sequences_above=(finite & (sequence_raw > rule.upper)).double().sum(),
-        sequences_below=(finite & (sequence_raw < edge)).double().sum(),
+        above=num_above,
+        below=num_below,
+        sequences_above=(raw > rule.upper) * rows.is_finite,
+        sequences_below=(raw < edge) * rows.is_finite,
         normalizer=normalizer,
-        normalizer_count=count,
+        normalizer_count=n,
     )
-
-
-def _lower_edge(rule: WeightRule) -> float:
-    """Where `ratio_fraction_low` starts: the lower bound, or 1/c for a truncation at c."""
-    return 1.0 / rule.upper if rule.bound == "truncate" else rule.lower
 
 
 def _criterion_sums(
-    result: CriterionResult, tokens: _Tokens, rule: RejectRule, *, held: bool
+    rows: _Rows, result: CriterionResult, rule: RejectRule, weight: WeightRule
 ) -> CriterionSums[Tensor]:
     """Its statistic, what is out of bounds, and what it rejects by itself."""
-    finite, length = tokens.finite, tokens.length
-    if rule.reduction == "none":
-        values = result.values * tokens.response
-        token_total, squares = _row_sum(values), _row_squares(values)
-        offset, offset_squares = token_total - length, squares - 2.0 * token_total + length
-        if rule.statistic == "ratio":
-            offset, offset_squares = tokens.excess, tokens.excess_squares
-        low, high = tokens.row_extremes(values)
-        sums = (length, token_total, squares, offset, offset_squares)
-        moments = _from_rows(finite, sums, (high, -low))
+    if result.values is rows.log_ratio.ratio:
+        moments = rows.ratio_moments
+        token_total = moments.total
+    elif rule.reduction == "none":
+        moments = rows.token_moments(result.values)
+        token_total = moments.total
     else:
-        moments = moments_of(result.values[:, 0], finite)
-        token_total = torch.where(finite, result.values[:, 0] * length, 0.0)
-    masked = _count(result.rejected) if rule.scope == "token" else result.rejected[:, 0] * length
-    no_rows = torch.zeros_like(length), torch.zeros_like(length)
-    held_rows = verl_metrics.held_rows(result.values, tokens.response, length, rule) if held else no_rows
+        (values,) = rows.clean(result.values[:, 0])
+        moments, token_total = rows.row_moments(values), values * rows.length
+    held = held_squares = torch.zeros_like(rows.length)
+    if convention := _convention(weight):
+        held, held_squares = rows.clean(
+            *convention.held_rows(result.values, rows.response, rows.length, rule)
+        )
+    num_above, num_below = result.num_above[:, 0], result.num_below[:, 0]
+    above, below = rows.clean(num_above, num_below)
+    masked = above + below
+    if rule.scope == "sequence":
+        masked = result.rejected[:, 0] * rows.length
     return CriterionSums(
         values=moments,
-        above=_total(_count(result.above), finite),
-        below=_total(_count(result.below), finite),
-        masked_tokens=_total(masked, finite),
-        masked_sequences=(finite & (masked > 0)).double().sum(),
-        token_total=_total(token_total, finite),
-        held=_total(held_rows[0], finite),
-        held_squares=_total(held_rows[1], finite),
+        above=above,
+        below=below,
+        masked_tokens=masked,
+        masked_sequences=(masked > 0).double(),
+        token_total=token_total,
+        held=held,
+        held_squares=held_squares,
     )
-
-
-def _from_rows(who: Tensor, sums: tuple[Tensor, ...], maxima: tuple[Tensor, Tensor]) -> Moments[Tensor]:
-    """Moments from row sums (B,) of the rows `who`, in the order of the fields."""
-    added = torch.where(who, torch.stack(sums), 0.0).sum(-1).unbind()
-    largest = torch.where(who, torch.stack(maxima), -math.inf).amax(-1).unbind()
-    return Moments(*added, *largest)
-
-
-def _row_sum(values: Tensor) -> Tensor:
-    return values.sum(-1).double()
-
-
-def _row_squares(values: Tensor) -> Tensor:
-    """Row-wise Σ x², exact for ones."""
-    return values.square().sum(-1).double()
-
-
-def _count(where: Tensor) -> Tensor:
-    """True cells per row (the dtype spares a conversion of the whole block)."""
-    return where.sum(-1, dtype=torch.int32).double()
-
-
-def _total(values: Tensor, who: Tensor) -> Tensor:
-    """Over the rows `who`; selecting them would wait for a GPU."""
-    return torch.where(who, values, 0.0).sum()
 
 
 # --- on the host ----------------------------------------------------------------------------------
@@ -281,7 +289,7 @@ def _total(values: Tensor, who: Tensor) -> Tensor:
 
 def normalized(sums: CorrectionSums[float], factor: float, rules: CorrectionRules) -> CorrectionSums[float]:
     """The described weights' moments after dividing every weight of this mini-batch by its factor."""
-    if sums.weights is None or factor == 1.0 or verl_metrics.apply(rules.weight):
+    if sums.weights is None or factor == 1.0 or rules.weight.metrics is not None:
         return sums
     described = sums.weights.described
     divided = UnitMoments(described.token.divided(factor), described.sequence.divided(factor))
@@ -295,9 +303,9 @@ def correction_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> d
     found |= _unit_metrics(sums.raw, rule, "rollout_is_raw_")
     if weights is not None:
         found |= _unit_metrics(weights.described, rule, "rollout_is_")
-        if verl_metrics.apply(rule):
-            found |= verl_metrics.weight_metrics(sums, rule)
-        units = sums.finite_tokens if rule.level == "token" else sums.finite_sequences
+        if convention := _convention(rule):
+            found |= convention.weight_metrics(sums, rule)
+        units = sums.finite_tokens if rule.by_token else sums.finite_sequences
         found["rollout_is_ratio_fraction_high"] = ratio(weights.above, units)
         found["rollout_is_ratio_fraction_low"] = ratio(weights.below, units)
         found["rollout_is_seq_fraction_high"] = ratio(weights.sequences_above, sums.finite_sequences)
@@ -355,7 +363,7 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
 def _unit_metrics(moments: UnitMoments[float], rule: WeightRule, prefix: str) -> dict[str, float]:
     """mean … seq_max_deviation; n counts tokens at token level, else sequences."""
     token, sequence = moments.token, moments.sequence
-    unit = token if rule.level in (None, "token") else sequence
+    unit = token if rule.by_token else sequence
     deviation = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0)) if sequence.count else 0.0
     return {
         f"{prefix}mean": unit.mean,
@@ -382,8 +390,8 @@ def _rejection_metrics(sums: CorrectionSums[float], rules: CorrectionRules) -> d
         units = sums.finite_tokens if rule.reduction == "none" else sums.finite_sequences
         values = criterion.values
         mean, std = values.mean, values.std
-        if verl_metrics.apply(rules.weight):
-            mean, std = verl_metrics.criterion_moments(criterion, sums.finite_tokens)
+        if convention := _convention(rules.weight):
+            mean, std = convention.criterion_moments(criterion, sums.finite_tokens)
         found |= {
             f"{prefix}mean": mean,
             f"{prefix}max": values.max,

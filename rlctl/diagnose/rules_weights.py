@@ -146,7 +146,7 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
     series = run.table.series(th.RAW_ESS.key)
     if len(series):
         return th.RAW_ESS.key, series
-    if run.facts.rollout_is == "geometric":
+    if run.facts.rollout_is not in {None, "off", *CHI2}:
         return None
     key = CHI2.get(run.facts.rollout_is or "", CHI2_TOKEN.key)
     series = run.table.series(key)

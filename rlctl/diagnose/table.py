@@ -30,7 +30,6 @@ Framework = Literal[
     "areal",
     "unknown",
 ]
-Level = Literal["token", "sequence", "geometric", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class Facts:
         bypass_mode: π_old is the rollout's own, so "training" in a gap means the policy as it moves.
         updates_per_batch: optimizer steps on one batch.
         ppo_epochs: passes over one batch.
-        rollout_is: level of the importance weights.
+        rollout_is: the importance weight, as the spec names it, or `off`.
         rollout_is_threshold: upper bound of a weight.
         rollout_rs: rejection criteria, comma separated, or `off`.
         batch_size: responses per step.
@@ -132,7 +131,7 @@ class Facts:
     bypass_mode: bool | None = None
     updates_per_batch: int | None = None
     ppo_epochs: int | None = None
-    rollout_is: Level | None = None
+    rollout_is: str | None = None
     rollout_is_threshold: float | None = None
     rollout_rs: str | None = None
     batch_size: int | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.base import NullWord, OpenMapping, Section
 from rlctl.spec.parts import Registered
 
@@ -37,8 +37,10 @@ class RolloutCorrectionSpec(Section):
 
     dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
     """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
-    rollout_is: Annotated[Literal["token", "sequence", "geometric"] | None, NullWord] = "sequence"
-    """Level of the IS weight; null: no weight is applied (it is still measured)."""
+    rollout_is: Annotated[Annotated[str, Registered(CORRECTION_WEIGHTS)] | None, NullWord] = "sequence"
+    """The IS weight; null: no weight is applied (it is still measured)."""
+    rollout_is_params: OpenMapping = Field(default={})
+    """Parameters of the weight, if it has its own."""
     rollout_is_threshold: Threshold = "2.0"
     """One number c, or `lo_hi`. Under `clip` one number means [1/c, c]."""
     rollout_is_bound: Annotated[Literal["clip", "truncate", "mask"] | None, NullWord] = None
@@ -46,7 +48,10 @@ class RolloutCorrectionSpec(Section):
     rollout_is_batch_normalize: bool = True
     """Divide the weights by their mean over the mini-batch (self-normalised IS)."""
     rollout_rs: Annotated[str | None, NullWord] = None
-    """Rejection criteria, comma separated; all must pass. null: reject nothing."""
+    """Rejection criteria, comma separated; all must pass. null: reject nothing. One can be
+    `path/to/file.py:function`."""
+    rollout_rs_params: OpenMapping = Field(default={})
+    """Parameters of the criteria that have their own; each goes to those that declare it."""
     rollout_rs_threshold: Annotated[Threshold | None, NullWord] = None
     """One threshold per criterion, comma separated, in the same order."""
     bypass_mode: bool = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule, RejectRule, WeightRule
+from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
@@ -31,6 +32,7 @@ class Band:
         upper: largest ρ inside (inf: no upper bound).
         bounds: in words, which ρ: each token's, the product, the geometric mean.
         outside: in words, the effect outside.
+        symbol: what the interval is of, where not of ρ: `w`, or the formula of a statistic.
     """
 
     name: str
@@ -38,13 +40,14 @@ class Band:
     upper: float
     bounds: str
     outside: str
+    symbol: str = "ρ"
 
     @property
     def interval(self) -> str:
         """E.g. `0.6 ≤ ρ ≤ 1.6`."""
         lower = f"{self.lower:.4g} ≤ " if self.lower > 0 else ""
         upper = f" ≤ {self.upper:.4g}" if self.upper < math.inf else ""
-        return f"{lower}ρ{upper}" if lower or upper else "any ρ"
+        return f"{lower}{self.symbol}{upper}" if lower or upper else f"any {self.symbol}"
 
 
 class BatchArithmetic:
@@ -156,11 +159,7 @@ def count_rows(files: list[str]) -> int | None:
 
 def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
     lower, upper = rule.band()
-    subjects = {
-        "token": "each token's ρ",
-        "sequence": "the product of a response's ρ",
-        "geometric": "the geometric mean of a response's ρ",
-    }
+    part = CORRECTION_WEIGHTS.part(rule.level or "token")
     outside = {
         "clip": f"the weight is set to the nearer bound, {lower:.4g} or {upper:.4g}",
         "truncate": f"a larger weight is set to {upper:.4g}",
@@ -170,7 +169,9 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
         outside += "; then all weights are divided by their mean over the mini-batch"
     if is_measured_only:
         outside = "measured, not applied: the loss's own ratio is the correction"
-    return Band("IS weight", lower, upper, subjects[rule.level or "token"], outside)
+    is_basic = part.name in ("token", "sequence", "geometric")
+    bounds = part.label if is_basic or not part.formula else f"w = {part.formula}: {part.label}"
+    return Band("IS weight", lower, upper, bounds, outside, "ρ" if is_basic else "w")
 
 
 def _clip_band(loss: LossRule, *, bypass: bool) -> Band:
@@ -193,6 +194,7 @@ def _reject_band(rule: RejectRule) -> Band:
         "sum": "the product of a response's ρ"
         if is_product
         else f"one token's ρ, if all others were 1 (sum of {rule.statistic})",
+        "given": "",
         "mean": "the geometric mean of a response's ρ"
         if is_product
         else f"every token's ρ, if all were alike (mean {rule.statistic})",
@@ -205,4 +207,9 @@ def _reject_band(rule: RejectRule) -> Band:
         outside = "the whole response is rejected"
     if rule.negative_advantage_only:
         outside += ", if its advantage is negative"
+    if not rule.bounds_ratio:
+        part = REJECTION_CRITERIA.part(rule.statistic)
+        least, most = -math.inf if rule.lower is None else rule.lower, rule.upper
+        most = math.inf if most is None else most
+        return Band(rule.name, least, most, part.label, outside, part.formula or "the value")
     return Band(rule.name, lower, upper, subjects[rule.reduction], outside)

@@ -14,7 +14,7 @@ from rlctl.registry import Part, Registry
 from rlctl.user_code import is_file_function
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a registry is a mapping: not hashable
 class Registered:
     """Annotation of a text field: the name of a part, or `path/to/file.py:function`.
 

@@ -10,27 +10,29 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlctl.algos.rules import (
+    BASIC_STATISTICS,
     Bound,
     CorrectionRules,
     LossRule,
     Reduction,
     RejectRule,
     Scope,
-    Statistic,
     WeightRule,
 )
-from rlctl.errors import Problem, SpecError
-from rlctl.registry import POLICY_LOSSES
+from rlctl.errors import Problem, SpecError, UsageError
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, Part, is_file_function
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.parts import params_of
+from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
 
 _PREFIX = "algorithm.rollout_correction."
 IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"
 RS_KEY = f"{_PREFIX}rollout_rs"
 RS_THRESHOLD_KEY = f"{_PREFIX}rollout_rs_threshold"
+_THRESHOLD_FIX = "for example 2.5, or 0.6_1.6 where both bounds make sense"
 
 #: One or two positive numbers: `2.0` is (2.0,), `0.6_1.6` is (0.6, 1.6).
 Numbers = tuple[float, ...]
@@ -85,6 +87,13 @@ def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
 def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> WeightRule:
     """Level and normalisation as written; bound and its interval by dialect and threshold form."""
     is_verl = spec.dialect == "verl"
+    params = None
+    if spec.rollout_is is not None:
+        key = f"{_PREFIX}rollout_is_params"
+        found = param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params)
+        problems += found
+        if not found:
+            params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
     try:
         numbers = parse_threshold(spec.rollout_is_threshold)
         bound: Bound = spec.rollout_is_bound or _default_bound(numbers, is_verl=is_verl)
@@ -99,7 +108,8 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         upper=upper,
         normalize=spec.rollout_is_batch_normalize,
         normalize_over="all" if is_verl else "survivors",
-        metrics="verl" if is_verl else "applied",
+        metrics="verl" if is_verl else None,
+        params=params,
     )
 
 
@@ -135,27 +145,62 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     if len(thresholds) != len(names):
         problems.append(_count_mismatch(names, thresholds))
         thresholds = []
-    criteria = _CRITERIA[spec.dialect]
     rules = []
+    unread = dict(spec.rollout_rs_params)
     for position, name in enumerate(names):
-        if name not in criteria:
-            problems.append(_unknown_criterion(name, spec.dialect))
-        elif name in names[:position]:
+        criterion = _criterion(name, spec, unread, problems)
+        if name in names[:position]:
             problems.append(Problem("error", RS_KEY, f"`{name}` is named twice", "keep one of them"))
-        elif thresholds:
-            rule = _reject_rule(name, thresholds[position], criteria[name], problems)
+        elif thresholds and criterion is not None:
+            rule = _reject_rule(name, thresholds[position], criterion, problems)
             rules += [rule] if rule else []
+    for param in unread:
+        what, fix = "no criterion of rollout_rs has this parameter", "leave it out"
+        problems.append(Problem("error", f"{_PREFIX}rollout_rs_params.{param}", what, fix))
     return tuple(rules)
+
+
+def _criterion(
+    name: str, spec: RolloutCorrectionSpec, unread: dict[str, Any], problems: list[Problem]
+) -> _Criterion | None:
+    """What a name means: in the dialect, else in the registry. Takes what it reads out of `unread`."""
+    if name in _CRITERIA[spec.dialect]:
+        return _CRITERIA[spec.dialect][name]
+    if not is_file_function(name) and name not in registered_criteria():
+        problems.append(_unknown_criterion(name, spec.dialect))
+        return None
+    try:
+        part = REJECTION_CRITERIA.part(name)
+    except UsageError as error:
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        problems.append(Problem("error", RS_KEY, what, error.fix))
+        return None
+    declared = part.params.model_fields if part.params else {}
+    given = {key: value for key, value in spec.rollout_rs_params.items() if key in declared}
+    for key in given:
+        unread.pop(key, None)
+    found = param_problems(REJECTION_CRITERIA, name, f"{_PREFIX}rollout_rs_params", given)
+    problems += found
+    return None if found else _Criterion.of(part, params_of(part, given))
+
+
+def registered_criteria() -> list[str]:
+    """Criteria that have the same name and meaning in every dialect."""
+    return [name for name in REJECTION_CRITERIA if name not in BASIC_STATISTICS]
 
 
 def _reject_rule(
     name: str, threshold: str, criterion: _Criterion, problems: list[Problem]
 ) -> RejectRule | None:
-    """The rule, unless its threshold is impossible or would reject on-policy data."""
+    """The rule, unless its threshold is impossible or would reject on-policy data.
+
+    Of a statistic that does not bound ρ, the latter cannot be known here.
+    """
     try:
         rule = criterion.rule(name, parse_threshold(threshold))
     except _ThresholdError as error:
-        fix = "for example 2.5, or 0.6_1.6 where both bounds make sense"
+        example = REJECTION_CRITERIA.part(criterion.statistic).thresholds or ("2.5",)
+        fix = f"for example {example[0]}" if not criterion.is_basic else _THRESHOLD_FIX
         problems.append(Problem("error", RS_THRESHOLD_KEY, f"{name}: {error}", fix))
         return None
     lower, upper = rule.band()
@@ -176,9 +221,10 @@ def _count_mismatch(names: list[str], thresholds: list[str]) -> Problem:
 
 def _unknown_criterion(name: str, dialect: str) -> Problem:
     other = "rlctl" if dialect == "verl" else "verl"
-    known = list(_CRITERIA[dialect])
+    known = [*_CRITERIA[dialect], *registered_criteria()]
     close = difflib.get_close_matches(name, known, n=1)
-    fix = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(known)}"
+    names = f"one of {', '.join(known)}, or path/to/file.py:function"
+    fix = f"did you mean `{close[0]}`?" if close else names
     if name in _CRITERIA[other]:
         fix = f"set dialect: {other}, where it exists"
     return Problem("error", RS_KEY, f"`{name}` is no criterion of dialect {dialect}", fix)
@@ -211,22 +257,34 @@ def _split(text: str | None) -> list[str]:
 class _Criterion:
     """A rejection criterion: its statistic, and the bounds that a threshold sets on it."""
 
-    statistic: Statistic
+    statistic: str
     reduction: Reduction
     bounds: Callable[[Numbers], Bounds]
     scope: Scope = "sequence"
     negative_advantage_only: bool = False
+    params: Any = None
+
+    @classmethod
+    def of(cls, part: Part, params: Any) -> _Criterion:
+        """A registered one: one number bounds its values from above, two on both sides."""
+        reduction: Reduction = "none" if part.unit == "token" else "given"
+        return cls(part.name, reduction, _largest_or_both, part.unit, params=params)
+
+    @property
+    def is_basic(self) -> bool:
+        return self.statistic in BASIC_STATISTICS
 
     def rule(self, name: str, numbers: Numbers) -> RejectRule:
         lower, upper = self.bounds(numbers)
         return RejectRule(
-            name,
+            name.rpartition(":")[2],  # of a user's file, the function: metrics are named after it
             self.statistic,
             self.reduction,
             lower,
             upper,
             self.scope,
             negative_advantage_only=self.negative_advantage_only,
+            params=self.params,
         )
 
 
@@ -268,7 +326,7 @@ _SHAPES: dict[str, tuple[Reduction, Scope]] = {
     "seq_mean": ("mean", "sequence"),
     "seq_max": ("max", "sequence"),
 }
-_STATISTICS: dict[Statistic, Callable[[Numbers], Bounds]] = {
+_STATISTICS: dict[str, Callable[[Numbers], Bounds]] = {
     "k1": _logs,
     "k2": _largest("k2"),
     "k3": _largest("k3"),

@@ -109,8 +109,11 @@ def tighter_weight(rule: WeightRule) -> WeightRule:
 def tighter_criterion(rule: RejectRule) -> RejectRule:
     """The same criterion with the band of ρ that it accepts half as wide in log ρ.
 
-    k3 = ρ − 1 − log ρ is not symmetric: its upper side is halved exactly, the lower side follows.
+    k3 = ρ − 1 − log ρ is not symmetric: its upper side is halved exactly, the lower side follows. A
+    statistic that does not bound ρ keeps its bounds.
     """
+    if not rule.bounds_ratio:
+        return rule
     if rule.statistic == "ratio":
         lower, upper = (None if bound is None else math.sqrt(bound) for bound in (rule.lower, rule.upper))
     elif rule.statistic == "k1":

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
+from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.spec.resolve import correction_rules, registered_criteria
 
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
 
@@ -50,7 +51,7 @@ class Setting:
     def rules(self) -> CorrectionRules:
         """The rule in the internal form, its metrics by rlctl's own definitions whatever the dialect."""
         rules = correction_rules(self.spec)
-        return replace(rules, weight=replace(rules.weight, metrics="applied"))
+        return replace(rules, weight=replace(rules.weight, metrics=None))
 
 
 def _word(value: object) -> str:
@@ -72,15 +73,8 @@ def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
     return RolloutCorrectionSpec(rollout_is_batch_normalize=normalize, **fields)
 
 
-_THRESHOLDS: dict[str, tuple[str, ...]] = {
-    "token": ("1.2", "1.5", "2.0", "3.0", "5.0"),
-    "sequence": ("1.2", "1.5", "2.0", "3.0", "5.0"),
-    "geometric": ("1.01", "1.1", "1.5"),
-}
-
-
 def _weights(normalize: bool) -> list[Setting]:
-    """No weight, the exact one, and every level × bound × threshold."""
+    """No weight, the exact one, and every registered weight × bound × typical threshold."""
     found = [
         Setting("none", "rlctl", _spec(normalize, rollout_is=None)),
         Setting(
@@ -94,11 +88,11 @@ def _weights(normalize: bool) -> list[Setting]:
             ),
         ),
     ]
-    for level, values in _THRESHOLDS.items():
+    for part in CORRECTION_WEIGHTS.parts():
         for bound in ("truncate", "clip", "mask"):
-            for value in values:
-                fields = {"rollout_is": level, "rollout_is_bound": bound, "rollout_is_threshold": value}
-                found.append(Setting(f"{level} {bound} {value}", "rlctl", _spec(normalize, **fields)))
+            for value in part.thresholds:
+                fields = {"rollout_is": part.name, "rollout_is_bound": bound, "rollout_is_threshold": value}
+                found.append(Setting(f"{part.name} {bound} {value}", "rlctl", _spec(normalize, **fields)))
     return found
 
 
@@ -123,7 +117,9 @@ _CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
 def _rejections(normalize: bool) -> list[Setting]:
     """Every criterion by itself, and together with a truncated weight of either level."""
     found = []
-    for dialect, criteria in _CRITERIA.items():
+    registered = {name: REJECTION_CRITERIA.part(name).thresholds for name in registered_criteria()}
+    own = {"rlctl": _CRITERIA["rlctl"] | registered, "verl": _CRITERIA["verl"]}
+    for dialect, criteria in own.items():
         for name, thresholds in criteria.items():
             for threshold in thresholds:
                 for level in (None, "token", "sequence"):

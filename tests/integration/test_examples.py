@@ -15,16 +15,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSS = f"{EXAMPLES}/custom_loss.py:soft_ppo"
 ESTIMATOR = f"{EXAMPLES}/custom_estimator.py:minus_best"
 ENGINE = f"{EXAMPLES}/custom_engine.py:plain_sampling"
+WEIGHT = f"{EXAMPLES}/custom_correction.py:tempered"
+CRITERION = f"{EXAMPLES}/custom_correction.py:worst_tokens"
 REWARD = f"{EXAMPLES}/custom_reward.py:agreement"
 
 
 @pytest.mark.usefixtures("embedded")
-def test_a_run_with_a_loss_an_estimator_and_a_reward_from_files(tmp_path: Path) -> None:
+def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
     run = runs.train(
         tmp_path / "run",
         f"algorithm.rollout_correction.loss_type={LOSS}",
         "algorithm.rollout_correction.loss_params.beta=4",
         "algorithm.rollout_correction.bypass_mode=false",
+        f"algorithm.rollout_correction.rollout_is={WEIGHT}",
+        "algorithm.rollout_correction.rollout_is_params.exponent=0.25",
+        f"algorithm.rollout_correction.rollout_rs={CRITERION}",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5",
         f"algorithm.adv_estimator={ESTIMATOR}",
         f"reward.name={REWARD}",
         "trainer.total_training_steps=2",
@@ -32,6 +38,7 @@ def test_a_run_with_a_loss_an_estimator_and_a_reward_from_files(tmp_path: Path) 
     first, last = runs.metrics(run)
     assert last["training/global_step"] == 2
     assert first["actor/grad_norm"] > 0
+    assert first["rollout_corr/rollout_rs_worst_tokens_max"] >= 0
     assert 0 < first["critic/score/mean"] < 1  # partial agreement: not the built-in task's 0 or 1
     # The best response of a group is no better than its best sibling by much, most are worse.
     assert first["critic/advantages/mean"] < 0
@@ -67,6 +74,14 @@ def test_the_estimator_passes_the_tests_of_every_estimator() -> None:
     checks.test_padding_changes_nothing(ESTIMATOR)
     checks.test_numbers_of_groups_mean_nothing(ESTIMATOR)
     checks.test_responses_that_were_not_graded_count_nowhere(ESTIMATOR)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("weight", WEIGHT), ("criterion", CRITERION)])
+def test_the_correction_passes_the_tests_of_every_one(kind: str, name: str) -> None:
+    checks = test_parts.TestCorrectionParts()
+    checks.test_order_padding_and_division_change_nothing(kind, name)
+    checks.test_a_row_with_bad_numbers_costs_only_itself(kind, name)
+    checks.test_where_the_policies_agree_nothing_changes(kind, name)
 
 
 @pytest.mark.usefixtures("embedded")

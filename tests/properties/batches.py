@@ -70,7 +70,7 @@ def weight_rules() -> list[WeightRule]:
             (None, "token", "sequence", "geometric"),
             ("clip", "truncate", "mask"),
             normalisations,
-            ("applied", "verl"),
+            (None, "verl"),
         )
     ]
 

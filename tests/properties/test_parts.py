@@ -1,7 +1,8 @@
-"""What every registered loss and estimator must satisfy; a new part is tested by being registered.
+"""What every registered loss, estimator, correction weight and rejection criterion must satisfy.
 
-Order of the rows, padding, how a batch is divided and how groups are numbered change nothing; a part that
-says `unbiased` has the gradient of the expected reward on-policy, by enumeration.
+A new part is tested by being registered. Order of the rows, padding, how a batch is divided and how groups
+are numbered change nothing; a part that says `unbiased` has the gradient of the expected reward by
+enumeration: a loss and an estimator on-policy, a correction weight off-policy.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
-from rlctl.algos.rules import LossRule
+from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.algos.token_advantages import whiten, whitening_sums
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
+from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.resolve import correction_rules
+from tests.properties.batches import factor_and_metrics, make_batch
 
 ROWS, HORIZON = 8, 5
 ORDER = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
@@ -156,6 +162,86 @@ class TestLosses:
         )
 
 
+# --- correction weights and rejection criteria --------------------------------------------------------
+
+
+def weight_rules(name: str) -> list[CorrectionRules]:
+    """The rules that a spec with this weight makes, with every bound at its typical thresholds."""
+    return [
+        correction_rules(
+            RolloutCorrectionSpec(rollout_is=name, rollout_is_threshold=threshold, rollout_is_bound=bound)
+        )
+        for threshold in CORRECTION_WEIGHTS.part(name).thresholds[:2]
+        for bound in ("clip", "truncate", "mask")
+    ]
+
+
+def criterion_rules(name: str) -> list[CorrectionRules]:
+    """The rules that a spec with this criterion makes at its typical thresholds."""
+    return [
+        correction_rules(
+            RolloutCorrectionSpec(rollout_is="token", rollout_rs=name, rollout_rs_threshold=threshold)
+        )
+        for threshold in REJECTION_CRITERIA.part(name).thresholds
+    ]
+
+
+def rules_of(kind: str, name: str) -> list[CorrectionRules]:
+    if kind == "weight":
+        return weight_rules(name)
+    if name not in BASIC_STATISTICS:
+        return criterion_rules(name)
+    upper = {"ratio": 1.6, "k1": 0.5}.get(name, 0.1)  # one that a dialect gives a name and bounds
+    return [CorrectionRules(WeightRule("token"), (RejectRule(name, name, "none", None, upper, "token"),))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("weight", name) for name in CORRECTION_WEIGHTS),
+        *(("criterion", name) for name in REJECTION_CRITERIA),
+    ],
+)
+class TestCorrectionParts:
+    def test_order_padding_and_division_change_nothing(self, kind: str, name: str) -> None:
+        whole = make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6)
+        for rules in rules_of(kind, name):
+            once = whole.correct(rules)
+            factor, metrics = factor_and_metrics(once, rules)
+            parts = [whole.select(rows).padded(pad) for rows, pad in ((ORDER[:3], 2), (ORDER[3:], 0))]
+            found = [part.correct(rules) for part in parts]
+            for attribute in ("keep_mask", "weights"):
+                together = torch.cat([getattr(part, attribute)[:, :HORIZON] for part in found])
+                torch.testing.assert_close(together, getattr(once, attribute)[ORDER])
+            sums = (found[0].sums + found[1].sums).to_host()
+            assert normalization_factor(sums, rules) == pytest.approx(factor, rel=1e-6)
+            for key, value in correction_metrics(normalized(sums, factor, rules), rules).items():
+                assert value == pytest.approx(metrics[key], rel=1e-5, abs=2e-6), key
+
+    def test_a_row_with_bad_numbers_costs_only_itself(self, kind: str, name: str) -> None:
+        clean = make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6)
+        for bad, rules in itertools.product((float("nan"), float("-inf")), rules_of(kind, name)):
+            train = clean.log_probs.clone()
+            train[3, 0] = bad
+            expected = clean.correct(rules)
+            found = replace(clean, log_probs=train).correct(rules)
+            others = torch.arange(ROWS) != 3
+            assert found.nonfinite.tolist() == (~others).tolist()
+            assert torch.equal(found.keep_mask[others], expected.keep_mask[others])
+            assert torch.equal(found.weights[others], expected.weights[others])
+            assert not found.weights[3].any()
+            factor, metrics = factor_and_metrics(found, rules)
+            assert torch.tensor([factor, *metrics.values()]).isfinite().all()
+
+    def test_where_the_policies_agree_nothing_changes(self, kind: str, name: str) -> None:
+        batch = make_batch(12, rows=ROWS, horizon=HORIZON)
+        same = replace(batch, rollout_log_probs=batch.log_probs)
+        for rules in rules_of(kind, name):
+            found = same.correct(rules)
+            assert torch.equal(found.keep_mask, same.mask)
+            assert torch.equal(found.weights, same.mask.float())
+
+
 # --- enumeration ------------------------------------------------------------------------------------
 
 VOCABULARY, LENGTH = 3, 2
@@ -213,4 +299,20 @@ def test_an_unbiased_estimator_has_it_too(name: str) -> None:
         advantages = advantages_of(name, given)[:, 0].double()
         objective = objective + chance[rows].prod() * (advantages * log_probs[rows]).mean()
     (gradient,) = torch.autograd.grad(objective, logits)
+    torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [part.name for part in CORRECTION_WEIGHTS.parts() if part.unbiased])
+def test_an_unbiased_weight_has_it_off_policy(name: str) -> None:
+    """E_rollout[w · A · ∇ log π] without a bound, over all responses."""
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = token_log_probs(logits)
+    rollout = token_log_probs(LOGITS + torch.tensor([[0.5, -0.3, 0.1], [-0.4, 0.6, 0.2]]).double())
+    every = torch.ones_like(rollout, dtype=torch.bool)
+    rules = CorrectionRules(WeightRule(name, "truncate", upper=1e9))
+    advantages = REWARDS[:, None].expand(-1, LENGTH)
+    weights = correct(log_probs.detach(), rollout, every, rules, advantages=advantages).weights
+    assert weights is not None
+    surrogate = (weights.double() * advantages * log_probs).sum(-1)
+    (gradient,) = torch.autograd.grad((rollout.sum(-1).exp() * surrogate).sum(), logits)
     torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)

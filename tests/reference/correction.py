@@ -276,7 +276,7 @@ def weight_metrics(nonempty: list[Sequence], rule) -> dict[str, float]:
     found = weight_family("rollout_is_raw_", raw, rule.level)
     if rule.level is None:
         return found
-    if rule.metrics == "verl":
+    if rule.metrics is not None:
         found |= verl_weight_metrics([s.bounded for s in nonempty], raw, rule)
     else:
         found |= weight_family("rollout_is_", [s.applied for s in nonempty], rule.level)
@@ -315,7 +315,7 @@ def rejection_metrics(nonempty: list[Sequence], finite: list[Sequence], rules) -
         prefix = f"rollout_rs_{rule.name}_"
         values = [v for s in finite for v in s.judged[index][0]]
         average, spread = mean(values), std(values)
-        if rules.weight.metrics == "verl":  # per token, a sequence's value standing for each of its tokens
+        if rules.weight.metrics is not None:  # per token, a sequence's value standing for each of its tokens
             tokens = []
             for s in finite:
                 judged = s.judged[index][0]

@@ -22,6 +22,10 @@ def test_every_marker_becomes_its_table(path: Path) -> None:
     [
         ("spec", ["| `actor.lr` | number ≥ 0 | ", "| `trainer.seed` |"]),
         ("metrics", ["| `actor/ppo_kl` | nats |"]),
+        (
+            "algorithms",
+            ["| `sequence` | the product of a response's ρ | Π_t ρ_t | sequence |", "| `k3` | k3 of"],
+        ),
     ],
 )
 def test_the_reference_shows_what_the_code_has(page: str, rows: list[str]) -> None:

@@ -8,20 +8,37 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlctl.algos.correction import correct
+from rlctl.algos.correction_records import Correction
+from rlctl.algos.rules import CorrectionRules
+from rlctl.algos.statistics import correction_metrics
 from rlctl.errors import SpecError, UsageError
-from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, Registry
+from rlctl.registry import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTION_WEIGHTS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REJECTION_CRITERIA,
+    Registry,
+)
+from rlctl.spec.explain import bands
 from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
+from rlctl.spec.resolve import correction_rules
 
 LOSS = "algorithm.rollout_correction.loss_type"
 PARAMS = "algorithm.rollout_correction.loss_params"
+RC = "algorithm.rollout_correction."
+SQUARED = [f"{RC}rollout_is=mine.py:squared"]
+GAP = [f"{RC}rollout_rs=mine.py:largest_gap", f"{RC}rollout_rs_threshold=0.3"]
 
 MINE = '''
 import torch
 from pydantic import BaseModel, Field
 
 from rlctl.algos.losses import TokenLoss
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 
 class Soft(BaseModel, extra="forbid"):
@@ -39,6 +56,32 @@ def plain(rule, log_probs, old_log_probs, advantages, loss_mask, weights):
 
 
 NOT_A_FUNCTION = 3
+
+
+class Floor(BaseModel, extra="forbid"):
+    floor: float = Field(default=0.0, ge=0)
+
+
+@CORRECTION_WEIGHTS.register(label="Squared", formula="ρ_t²", params=Floor)
+def squared(log_ratio, params):
+    return (2.0 * log_ratio.token).clamp(min=params.floor - 20.0)
+
+
+@REJECTION_CRITERIA.register(
+    label="Largest gap", formula="max |log ρ_t|", unit="sequence", thresholds=["0.3"]
+)
+def largest_gap(log_ratio, params):
+    return log_ratio.token.abs().amax(-1, keepdim=True)
+
+
+def undecorated(log_ratio, params):
+    """Any gap."""
+    return log_ratio.token.abs()
+
+
+@REJECTION_CRITERIA.register(unit="sequence")
+def wrong_shape(log_ratio, params):
+    return log_ratio.token
 '''
 
 
@@ -61,9 +104,12 @@ def problem(*overrides: str) -> tuple[str, str, str]:
     return found.key, found.what, found.fix or ""
 
 
-@pytest.mark.parametrize("registry", [POLICY_LOSSES, ADVANTAGE_ESTIMATORS, KL_ESTIMATORS])
+@pytest.mark.parametrize(
+    "registry",
+    [POLICY_LOSSES, ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, CORRECTION_WEIGHTS, REJECTION_CRITERIA],
+)
 def test_every_part_says_what_it_is(registry: Registry) -> None:
-    assert len(registry) >= 5
+    assert len(registry) >= 3
     for part in registry.parts():
         assert all([part.label, part.formula, part.source]), part.name
         assert (part.function.__doc__ or "").strip(), part.name
@@ -108,6 +154,44 @@ def test_the_spec_with_parameters_is_written_and_read_back(mine: str, tmp_path: 
     assert loaded.origins[PARAMS].layer == "command line"
 
 
+def corrected(*overrides: str) -> tuple[Correction, CorrectionRules]:
+    """Of two responses with log-ratios 0.1, 0.5 and 0.1, 0.2."""
+    rules = correction_rules(spec_with(*overrides).spec.algorithm.rollout_correction)
+    log_ratio = torch.tensor([[0.1, 0.5, 0.0], [0.1, 0.2, 9.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    return correct(log_ratio - 3.0, torch.full((2, 3), -3.0), mask, rules), rules
+
+
+def test_a_weight_of_ones_own_is_bounded_like_the_others(mine: str) -> None:
+    found, rules = corrected(*SQUARED, f"{RC}rollout_is_threshold=2.0")
+    expected = torch.tensor([[0.2, 1.0, -99.0], [0.2, 0.4, -99.0]]).exp().clamp(max=2.0)
+    torch.testing.assert_close(found.weights, expected)
+    assert rules.weight.params.floor == 0.0
+    (band,) = bands(spec_with(*SQUARED).spec)
+    assert (band.interval, band.bounds) == ("0.5 ≤ w ≤ 2", "w = ρ_t²: Squared")
+
+
+def test_a_criterion_of_ones_own_rejects_and_is_measured(mine: str) -> None:
+    found, rules = corrected(*GAP)
+    assert found.keep_mask.tolist() == [[False] * 3, [True, True, False]]
+    metrics = correction_metrics(found.sums.to_host(), rules)
+    prefix = "rollout_corr/rollout_rs_largest_gap_"
+    assert metrics[f"{prefix}max"] == pytest.approx(0.5)
+    assert metrics[f"{prefix}fraction_high"] == metrics[f"{prefix}seq_masked_fraction"] == 0.5
+    (band,) = bands(spec_with(*GAP).spec)
+    assert (band.interval, band.outside) == ("max |log ρ_t| ≤ 0.3", "the whole response is rejected")
+
+
+def test_a_function_without_decoration_rejects_tokens(mine: str) -> None:
+    found, _ = corrected(f"{RC}rollout_rs=mine.py:undecorated", f"{RC}rollout_rs_threshold=0.3")
+    assert found.keep_mask.tolist() == [[True, False, False], [True, True, False]]
+
+
+def test_a_criterion_of_another_shape_than_it_says_is_refused(mine: str) -> None:
+    with pytest.raises(ValueError, match=r"wrong_shape.*unit='sequence'.*\(2, 3\), not \(2, 1\)"):
+        corrected(f"{RC}rollout_rs=mine.py:wrong_shape", f"{RC}rollout_rs_threshold=0.3")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
@@ -122,6 +206,22 @@ def test_the_spec_with_parameters_is_written_and_read_back(mine: str, tmp_path: 
         (["algorithm.adv_estimator=rlo"], "algorithm.adv_estimator", "did you mean `rloo`"),
         (["algorithm.kl_penalty=unbiased"], "algorithm.kl_penalty", "use k1, k2 or k3"),
         (["actor.kl_loss_type=k9"], "actor.kl_loss_type", "`k"),
+        ([f"{RC}rollout_is=tokn"], f"{RC}rollout_is", "did you mean `token`"),
+        ([f"{RC}rollout_is=mine.py:absent"], f"{RC}rollout_is", "no such function"),
+        (
+            [f"{RC}rollout_is=token", f"{RC}rollout_is_params.x=1"],
+            f"{RC}rollout_is_params.x",
+            "no parameters",
+        ),
+        ([*SQUARED, f"{RC}rollout_is_params.floor=-1"], f"{RC}rollout_is_params.floor", "greater than"),
+        (
+            [f"{RC}rollout_rs=mine.py:absent", f"{RC}rollout_rs_threshold=1"],
+            f"{RC}rollout_rs",
+            "no such func",
+        ),
+        ([f"{RC}rollout_rs=mine.py:largest_gap"], f"{RC}rollout_rs_threshold", "missing"),
+        ([*GAP, f"{RC}rollout_rs_threshold=-1"], f"{RC}rollout_rs_threshold", "for example 0.3"),
+        ([*GAP, f"{RC}rollout_rs_params.x=1"], f"{RC}rollout_rs_params.x", "no criterion"),
     ],
 )
 def test_what_does_not_fit_is_refused(mine: str, overrides: list[str], key: str, words: str) -> None:
@@ -152,13 +252,15 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
     (tmp_path / "their_losses.py").write_text(
         "from rlctl.registry import POLICY_LOSSES\n\n\n"
         '@POLICY_LOSSES.register("theirs", label="Theirs", needs={"old_log_probs"})\n'
-        "def loss(*arguments):\n    raise NotImplementedError\n"
+        "def loss(*arguments):\n    raise NotImplementedError\n\n\n"
+        "def gap(log_ratio, params):\n    return log_ratio.token.abs()\n"
     )
     info = tmp_path / "their_losses-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-losses\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[rlctl.policy_losses]\ntheirs = their_losses:loss\nbroken = their_losses:absent\n"
+        "[rlctl.rejection_criteria]\ngap = their_losses:gap\n"
     )
     code = f"""
         import sys
@@ -170,6 +272,7 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         spec = load_spec([], [], ["{LOSS}=theirs", "algorithm.rollout_correction.rollout_is=null"]).spec
         assert spec.algorithm.rollout_correction.loss_type == "theirs"
         assert POLICY_LOSSES.part("theirs").label == "Theirs"
+        load_spec([], [], ["{RC}rollout_rs=gap", "{RC}rollout_rs_threshold=0.5"])
         assert POLICY_LOSSES.part("theirs").needs == {{"old_log_probs"}}
         try:
             POLICY_LOSSES.part("broken")

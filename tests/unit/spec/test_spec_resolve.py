@@ -123,7 +123,7 @@ def test_truncate_has_no_lower_bound():
 
 
 def test_verl_metrics_and_normalisation_come_with_its_dialect():
-    assert (rules().weight.metrics, rules().weight.normalize_over) == ("applied", "survivors")
+    assert (rules().weight.metrics, rules().weight.normalize_over) == (None, "survivors")
     verl = rules(dialect="verl").weight
     assert (verl.metrics, verl.normalize_over) == ("verl", "all")
 

@@ -1,0 +1,53 @@
+"""Importance weights: how the ratios ρ_t of a response become the weights of its tokens.
+
+Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (B, T) with
+`unit="token"`, (B, 1) float64 with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows depend on nothing but
+themselves. The core clamps to ±20, takes `exp`, applies bound and rejection, and normalises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlctl.registry import CORRECTION_WEIGHTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.algos.correction_records import LogRatio
+
+
+@CORRECTION_WEIGHTS.register(
+    label="each token's ρ",
+    formula="ρ_t",
+    source="Yao et al. 2025, truncated importance sampling",
+    thresholds=("1.2", "1.5", "2.0", "3.0", "5.0"),
+)
+def token(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w_t = ρ_t: low variance, and biased wherever earlier tokens of the response differ too."""
+    return log_ratio.token
+
+
+@CORRECTION_WEIGHTS.register(
+    label="the product of a response's ρ",
+    formula="Π_t ρ_t",
+    source="Kahn and Marshall 1953",
+    unit="sequence",
+    thresholds=("1.2", "1.5", "2.0", "3.0", "5.0"),
+    unbiased=True,
+)
+def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w = Π_t ρ_t, the same for all tokens: exact without a bound; its variance grows with the length."""
+    return log_ratio.sequence
+
+
+@CORRECTION_WEIGHTS.register(
+    label="the geometric mean of a response's ρ",
+    formula="(Π_t ρ_t)^(1/length)",
+    source="Zheng et al. 2025, GSPO, eq. 7",
+    unit="sequence",
+    thresholds=("1.01", "1.1", "1.5"),
+)
+def geometric(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w = (Π_t ρ_t)^(1/length), the same for all tokens: hardly any variance, and biased."""
+    return log_ratio.mean

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction_records import Correction, CorrectionSums, CriterionResult, LogRatio, Weights
-from rlctl.algos.row_blocks import as_float, check_inputs, count, evaluated, in_row_blocks, zero_outside
+from rlctl.algos.row_blocks import (
+    as_bits,
+    as_float,
+    check_inputs,
+    count,
+    evaluated,
+    in_row_blocks,
+    zero_outside,
+)
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_sums
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
@@ -62,7 +70,8 @@ def masked_log_ratio(
     train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None = None
 ) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
-    train, rollout = zero_outside(train, mask), zero_outside(rollout, mask)
+    bits = as_bits(mask, train.dtype)
+    train, rollout = (zero_outside(x, mask, bits) for x in (train, rollout.to(train.dtype)))
     token = train - rollout
     total = token.sum(-1, keepdim=True)  # a NaN or infinity anywhere in the row shows in its sum
     length = count(mask).double()

@@ -27,11 +27,15 @@ BLOCK_CUDA = 1 << 24
 CorrectRows = Callable[[Tensor, Tensor, Tensor, Tensor | None, CorrectionRules], Correction]
 
 
-def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`torch.where(mask, values, 0.0)`, of NaN and infinity too; both (B, T)."""
-    bits = torch.int64 if values.element_size() == 8 else torch.int32
-    keep_bits = mask.view(torch.int8).to(bits).neg_()  # every bit, or none
-    return keep_bits.bitwise_and_(values.view(bits)).view(values.dtype)
+def as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers of the size of `dtype`: every bit where True, else none."""
+    return mask.view(torch.int8).to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+
+def zero_outside(values: Tensor, mask: Tensor, bits: Tensor | None = None) -> Tensor:
+    """`torch.where(mask, values, 0.0)`, of NaN and infinity too; all (B, T), `bits` those of the mask."""
+    bits = as_bits(mask, values.dtype) if bits is None else bits
+    return (bits & values.view(bits.dtype)).view(values.dtype)
 
 
 def as_float(mask: Tensor) -> Tensor:

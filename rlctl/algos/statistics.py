@@ -108,9 +108,9 @@ class _Rows:
         self.is_finite = self.finite.double()
         self.length = log_ratio.length[:, 0] * self.is_finite
         self.divisor = self.length.clamp(min=1)
-        excess, squares = log_ratio.excess, log_ratio.excess.square()
+        excess = log_ratio.excess
         self.excess, self.excess_squares, self.clamped = self.clean(
-            excess.sum(-1), squares.sum(-1), log_ratio.token.sum(-1)
+            excess.sum(-1), _squares(excess), log_ratio.token.sum(-1)
         )
 
     @cached_property
@@ -125,7 +125,7 @@ class _Rows:
     def token_moments(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> Moments[Tensor]:
         """Of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
         extremes = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
-        total, squares, low, high = self.clean(values.sum(-1), values.square().sum(-1), *extremes)
+        total, squares, low, high = self.clean(values.sum(-1), _squares(values), *extremes)
         n = self.length
         sums = offset or (total - n, squares - 2.0 * total + n)
         return Moments(n, total, squares, *sums, *_extremes(low, high, self.finite))
@@ -139,6 +139,11 @@ class _Rows:
     def row_moments(self, values: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
         """Of one value (B,) per finite row; `offset`: value − 1, where it is known more exactly."""
         return _moments(values, self.is_finite, offset)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """(B,) Σ x² over tokens, exact for ones."""
+    return values.square().sum(-1)
 
 
 def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
@@ -164,7 +169,7 @@ def _raw_moments(rows: _Rows, weights: Weights | None, rule: WeightRule) -> Unit
         if not rule.by_token:
             raw, exact = rows.clean(weights.raw[:, 0], offset[:, 0])
             return UnitMoments(_moments(raw, rows.length, exact), rows.row_moments(raw, exact))
-        excess, squares = rows.clean(offset.sum(-1), offset.square().sum(-1))
+        excess, squares = rows.clean(offset.sum(-1), _squares(offset))
         token = rows.token_moments(weights.raw * rows.response, (excess, squares))
     return UnitMoments(token, rows.row_moments(token.total / rows.divisor, excess / rows.divisor))
 
@@ -192,9 +197,9 @@ def _gap_sums(rows: _Rows, train: Tensor, product: Tensor) -> GapSums[Tensor]:
 def _probability_sums(rows: _Rows, train: Tensor, rollout: Tensor) -> ProbabilitySums[Tensor]:
     """Of log-probs (B, T) that are 0 on padding and no longer needed."""
     train, rollout = train.expm1_(), rollout.expm1_()
-    found = [total for x in (train, rollout) for total in (x.sum(-1), x.square().sum(-1))]
+    found = [total for x in (train, rollout) for total in (x.sum(-1), _squares(x))]
     gap = train.sub_(rollout).abs_()
-    sums = rows.clean(*found, gap.sum(-1), gap.square().sum(-1), gap.amax(-1))
+    sums = rows.clean(*found, gap.sum(-1), _squares(gap), gap.amax(-1))
     return ProbabilitySums(*sums)
 
 
@@ -214,7 +219,7 @@ def _weight_sums(
             unrejected = weights.bounded * rows.response
             described = described if is_plain else unrejected
         offset = (described - 1.0).mul_(rows.response)
-        found = [total for x in (described, offset) for total in (x.sum(-1), x.square().sum(-1))]
+        found = [total for x in (described, offset) for total in (x.sum(-1), _squares(x))]
         low, high = (described + rows.padding).amin(-1), described.amax(-1)  # weights are never negative
         total, squares, low, high = rows.clean(*found[:2], low, high)
         first, second = (
@@ -253,7 +258,7 @@ def _criterion_sums(
     rows: _Rows, result: CriterionResult, rule: RejectRule, weight: WeightRule
 ) -> CriterionSums[Tensor]:
     """Its statistic, what is out of bounds, and what it rejects by itself."""
-    if result.values is rows.log_ratio.ratio:
+    if rule.statistic == "ratio" and rule.reduction == "none":
         moments = rows.ratio_moments
         token_total = moments.total
     elif rule.reduction == "none":

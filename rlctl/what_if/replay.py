@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import correct, normalization_factor
+from rlctl.algos.correction import clamped_exp, correct, masked_log_ratio, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.row_blocks import evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.errors import UsageError
+from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.chunks import advantages_of, pad, pooled, whole_groups
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens
 from rlctl.what_if.settings import Setting
@@ -159,21 +161,18 @@ def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:
 
 def _kish(chunk: Chunk, rule: WeightRule, weights: Tensor) -> Floats:
     """(2, 3, K): n, Σw, Σw² of raw and applied weights, over tokens or over sequences."""
-    mask, log_ratio = chunk.mask, chunk.log_probs - chunk.rollout_log_probs
-    result = np.zeros((2, 3, BLOCKS))
-    if rule.level in (None, "token"):
-        raw, applied = torch.where(mask, log_ratio.clamp(-20.0, 20.0).exp(), 0.0), weights * mask
-        counts = mask.sum(-1).double()
-        rows = [(value.double().sum(-1), value.double().square().sum(-1)) for value in (raw, applied)]
+    mask = chunk.mask
+    per_token = chunk.advantages[:, None].expand(mask.shape).float()
+    log_ratio = masked_log_ratio(chunk.log_probs, chunk.rollout_log_probs, mask, per_token)
+    raw = clamped_exp(evaluated(CORRECTION_WEIGHTS, rule.level or "token", log_ratio, rule.params))
+    if rule.by_token:
+        counts, values = mask.sum(-1), (raw * mask, weights * mask)
     else:
-        finite = mask.any(-1)
-        length = mask.sum(-1).clamp(min=1)
-        total = torch.where(mask, log_ratio, 0.0).sum(-1) / (length if rule.level == "geometric" else 1)
-        raw = torch.where(finite, total.clamp(-20.0, 20.0).double().exp(), 0.0)
-        applied = torch.where(mask, weights, 0.0).amax(-1).double()
-        counts = finite.double()
-        rows = [(value, value.square()) for value in (raw, applied)]
-    for place, (first, second) in enumerate(rows):
-        for row, values in enumerate((counts, first, second)):
-            result[place, row] = torch.bincount(chunk.blocks, weights=values, minlength=BLOCKS).numpy()
+        counts = mask.any(-1)
+        values = (raw * counts[:, None], torch.where(mask, weights, 0.0).amax(-1, keepdim=True))
+    result = np.zeros((2, 3, BLOCKS))
+    for place, found in enumerate(values):
+        sums = (counts, found.double().sum(-1), found.double().square().sum(-1))
+        for row, one in enumerate(sums):
+            result[place, row] = torch.bincount(chunk.blocks, weights=one, minlength=BLOCKS).numpy()
     return result

@@ -81,8 +81,7 @@ def judge(judged: RankedSetting) -> Tradeoff:
 def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Floats) -> SettingOutcome:
     metrics, sums = judged.metrics[place], judged.corrections[place]
     used = judged.moments.counts[0] > 0
-    level = judged.rules[place].weight.level
-    units = sums.finite_tokens if level == "token" else sums.finite_sequences
+    units = sums.finite_tokens if judged.rules[place].weight.by_token else sums.finite_sequences
     beyond = 0.0
     if sums.weights is not None:
         below = 0.0 if judged.rules[place].weight.bound == "truncate" else sums.weights.below
@@ -97,7 +96,7 @@ def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Fl
         applied_ess=_ess(judged.kish[place, 1][:, used], drawn),
         kept_tokens=1.0 - metrics[f"{prefix}rollout_rs_masked_fraction"],
         kept_sequences=1.0 - metrics[f"{prefix}rollout_rs_seq_masked_fraction"],
-        max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0),
+        max_weight=metrics.get(f"{prefix}rollout_is_max", 1.0) if sums.kept_tokens else 0.0,
         at_bound=ratio(beyond, units),
         saturated=ratio(metrics[f"{prefix}saturated_sequences"], sums.finite_sequences),
         error=errors[0],

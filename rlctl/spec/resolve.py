@@ -23,10 +23,11 @@ from rlctl.algos.rules import (
     WeightRule,
 )
 from rlctl.errors import Problem, SpecError, UsageError
-from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, Part, is_file_function
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA, Part
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.parts import param_problems, params_of
 from rlctl.spec.run_spec import RunSpec
+from rlctl.user_code import is_file_function
 
 _PREFIX = "algorithm.rollout_correction."
 IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"

@@ -18,6 +18,7 @@ import typer
 
 from rlctl.cli import prepare_data, presets, reward
 from rlctl.cli.command import HELP_NAMES, Command, Group
+from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
@@ -54,6 +55,7 @@ app.command(cls=Command)(watch)
 app.command(cls=Command)(samples)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(export)
+app.command("import", cls=Command)(import_config)
 app.command(cls=Command)(init)
 app.command(cls=Command)(explain)
 app.command(cls=Command)(schema)

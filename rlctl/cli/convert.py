@@ -1,0 +1,139 @@
+"""`rlctl import`, `rlctl export-config`: other frameworks' configurations to a spec and back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.convert.translate import Row, Translation
+
+
+class Format(StrEnum):
+    """How the table is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+class Target(StrEnum):
+    """What can be written."""
+
+    VERL = "verl"
+    TRL = "trl"
+    OPENRLHF = "openrlhf"
+
+
+_FORMAT_HELP = "How to print what became of every key."
+
+
+def import_config(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A launch script (.sh), Python file, YAML or TOML.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The launch script's own arguments, $1 ….")
+    ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            help="Whose it is: nemo-rl, openrlhf, prime-rl, slime, trl, verl.",
+            show_default="found by its launch command, classes or keys",
+        ),
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A variable that the script expects to be set."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the spec here.", show_default="printed")
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TEXT,
+) -> None:
+    """Translate another framework's launch script or configuration into a spec.
+
+    Reads verl, TRL, OpenRLHF, slime, prime-rl and NeMo-RL. Nothing in the file is run. Every key is listed:
+    translated with the same meaning, translated with a different one (and what differs), not supported, or
+    unknown. Defaults of the framework that are not rlctl's are written into the spec.
+
+      rlctl import run_grpo.sh --set MODEL=Qwen/Qwen3-4B --output grpo.yaml
+
+      rlctl import train_grpo.py --from trl --format markdown
+    """
+    from rlctl.convert import report
+    from rlctl.convert.source import read
+    from rlctl.convert.translate import translate
+
+    result = translate(
+        read(file, framework=framework, environment=_variables(variables or []), arguments=arguments or [])
+    )
+    text = report.spec_yaml(result, file.name)
+    if output is not None:
+        _write(output, text)
+    if format_ is Format.JSON:
+        typer.echo(report.as_json(result, text))
+    elif format_ is Format.MARKDOWN:
+        typer.echo(report.as_markdown(result, text))
+    else:
+        _print(result, text if output is None else "")
+        if output is not None:
+            typer.echo(f"{output} written; check it with: rlctl train --spec {output} --dry-run")
+
+
+def _variables(given: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"not NAME=VALUE: {text}", where="--set", fix="for example --set N_GPUS=8")
+        pairs[name] = value
+    return pairs
+
+
+def _write(path: Path, text: str) -> None:
+    from rlctl.files import write_text
+
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def _print(result: Translation, spec_text: str) -> None:
+    from rlctl.convert.report import summary
+    from rlctl.convert.translate import STATUSES
+
+    typer.echo(f"{result.table.title}, {summary(result)}")
+    for status, title in STATUSES.items():
+        _print_rows(title, [row for row in result.rows if row.status == status])
+    _print_rows("defaults of the framework that are not rlctl's", result.implied)
+    if result.notes:
+        typer.echo("\nnot followed in the file" if len(result.notes) > 1 else "\nnote")
+        for note in result.notes:
+            typer.echo(f"  {note}")
+    if result.problems:
+        typer.echo("\nbefore it runs")
+        for one in result.problems:
+            typer.echo(f"  {one.severity}: {one.key}: {one.what}" + (f" ({one.fix})" if one.fix else ""))
+    if spec_text:
+        typer.echo(f"\n{spec_text.rstrip()}")
+
+
+def _print_rows(title: str, rows: list[Row]) -> None:
+    from rlctl.convert.report import became, shown
+
+    if rows:
+        typer.echo(f"\n{title} ({len(rows)})")
+    for row in rows:
+        place = f"{row.where}: " if row.where else ""
+        typer.echo(f"  {place}{row.key} = {shown(row.value)}" + (f" → {became(row)}" if row.became else ""))
+        if row.note:
+            typer.echo(f"      {row.note}")

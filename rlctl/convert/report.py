@@ -1,0 +1,95 @@
+"""A translation as text, Markdown, JSON and YAML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rlctl.convert.table import word
+from rlctl.convert.translate import STATUSES, Row, Translation
+
+
+def spec_yaml(result: Translation, name: str) -> str:
+    """The spec with the origin of every value, and what is missing as comments."""
+    lines = [f"# {name}, a configuration of {result.table.title}, translated by `rlctl import`."]
+    missing = [problem for problem in result.problems if problem.severity == "error"]
+    lines += [f"# Missing: {problem.key}: {problem.what}" for problem in missing]
+    section = ""
+    for key, value in result.spec.items():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append("")
+        lines.append(f"{key}: {_yaml(value)}  # {result.origins[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    """A value as the spec reads it: text that could be taken for something else stands in quotes."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_json(result: Translation, spec_text: str) -> str:
+    """Everything, for programs."""
+    content = {
+        "framework": result.table.title,
+        "counts": result.counts,
+        "keys": [asdict(row) for row in result.rows],
+        "defaults": [asdict(row) for row in result.implied],
+        "problems": [asdict(problem) for problem in result.problems],
+        "notes": result.notes,
+        "spec": result.spec,
+        "spec_text": spec_text,
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False, default=str)
+
+
+def as_markdown(result: Translation, spec_text: str) -> str:
+    """Tables for an issue or a page."""
+    lines = [f"# {result.table.title} → rlctl", "", summary(result), ""]
+    for status, title in STATUSES.items():
+        if rows := [row for row in result.rows if row.status == status]:
+            lines += [f"## {title[0].upper()}{title[1:]} ({len(rows)})", "", *_markdown_table(rows), ""]
+    if result.implied:
+        lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
+    if result.problems:
+        lines += ["## Before it runs", ""]
+        lines += [
+            f"- `{one.key}`: {one.what}" + (f" ({one.fix})" if one.fix else "") for one in result.problems
+        ]
+        lines += [""]
+    lines += [f"- {note}" for note in result.notes]
+    return "\n".join([*lines, "", "```yaml", spec_text.rstrip(), "```"])
+
+
+def _markdown_table(rows: list[Row]) -> list[str]:
+    lines = ["| line | key | value | becomes | note |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = (
+            row.where.removeprefix("line "),
+            f"`{row.key}`",
+            f"`{shown(row.value)}`",
+            became(row),
+            row.note,
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
+def became(row: Row) -> str:
+    """`actor.lr = 1e-06`, or a dash."""
+    return ", ".join(f"{key} = {shown(value)}" for key, value in row.became.items()) or "–"
+
+
+def shown(value: Any) -> str:
+    """A value on one line, shortened."""
+    text = " ".join((json.dumps(value) if isinstance(value, list | dict) else word(value)).split())
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def summary(result: Translation) -> str:
+    """Counts per status in one sentence."""
+    parts = [f"{count} {STATUSES[status]}" for status, count in result.counts.items() if count]
+    return f"{len(result.rows)} keys: {', '.join(parts) or 'none'}."

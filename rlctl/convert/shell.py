@@ -1,0 +1,359 @@
+"""What a launch script would start: a bash script read, never run.
+
+Followed: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and `[ … ]`
+that can be decided, the first turn of `for`, functions, `source`, here-documents. What only a run would tell
+(`$(…)`, unset variables) stays in the text as it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+
+from rlctl.convert.expression import evaluate
+from rlctl.convert.shell_syntax import Block, Command, Node, Parser, Word, end_of
+
+_MAX_BYTES = 1 << 20
+_MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"(#?)(!?)(\w+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
+#: Known without running: `~` is what every reader of a path understands.
+_ENVIRONMENT = {"HOME": "~", "PWD": ".", "USER": "user", "RANDOM": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One argument of a command, expanded, and the line of its word."""
+
+    text: str
+    line: int
+
+
+def commands(
+    text: str, *, path: Path, environment: Mapping[str, str], arguments: list[str], notes: list[str]
+) -> list[list[Arg]]:
+    """Every command that the script would run, in order, its words expanded.
+
+    Args:
+        text: the script.
+        path: its file; `source` and `dirname "$0"` are relative to it.
+        environment: variables set outside.
+        arguments: the script's own, `$1` ….
+        notes: what could not be followed is added here.
+    """
+    shell = _Shell(path, dict(_ENVIRONMENT) | dict(environment), arguments, notes)
+    shell.run(text)
+    return shell.started
+
+
+def is_unresolved(text: str) -> bool:
+    """Whether an expanded text still holds what only a run of the script would tell."""
+    return bool(re.search(r"\$\{?[A-Za-z_@*0-9]|\$\(|`", text))
+
+
+class _Shell:
+    def __init__(self, path: Path, variables: dict[str, str], arguments: list[str], notes: list[str]) -> None:
+        self.path, self.notes = path, notes
+        self.variables: dict[str, str | list[Arg]] = dict(variables)
+        self.arguments = arguments
+        self.functions: dict[str, list[Node]] = {}
+        self.started: list[list[Arg]] = []
+        self.depth = self.steps = 0
+
+    def run(self, text: str) -> None:
+        self._run(Parser(text).block(set()))
+
+    def _note(self, line: int, what: str) -> None:
+        note = f"line {line}: {what}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _run(self, nodes: list[Node]) -> bool | None:
+        """Run nodes in order; the last one's success, None where it is not known."""
+        status: bool | None = None
+        self.depth += 1
+        for node in nodes:
+            self.steps += 1
+            if self.depth > _MAX_DEPTH or self.steps > _MAX_COMMANDS:
+                break
+            if isinstance(node, Block):
+                self._run_block(node)
+                status = None
+                continue
+            skipped = (node.before == "&&" and status is False) or (
+                node.before == "||" and status is not False
+            )
+            if not skipped:
+                status = self._run_command(node)
+        self.depth -= 1
+        return status
+
+    def _run_block(self, block: Block) -> None:
+        if block.kind == "if":
+            for condition, body in block.branches:
+                success = self._run(condition) if condition else True
+                if success is None:
+                    self._note(block.line, "this condition depends on the machine; its first branch is read")
+                if success is not False:
+                    self._run(body)
+                    return
+        elif block.kind == "for":
+            values = [arg for word in block.words[1:] for arg in self._expand(word)]
+            if values:
+                self.variables[block.words[0].raw] = values[0].text
+                if len(values) > 1:
+                    self._note(
+                        block.line, f"a loop: only its first turn, {block.words[0].raw}={values[0].text}"
+                    )
+                self._run(block.body)
+        elif block.kind == "function":
+            self.functions[block.words[0].raw] = block.body
+        else:
+            self._note(block.line, f"`{block.kind}` is not followed")
+
+    def _run_command(self, command: Command) -> bool | None:
+        words = list(command.words)
+        if words and words[0].raw in {"export", "declare", "local", "readonly", "typeset", "exec", "eval"}:
+            words = [word for word in words[1:] if not word.raw.startswith("-")]
+        while words and (assigned := _ASSIGNMENT.fullmatch(words[0].raw)):
+            self._assign(assigned, words.pop(0))
+        if not words:
+            return True
+        args = [arg for word in words for arg in self._expand(word)]
+        if not args:
+            return None
+        name = args[0].text
+        if name in {"[", "[[", "test"}:
+            return _test([arg.text for arg in args[1:] if arg.text not in {"]", "]]"}])
+        if name in {"true", ":", "false"}:
+            return name != "false"
+        if name in {"source", "."} and len(args) > 1:
+            self._source(args[1])
+        elif name == "read" and command.document is not None:
+            self.variables[args[-1].text] = command.document
+        elif name == "shift":
+            self.arguments = self.arguments[1:]
+        elif name in self.functions:
+            outer, self.arguments = self.arguments, [arg.text for arg in args[1:]]
+            self._run(self.functions[name])
+            self.arguments = outer
+        else:
+            self.started.append(args)
+        return None
+
+    def _assign(self, assigned: re.Match[str], word: Word) -> None:
+        name, plus, raw = assigned.groups()
+        before = self.variables.get(name, "")
+        if word.elements is not None:
+            values = [arg for element in word.elements for arg in self._expand(element)]
+            self.variables[name] = (before if isinstance(before, list) and plus else []) + values
+        else:
+            value = " ".join(arg.text for arg in self._expand(Word(raw, word.line), split=False))
+            self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
+
+    def _source(self, arg: Arg) -> None:
+        file = Path(arg.text) if Path(arg.text).is_absolute() else self.path.parent / arg.text
+        if is_unresolved(arg.text) or not file.is_file() or file.stat().st_size > _MAX_BYTES:
+            self._note(arg.line, f"`source {arg.text}` is not read: no such file beside this one")
+            return
+        self.run(file.read_text(encoding="utf-8", errors="replace"))
+
+    def _expand(self, word: Word, *, split: bool = True) -> list[Arg]:
+        """The arguments that a word becomes; an array keeps the lines of its elements."""
+        fields: list[Arg] = []
+        current: list[str] = []
+        is_open = False
+
+        def close() -> None:
+            nonlocal is_open
+            if is_open:
+                fields.append(Arg("".join(current), word.line))
+            current.clear()
+            is_open = False
+
+        for text, is_quoted, several in self._parts(word.raw):
+            if several is not None:
+                if any(current) or not split:
+                    current.append(" ".join(arg.text for arg in several))
+                    is_open = True
+                else:
+                    is_open = False
+                    close()
+                    fields += several
+            elif is_quoted or not split or not re.search(r"\s", text):
+                is_open = is_open or is_quoted or bool(text)
+                current.append(text)
+            else:
+                pieces = re.split(r"\s+", text)
+                for number, piece in enumerate(pieces):
+                    if number:
+                        close()
+                    current.append(piece)
+                    is_open = is_open or bool(piece)
+        close()
+        return fields
+
+    def _parts(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[str, bool, list[Arg] | None]]:
+        """(text, quoted?, elements of an array) of the pieces of a word."""
+        at = 0
+        while at < len(raw):
+            char = raw[at]
+            if char == "\\" and at + 1 < len(raw):
+                following = raw[at + 1]
+                is_escape = not quoted or following in '$`"\\\n'
+                yield ("" if following == "\n" else following if is_escape else f"\\{following}"), True, None
+                at += 2
+            elif char == "'" and not quoted:
+                end = end_of(raw, at)
+                yield raw[at + 1 : end - 1], True, None
+                at = end
+            elif char == '"' and not quoted:
+                end = end_of(raw, at)
+                yield "", True, None
+                yield from self._parts(raw[at + 1 : end - 1], quoted=True)
+                at = end
+            elif char == "$" and raw[at + 1 : at + 2] == "'" and not quoted:
+                end = end_of(raw, at + 1)
+                yield raw[at + 2 : end - 1], True, None
+                at = end
+            elif char in "$`" and (end := end_of(raw, at)) > at + 1:
+                found = self._value(raw[at:end])
+                if isinstance(found, list):
+                    yield "", quoted, found
+                else:
+                    yield found, quoted or is_unresolved(found), None
+                at = end
+            else:
+                yield char, quoted, None
+                at += 1
+
+    def _text(self, raw: str) -> str:
+        """`raw` with every expansion made, as one text."""
+        parts = self._parts(raw, quoted=True)
+        return "".join(
+            " ".join(arg.text for arg in many) if many is not None else text for text, _, many in parts
+        )
+
+    def _value(self, raw: str) -> str | list[Arg]:
+        """What `$NAME`, `${…}`, `$((…))` or `$(…)` stands for; itself where that is not known."""
+        if raw.startswith("$(("):
+            expression = re.sub(r"[A-Za-z_]\w*", self._number, self._text(raw[3:-2]))
+            try:
+                return str(int(evaluate(re.sub(r"(?<!/)/(?!/)", "//", expression), {})))
+            except ValueError:
+                return raw
+        if raw.startswith(("$(", "`")):
+            return self._output(raw)
+        inner = raw[2:-1] if raw.startswith("${") else raw[1:]
+        parsed = _PARAMETER.fullmatch(inner)
+        if parsed is None:
+            return raw
+        is_length, indirect, name, index, rest = parsed.groups()
+        value = self._variable(name, index)
+        if indirect and isinstance(value, str):
+            value = self._variable(value, None)
+        if is_length and value is not None:
+            return str(len(value))
+        return self._operated(raw, value, rest)
+
+    def _number(self, name: re.Match[str]) -> str:
+        value = self.variables.get(name[0])
+        return value if isinstance(value, str) else name[0]
+
+    def _variable(self, name: str, index: str | None) -> str | list[Arg] | None:  # noqa: PLR0911
+        if name in {"@", "*"}:
+            return [Arg(argument, 0) for argument in self.arguments]
+        if name == "#":
+            return str(len(self.arguments))
+        if name in {"0", "BASH_SOURCE"}:
+            return str(self.path)
+        if name.isdigit():
+            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else ""
+        value = self.variables.get(name)
+        if not isinstance(value, list):
+            return value
+        if index in {"[@]", "[*]"}:
+            return value
+        number = int(index[1:-1]) if index and index[1:-1].isdigit() else 0
+        return value[number].text if number < len(value) else ""
+
+    def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
+        """`value` after `:-default`, `%suffix`, `/a/b` and the like."""
+        is_empty = value is None or (rest.startswith(":") and not value)
+        operator = rest.lstrip(":")[:1]
+        operand = rest.lstrip(":")[1:]
+        if operator in {"-", "="} and rest[:1] in {":", operator}:
+            return self._text(operand.strip('"')) if is_empty or value is None else value
+        if operator == "+":
+            return "" if is_empty else self._text(operand)
+        if value is None:
+            return raw
+        if isinstance(value, list) or not rest or operator == "?":
+            return value
+        return _trimmed(value, rest, self._text)
+
+    def _output(self, raw: str) -> str:
+        """`$(dirname …)`, `$(basename …)`, `$(echo …)` and the script's own directory; others as written."""
+        inner = (raw[2:-1] if raw.startswith("$(") else raw[1:-1]).strip()
+        if "pwd" in inner and ("BASH_SOURCE" in inner or "$0" in inner):
+            start = self.path.parent
+            up = re.search(r"(?:/\.\.)+", inner)
+            return str((start / up[0].lstrip("/")).resolve() if up else start)
+        nodes = Parser(inner).block(set())
+        if len(nodes) == 1 and isinstance(nodes[0], Command):
+            args = [arg.text for word in nodes[0].words for arg in self._expand(word) if arg.text != "--"]
+            if len(args) == 2 and args[0] in {"dirname", "basename"}:
+                found = Path(args[1])
+                return str(found.parent) if args[0] == "dirname" else found.name
+            if args and args[0] == "echo":
+                return " ".join(args[1:])
+        return raw
+
+
+def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
+    if rest in {"^^", ",,"}:
+        return value.upper() if rest == "^^" else value.lower()
+    if rest.startswith("/"):
+        old, _, new = rest.lstrip("/").partition("/")
+        return value.replace(text_of(old), text_of(new), -1 if rest.startswith("//") else 1)
+    mark = rest[:2] if rest[:2] in {"##", "%%"} else rest[:1]
+    if mark[:1] not in {"#", "%"}:
+        return value
+    pattern = re.compile(translate(text_of(rest[len(mark) :])))
+    cuts = range(len(value) + 1)
+    if mark[0] == "#":
+        found = [cut for cut in cuts if pattern.fullmatch(value[:cut])]
+        return value[(max(found) if mark == "##" else min(found)) :] if found else value
+    found = [cut for cut in cuts if pattern.fullmatch(value[cut:])]
+    return value[: min(found) if mark == "%%" else max(found)] if found else value
+
+
+def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
+    """`[ … ]`, where it is about text and numbers; None: it asks the machine."""
+    if "&&" in words or "||" in words or "-a" in words or "-o" in words:
+        mark = next(word for word in words if word in {"&&", "||", "-a", "-o"})
+        at = words.index(mark)
+        left, right = _test(words[:at]), _test(words[at + 1 :])
+        if mark in {"&&", "-a"}:
+            return False if False in (left, right) else None if None in (left, right) else True
+        return True if True in (left, right) else None if None in (left, right) else False
+    if words[:1] == ["!"]:
+        inner = _test(words[1:])
+        return None if inner is None else not inner
+    if len(words) == 2 and words[0] in {"-z", "-n"}:
+        is_empty = words[1] == "" or (is_unresolved(words[1]) and "$(" not in words[1])
+        return None if "$(" in words[1] else is_empty is (words[0] == "-z")
+    if len(words) != 3 or any(is_unresolved(word) for word in words):
+        return None
+    left_text, operator, right_text = words
+    if operator in {"=", "==", "!="}:
+        is_equal = re.fullmatch(translate(right_text), left_text) is not None
+        return is_equal is (operator != "!=")
+    symbols = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+    try:
+        return bool(evaluate(f"int({left_text!r}) {symbols[operator]} int({right_text!r})", {}))
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,267 @@
+"""A bash script cut into commands, blocks and words; nothing is expanded or run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_ARRAY_START = re.compile(r"[A-Za-z_]\w*\+?=")
+_OPENING = {"if", "then", "elif", "else", "do", "while", "until", "{", "!", "time"}
+
+
+@dataclass(slots=True)
+class Word:
+    """A word as written, quotes included; `elements` of an array assignment."""
+
+    raw: str
+    line: int
+    elements: list[Word] | None = None
+
+
+@dataclass(slots=True)
+class Command:
+    """A simple command: the operator before it, and the here-document it reads."""
+
+    words: list[Word]
+    before: str = "\n"
+    document: str | None = None
+
+
+@dataclass(slots=True)
+class Block:
+    """A compound command: `kind` is if, for, while, case or function."""
+
+    kind: str
+    line: int
+    words: list[Word] = field(default_factory=list)
+    branches: list[tuple[list[Node], list[Node]]] = field(default_factory=list)
+    body: list[Node] = field(default_factory=list)
+
+
+Node = Command | Block
+
+
+class Parser:
+    """Text → nodes: words are cut here and expanded when they run."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
+        self.operator = "\n"
+        self.documents: list[tuple[str, Command]] = []
+
+    def block(self, stops: set[str]) -> list[Node]:
+        """Nodes up to a command that starts with one of `stops`, which is consumed, or the end."""
+        nodes: list[Node] = []
+        while self.at < len(self.text):
+            before = self.operator
+            command = self._command(stops)
+            if command is None:
+                if self.operator == ")" and ")" in stops:
+                    break
+                continue
+            first = command.words[0].raw if command.words else ""
+            if first in stops:
+                self.stopped_by = first
+                return nodes
+            command.before = before
+            nodes.append(self._compound(first, command) or command)
+        self.stopped_by = ""
+        return nodes
+
+    def _compound(self, first: str, command: Command) -> Node | None:  # noqa: PLR0911
+        line = command.words[0].line if command.words else self.line
+        if first == "if":
+            found = Block("if", line)
+            condition = self.block({"then"})
+            while True:
+                body = self.block({"elif", "else", "fi"})
+                found.branches.append((condition, body))
+                if self.stopped_by != "elif":
+                    break
+                condition = self.block({"then"})
+            if self.stopped_by == "else":
+                found.branches.append(([], self.block({"fi"})))
+            return found
+        if first in {"for", "while", "until"}:
+            kind = "for" if first == "for" else "while"
+            if kind == "while":
+                self.block({"do"})
+                return Block(kind, line, body=self.block({"done"}))
+            self.block({"do"})
+            words = [word for word in command.words[1:] if word.raw != "in"]
+            return Block(kind, line, words, body=self.block({"done"}))
+        if first == "case":
+            self.block({"esac"})
+            return Block("case", line)
+        if first.endswith("()") or first == "function":
+            name = command.words[1].raw if first == "function" else first
+            if not any(word.raw == "{" for word in command.words):
+                self.block({"{"})
+            return Block("function", line, [Word(name.removesuffix("()"), line)], body=self.block({"}"}))
+        if first == "{":
+            return Block("if", line, branches=[([], self.block({"}"}))])
+        return None
+
+    def _command(self, stops: set[str]) -> Command | None:
+        """The words up to an operator; a keyword that opens or closes a block stands by itself."""
+        command = Command([])
+        skip_next = False
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in " \t" or self.text.startswith("\\\n", self.at):
+                self.line += char == "\\"
+                self.at += 2 if char == "\\" else 1
+            elif char == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif char in "\n;&|()" and not self._is_redirection():
+                if self._operator(command):
+                    break
+            elif char in "<>" or self._is_redirection():
+                skip_next = self._redirection(command)
+            else:
+                word = self._word()
+                if skip_next:
+                    skip_next = False
+                    continue
+                command.words.append(word)
+                is_first = len(command.words) == 1
+                if is_first and (word.raw in stops or word.raw in _OPENING):
+                    self.operator = "\n"
+                    break
+                if word.raw == "{" and command.words[0].raw.endswith("()"):
+                    break
+        return command if command.words else None
+
+    def _operator(self, command: Command) -> bool:
+        """Consume an operator; False: it was part of an arithmetic command, kept as a word."""
+        char = self.text[self.at]
+        if self.text.startswith("((", self.at):
+            end = _closing(self.text, self.at, "(", ")")
+            command.words.append(Word("true", self.line))
+            self.line += self.text.count("\n", self.at, end)
+            self.at = end
+            return False
+        double = self.text[self.at : self.at + 2]
+        inside_test = bool(command.words) and command.words[0].raw == "[["
+        if inside_test and (double in {"&&", "||"} or char in "()"):
+            command.words.append(Word(double if double in {"&&", "||"} else char, self.line))
+            self.at += 2 if double in {"&&", "||"} else 1
+            return False
+        self.operator = double if double in {"&&", "||", ";;"} else char
+        self.at += len(self.operator)
+        if self.operator == "\n":
+            self.line += 1
+            self._read_documents()
+        return True
+
+    def _is_redirection(self) -> bool:
+        return self.text.startswith("&>", self.at)
+
+    def _redirection(self, command: Command) -> bool:
+        """Consume `>`, `<<EOF` and the like; whether a file name follows that is no argument."""
+        found = re.compile(r"<<<|<<-?|&>>?|>&\s*[0-9-]|[<>]\(|>>|>\||[<>]").match(self.text, self.at)
+        assert found is not None
+        if found[0] in {"<(", ">("}:
+            self.at = _closing(self.text, self.at + 1, "(", ")")
+            return False
+        self.at = found.end()
+        if command.words and command.words[-1].raw.isdigit():
+            command.words.pop()  # 2>file
+        if found[0] in {"<<", "<<-"}:
+            while self.text[self.at : self.at + 1] in {" ", "\t"}:
+                self.at += 1
+            self.documents.append((self._word().raw.strip("'\"\\"), command))
+            return False
+        return "&" not in found[0] or found[0].startswith("&")
+
+    def _read_documents(self) -> None:
+        for mark, command in self.documents:
+            lines: list[str] = []
+            while self.at < len(self.text):
+                end = self.text.find("\n", self.at)
+                end = len(self.text) if end < 0 else end
+                line = self.text[self.at : end]
+                self.at, self.line = min(end + 1, len(self.text)), self.line + 1
+                if line.strip() == mark:
+                    break
+                lines.append(line)
+            command.document = "\n".join(lines)
+        self.documents.clear()
+
+    def _word(self) -> Word:
+        start, line = self.at, self.line
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char in " \t\n;&|<>":
+                break
+            if char == "(":
+                if _ARRAY_START.fullmatch(self.text[start : self.at]):
+                    return self._array(start, line)
+                if self.text.startswith("()", self.at):
+                    self.at += 2
+                break
+            if char == ")":
+                break
+            if char == "\\":
+                self.line += self.text.startswith("\n", self.at + 1)
+                self.at += 2
+                continue
+            end = end_of(self.text, self.at) if char in "'\"`$" else self.at + 1
+            self.line += self.text.count("\n", self.at, end)
+            self.at = end
+        if self.at == start:
+            self.at += 1  # a stray bracket
+        return Word(self.text[start : self.at], line)
+
+    def _array(self, start: int, line: int) -> Word:
+        head = self.text[start : self.at]
+        self.at += 1
+        elements: list[Word] = []
+        while self.at < len(self.text):
+            command = self._command(set())
+            elements += command.words if command else []
+            if self.operator == ")":
+                break
+        self.operator = "\n"
+        return Word(head, line, elements)
+
+
+def end_of(text: str, at: int) -> int:
+    """Where the quoted or `$` piece that starts at `at` ends; `at + 1` where it is a single character."""
+    char = text[at]
+    if char == "'":
+        end = text.find("'", at + 1)
+        return len(text) if end < 0 else end + 1
+    if char in '"`':
+        position = at + 1
+        while position < len(text) and text[position] != char:
+            if text[position] == "\\":
+                position += 1
+            elif text[position] == "$" and char == '"':
+                position = end_of(text, position) - 1
+            position += 1
+        return min(position + 1, len(text))
+    following = text[at + 1 : at + 2]
+    if following in {"(", "{"}:
+        return _closing(text, at + 1, following, ")" if following == "(" else "}")
+    name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)
+    return name.end() if name else at + 1
+
+
+def _closing(text: str, at: int, opening: str, closing: str) -> int:
+    depth = 0
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 1
+        elif char in "'\"" and not (char == "'" and opening == "{"):
+            at = end_of(text, at) - 1
+        elif char == opening:
+            depth += 1
+        elif char == closing:
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return len(text)

@@ -1,0 +1,413 @@
+"""A file of another framework → its settings: key, value and line. Nothing of it is executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.convert.expression import value_of
+from rlctl.convert.shell import Arg, commands, is_unresolved
+from rlctl.convert.table import Table, names, table
+from rlctl.errors import UsageError
+from rlctl.spec.yaml_source import parse_scalar
+
+_MAX_BYTES = 1 << 20
+_OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)
+_INTERPOLATION = re.compile(r"\$\{(\.?[A-Za-z_][\w.]*)\}")
+_PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
+_PROGRAMS = {"python", "python3", "accelerate", "torchrun", "trl", "uv"}
+_KINDS = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "python"}
+_KINDS |= {".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+
+
+class Unresolved(str):
+    """A value that the file does not determine, as it is written there."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key as the file sets it.
+
+    Attributes:
+        key: the framework's, dotted.
+        value: bool, number, text, None, list, mapping or `Unresolved`.
+        where: line, with the file's name where it is another one.
+    """
+
+    key: str
+    value: Any
+    where: str
+
+
+@dataclass(slots=True)
+class Source:
+    """What a file sets, in its order, the last value of every key; and what could not be followed."""
+
+    table: Table
+    settings: dict[str, Setting]
+    notes: list[str] = field(default_factory=list)
+
+
+def read(
+    path: Path, *, framework: str | None, environment: Mapping[str, str], arguments: list[str]
+) -> Source:
+    """Read a launch script or configuration.
+
+    Args:
+        path: a shell script, Python file, YAML or TOML.
+        framework: whose; None: found by its launch command, classes or keys.
+        environment: variables that a shell script expects to be set.
+        arguments: its own arguments.
+
+    Raises:
+        UsageError: unreadable, or no framework is recognised.
+    """
+    text = _text_of(path)
+    chosen = [table(framework)] if framework else [table(name) for name in names()]
+    kind = _KINDS.get(path.suffix) or ("shell" if text.startswith("#!") and "python" not in text[:40] else "")
+    notes: list[str] = []
+    if kind == "shell":
+        found = _from_shell(path, text, chosen, environment, arguments, notes)
+    elif kind == "python":
+        found = _from_python(path, text, chosen)
+    elif kind in {"yaml", "toml"}:
+        found = _from_mapping(path, kind, chosen, notes)
+    else:
+        what = "not a shell script, Python file, YAML or TOML by its name"
+        raise UsageError(what, where=str(path), fix="name it .sh, .py, .yaml or .toml")
+    if found is None:
+        known = framework or ", ".join(names())
+        what = f"no launch command, configuration class or keys of {known} in it"
+        fix = "name the framework with --from" if framework is None else "is it another framework's?"
+        raise UsageError(what, where=str(path), fix=fix)
+    return Source(found[0], _interpolated(_last(found[0], found[1])), notes)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if len(raw) > _MAX_BYTES:
+        raise UsageError("larger than 1 MiB", where=str(path), fix="is this the right file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise UsageError("is not UTF-8 text", where=f"{path}:{line}", fix="save it as UTF-8") from error
+
+
+_Found = tuple[Table, list[Setting]]
+
+
+def _from_shell(
+    path: Path,
+    text: str,
+    chosen: list[Table],
+    environment: Mapping[str, str],
+    arguments: list[str],
+    notes: list[str],
+) -> _Found | None:
+    """The settings of the launch command with the most of them."""
+
+    def started(script: str) -> list[list[Arg]]:
+        return commands(script, path=path, environment=environment, arguments=arguments, notes=notes)
+
+    found: list[tuple[Table, list[Setting]]] = []
+    pending = started(text)
+    while pending:
+        args = pending.pop(0)
+        words = [Arg(piece, arg.line) for arg in args for piece in _words(arg.text)]
+        nested = next((arg.text for arg in args if "\n" in arg.text and _launches(arg.text, chosen)), None)
+        if nested is not None and len(args) > 1:
+            pending += started(nested)
+            continue
+        for one in chosen:
+            if (start := _launched_at(one, words)) is not None:
+                found.append((one, list(_options(one, words, start, path, notes))))
+    if not found:
+        return None
+    if len(found) > 1:
+        notes.append(f"{len(found)} launch commands; the one with the most settings is read")
+    return max(found, key=lambda item: len(item[1]))
+
+
+def _words(text: str) -> list[str]:
+    """An argument that is itself a line of several options, or a command, cut into words."""
+    pieces = text.split()
+    options = [piece for piece in pieces if piece.startswith("--") or _OVERRIDE.fullmatch(piece)]
+    is_line = len(options) > 1 or (len(pieces) > 1 and any(piece in _PROGRAMS for piece in pieces))
+    return pieces if is_line and "{" not in text[:1] else [text]
+
+
+def _launches(line: str, chosen: list[Table]) -> bool:
+    return any(re.search(pattern, line) for one in chosen for pattern in one.commands)
+
+
+def _launched_at(one: Table, args: list[Arg]) -> int | None:
+    """Where the framework's own arguments start: after what launches it."""
+    line = ""
+    for number, arg in enumerate(args):
+        line = f"{line} {arg.text}"
+        if any(re.search(pattern, line) for pattern in one.commands):
+            return number + 1
+    return None
+
+
+def _options(one: Table, args: list[Arg], start: int, path: Path, notes: list[str]) -> Iterator[Setting]:
+    """The settings among the arguments of a command; of the launcher's own those that the table names."""
+    at = 0
+    while at < len(args):
+        text, line, is_launcher = args[at].text, f"line {args[at].line}", at < start
+        at += 1
+        if unset := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text):
+            note = f"{line}: {unset[1]} is not set in the file: its options are not read"
+            if note not in notes:
+                notes.append(note)
+            continue
+        if is_launcher and text[2:].partition("=")[0] not in one.launcher:
+            continue
+        if text == "@" and at < len(args):
+            yield from _other_file(path, args[at].text, notes)
+            at += 1
+        elif text.startswith("--"):
+            name, equals, value = text[2:].partition("=")
+            values = [value] if equals else []
+            while (not equals and at < len(args) and not _is_option(args[at].text) and not is_launcher) or (
+                is_launcher and not values and not equals
+            ):
+                values.append(args[at].text)
+                at += 1
+            if name in {"config", "config-name", "config-path", "config-file"} and values:
+                yield from _other_file(path, values[0], notes)
+            elif name and one.style == "flags":
+                yield Setting(name, _value(values) if values else True, line)
+            elif one.style == "hydra":
+                at -= len(values)
+        elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
+            sign, key, value = override.groups()
+            yield Setting(f"~{key}" if "~" in sign else key, _hydra_value(value), line)
+
+
+def _is_option(text: str) -> bool:
+    return text == "@" or (text.startswith("--") and len(text) > 2) or text.endswith("[@]}")
+
+
+def _value(values: list[str]) -> Any:
+    parsed = [Unresolved(value) if is_unresolved(value) else parse_scalar(value) for value in values]
+    return parsed[0] if len(parsed) == 1 else parsed
+
+
+def _hydra_value(text: str) -> Any:
+    """The value of `key=value`: a list, a quoted text or a scalar; interpolations are resolved later."""
+    text = text.strip()
+    if text[:1] in {"[", "{"}:
+        inner = text.removeprefix("[").removesuffix("]") if text.startswith("[") else ""
+        if inner and not re.search(r"[\[\]{}]", inner):
+            return [_hydra_value(part) for part in inner.split(",") if part.strip()]
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return Unresolved(text)
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return Unresolved(text) if is_unresolved(text) else parse_scalar(text)
+
+
+def _other_file(path: Path, name: str, notes: list[str]) -> list[Setting]:
+    """The settings of a configuration that a script names."""
+    tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
+    file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
+    if file is None or is_unresolved(name):
+        notes.append(f"{name}: the configuration it names is not read: no such file beside this one")
+        return []
+    return _settings_of(file, _KINDS[file.suffix], notes, other=True)
+
+
+def _from_mapping(path: Path, kind: str, chosen: list[Table], notes: list[str]) -> _Found | None:
+    settings = _settings_of(path, kind, notes)
+    scores = {one.name: _score(one, settings) for one in chosen}
+    best = max(chosen, key=lambda one: scores[one.name])
+    if not scores[best.name] and len(chosen) > 1:
+        return None
+    return best, settings
+
+
+def _score(one: Table, settings: list[Setting]) -> int:
+    return sum(any(setting.key.startswith(mark) for mark in one.marks) for setting in settings)
+
+
+def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[Setting]:
+    """The leaves of a YAML or TOML file, after those of the files that its `defaults` name.
+
+    Raises:
+        UsageError: not valid.
+    """
+    text = _text_of(path)
+    where = f"{path.name}:" if other else "line "
+    try:
+        if kind == "toml":
+            content = tomllib.loads(text)
+            return [Setting(key, value, _toml_line(text, key, where)) for key, value in _leaves(content, "")]
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"not valid {kind.upper()}: {error}".split("\n")[0], where=str(path)) from error
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError("no `key: value` pairs at its top level", where=str(path))
+    settings = list(_yaml_leaves(root, "", where))
+    parents = [setting.value for setting in settings if setting.key == "defaults"]
+    inherited: list[Setting] = []
+    for parent in (name for value in parents for name in (value if isinstance(value, list) else [value])):
+        if parent != "_self_":
+            inherited += _other_file(path, str(parent), notes)
+    return inherited + [setting for setting in settings if setting.key != "defaults"]
+
+
+def _yaml_leaves(node: yaml.MappingNode, prefix: str, where: str) -> Iterator[Setting]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _yaml_leaves(value, f"{name}.", where)
+        else:
+            yield Setting(name, _yaml_value(value), f"{where}{key.start_mark.line + 1}")
+
+
+def _yaml_value(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_yaml_value(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _yaml_value(value) for key, value in node.value}
+    if "${" in node.value:
+        return Unresolved(node.value)
+    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    return parse_scalar(node.value) if is_plain else node.value
+
+
+def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for item in value:
+                yield from _leaves(item, f"{prefix}{name}[].")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _toml_line(text: str, key: str, where: str) -> str:
+    """The line of a key: the first that assigns its last part under the nearest table header."""
+    parts = key.replace("[]", "").split(".")
+    header = ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if found := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
+            header = f"{found[1]}."
+        elif (found := re.match(r"\s*([\w.\"-]+)\s*=", line)) and f"{header}{found[1]}" == ".".join(parts):
+            return f"{where}{number}"
+    return f"{where}1"
+
+
+def _from_python(path: Path, text: str, chosen: list[Table]) -> _Found | None:
+    """The keyword arguments of configuration classes, and attributes set on them later.
+
+    Raises:
+        UsageError: not valid Python.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", 1)
+        raise UsageError("not valid Python", where=f"{path}:{line}") from error
+    constants: dict[str, Any] = {}
+    configs: dict[str, str] = {}
+    found: dict[str, list[Setting]] = {one.name: [] for one in chosen}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            if (value := _python_value(node.value, constants)) is not None and not isinstance(
+                value, Unresolved
+            ):
+                constants.setdefault(node.targets[0].id, value)
+            if isinstance(node.value, ast.Call):
+                configs[node.targets[0].id] = _called(node.value)
+    for one in chosen:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and (name := _called(node)) in one.classes:
+                found[one.name].append(Setting(f"{one.classes[name]}_class", name, f"line {node.lineno}"))
+                found[one.name] += [
+                    Setting(
+                        f"{one.classes[name]}{given.arg}",
+                        _python_value(given.value, constants),
+                        f"line {given.value.lineno}",
+                    )
+                    for given in node.keywords
+                    if given.arg is not None
+                ]
+            elif (
+                isinstance(node, ast.Assign)
+                and isinstance(target := node.targets[0], ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and (prefix := one.classes.get(configs.get(target.value.id, ""))) is not None
+            ):
+                value = _python_value(node.value, constants)
+                found[one.name].append(Setting(f"{prefix}{target.attr}", value, f"line {node.lineno}"))
+    best = max(chosen, key=lambda one: len(found[one.name]))
+    return (best, found[best.name]) if found[best.name] else None
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _python_value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
+    try:
+        return value_of(node, constants)
+    except (ValueError, TypeError, ArithmeticError, KeyError, IndexError, RecursionError):
+        return Unresolved(ast.unparse(node))
+
+
+def _last(one: Table, settings: list[Setting]) -> dict[str, Setting]:
+    """The last setting of every key, under its own name where it was written by another."""
+    found: dict[str, Setting] = {}
+    for setting in settings:
+        key = one.canonical(setting.key)
+        found.pop(key, None)
+        found[key] = Setting(key, setting.value, setting.where)
+    return found
+
+
+def _interpolated(settings: dict[str, Setting]) -> dict[str, Setting]:
+    """`${other.key}` replaced by that key's value where the file sets it."""
+
+    def replaced(setting: Setting, depth: int = 0) -> Any:
+        value = setting.value
+        if not isinstance(value, Unresolved) or depth > 5:
+            return value
+        if product := _PRODUCT.fullmatch(value):
+            return int(product[1]) * int(product[2])
+        whole = _INTERPOLATION.fullmatch(value)
+        found = _INTERPOLATION.search(value)
+        if found is None:
+            return value
+        name = found[1] if found[1][0] != "." else setting.key.rpartition(".")[0] + found[1]
+        if name not in settings:
+            return value
+        other = replaced(settings[name], depth + 1)
+        if whole or isinstance(other, Unresolved):
+            return other if whole else value
+        text = value.replace(found[0], str(other))
+        return (
+            replaced(Setting(setting.key, Unresolved(text), setting.where), depth + 1)
+            if "${" in text
+            else text
+        )
+
+    return {key: Setting(key, replaced(setting), setting.where) for key, setting in settings.items()}

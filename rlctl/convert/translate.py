@@ -1,0 +1,234 @@
+"""Settings of another framework → a spec, and what became of every key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlctl.convert.source import Setting, Source, Unresolved
+from rlctl.convert.table import Open, Rule, Table, compute, placeholders, word
+from rlctl.errors import Problem, SpecError
+from rlctl.spec.keys import known_leaves, value_of
+from rlctl.spec.load import load_spec
+from rlctl.spec.run_spec import RunSpec
+
+Status = Literal["same", "different", "not supported", "unknown"]
+STATUSES: dict[Status, str] = {
+    "same": "translated, same meaning",
+    "different": "translated, different meaning",
+    "not supported": "not supported",
+    "unknown": "unknown",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one key.
+
+    Attributes:
+        key: the other framework's key; in an export the spec's.
+        value: as written there.
+        status: see `STATUSES`.
+        became: keys on the other side → values.
+        note: what differs, why it is not supported, or what is missing.
+        where: line of the file; empty for a default of the framework.
+    """
+
+    key: str
+    value: Any
+    status: Status
+    became: dict[str, Any]
+    note: str
+    where: str
+
+
+@dataclass(slots=True)
+class Translation:
+    """A spec as dotted keys, and how it came about.
+
+    Attributes:
+        table: the framework.
+        rows: one for every key that the file sets.
+        spec: key → value.
+        origins: spec key → where its value comes from, in words.
+        implied: rows for defaults of the framework that are not rlctl's.
+        problems: what must be settled before `rlctl train` accepts the spec.
+        notes: what could not be followed in the file.
+    """
+
+    table: Table
+    rows: list[Row]
+    spec: dict[str, Any]
+    origins: dict[str, str]
+    implied: list[Row] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Keys of the file per status."""
+        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
+
+
+def translate(source: Source) -> Translation:
+    """Apply the framework's table to what a file sets."""
+    table = source.table
+    result = Translation(table, [], {}, {}, notes=source.notes + ([table.note] if table.note else []))
+    given = {key: setting.value for key, setting in source.settings.items()}
+    values = {key: rule.default for key, rule in table.keys.items() if rule.default is not None} | given
+    computed = {target: _computed(formula, values) for target, formula in table.formulas.items()}
+    for key, value in table.constants.items():
+        result.spec[key], result.origins[key] = value, f"always so in {table.title}"
+    for setting in source.settings.values():
+        _add_row(result, setting, values, computed)
+    _add_defaults(result, given, values, computed)
+    result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | {
+        key: value for key, value in result.spec.items() if key not in known_leaves()
+    }
+    result.problems += _problems(result)
+    return result
+
+
+#: A value without counterpart; a formula that says nothing.
+_MISSING, _LEFT_OUT = object(), object()
+
+
+def _computed(formula: str, values: dict[str, Any]) -> Any:
+    """The value of a formula; `Unresolved` where the file leaves one of its keys open, `_MISSING` if none."""
+    used = {key: values.get(key) for key in placeholders(formula)}
+    unresolved = [value for value in used.values() if isinstance(value, Unresolved)]
+    known = {key: Open(value) if isinstance(value, Unresolved) else value for key, value in used.items()}
+    try:
+        value = compute(formula, known)
+    except ValueError:
+        return unresolved[0] if unresolved else _LEFT_OUT if None in used.values() else _MISSING
+    if isinstance(value, Open):
+        return Unresolved(value.text)
+    return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
+
+
+def _add_row(result: Translation, setting: Setting, values: dict[str, Any], computed: dict[str, Any]) -> None:
+    table, key = result.table, setting.key
+    rule = table.rule(key)
+    # Below a key that is not supported as a whole, a name one letter off is a misspelling.
+    nearest = difflib.get_close_matches(key, table.keys, n=1, cutoff=0.8 if rule is None else 0.96)
+    if rule is None or (key not in table.keys and nearest and abs(len(nearest[0]) - len(key)) < 2):
+        note = f"did you mean {nearest[0]}?" if nearest else ""
+        result.rows.append(Row(key, setting.value, "unknown", {}, note, setting.where))
+        return
+    became = _targets(table, rule, key, values, computed)
+    note = ""
+    status: Status = "same"
+    if rule.unsupported:
+        is_neutral = any(word(setting.value) == word(neutral) for neutral in rule.neutral)
+        status, note = ("same", "off here too") if is_neutral else ("not supported", rule.unsupported)
+    elif _MISSING in became.values():
+        status = "not supported"
+        note = f"no counterpart of {word(setting.value)}"
+    elif difference := rule.difference(setting.value):
+        status, note = "different", difference
+    open_values = {target: value for target, value in became.items() if isinstance(value, Unresolved)}
+    became = {target: value for target, value in became.items() if value is not _MISSING}
+    said = {problem.key for problem in result.problems}
+    for target, value in open_values.items():
+        del became[target]
+        if target in said:
+            continue
+        what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
+        fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
+        result.problems.append(Problem("error", target, what, fix))
+    if status == "not supported" and not rule.unsupported:
+        lost = [rule.to] if became.get(rule.to, _MISSING) is _MISSING else []
+        lost = [one for one in [*lost, *table.read_by.get(key, [])] if one and one not in became]
+        for target in lost:
+            what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would take its place"
+            result.problems.append(Problem("error", target, what, "write the key into the spec"))
+    if open_values:
+        note = f"not determined by the file{': ' if note else ''}{note}"
+    for target, value in became.items():
+        result.spec[target], result.origins[target] = value, f"{key}, {setting.where}"
+    result.rows.append(Row(key, setting.value, status, became, note, setting.where))
+
+
+def _targets(
+    table: Table, rule: Rule, key: str, values: dict[str, Any], computed: dict[str, Any]
+) -> dict[str, Any]:
+    """Spec key → value for everything that one key decides."""
+    became = {target: computed[target] for target in table.read_by.get(key, [])}
+    if rule.to:
+        became[rule.to] = _mapped(rule, values[key])
+    return {target: value for target, value in became.items() if value is not _LEFT_OUT}
+
+
+def _mapped(rule: Rule, value: Any) -> Any:
+    if rule.values is None or isinstance(value, Unresolved):
+        return value
+    if word(value) in rule.values:
+        mapped = rule.values[word(value)]
+        return None if mapped == "null" else mapped
+    return value if "*" in rule.values else _MISSING
+
+
+def _add_defaults(
+    result: Translation, given: dict[str, Any], values: dict[str, Any], computed: dict[str, Any]
+) -> None:
+    """The framework's defaults that are not rlctl's."""
+    ours = {key: value_of(RunSpec(), key) for key in known_leaves()}
+    for key, rule in result.table.keys.items():
+        if key in given or (rule.default is None and not rule.to):
+            continue
+        became: dict[str, Any] = {}
+        if rule.to and rule.default is not None and rule.to not in result.spec:
+            became[rule.to] = _mapped(rule, rule.default)
+        for target in result.table.read_by.get(key, []):
+            if target not in result.spec:
+                became[target] = computed[target]
+        became = {
+            target: value
+            for target, value in became.items()
+            if value is not _MISSING
+            and value is not _LEFT_OUT
+            and not isinstance(value, Unresolved)
+            and not _is_equal(value, ours.get(target))
+        }
+        if not became:
+            continue
+        for target, value in became.items():
+            result.spec[target] = value
+            result.origins[target] = f"default of {key}"
+        difference = rule.difference(rule.default)
+        status: Status = "different" if difference else "same"
+        result.implied.append(Row(key, rule.default, status, became, difference, ""))
+
+
+def _is_equal(value: Any, ours: Any) -> bool:
+    if isinstance(value, list) or isinstance(ours, list | tuple):
+        one, two = (list(side) if isinstance(side, list | tuple) else [side] for side in (value, ours))
+        return one == two
+    return bool(value == ours) or word(value) == word(ours)
+
+
+def overrides(spec: dict[str, Any]) -> list[str]:
+    """A spec as `key=value` arguments."""
+    return [f"{key}={_written(value)}" for key, value in spec.items()]
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) and value == value.strip() and value else json.dumps(value)
+
+
+def _problems(result: Translation) -> list[Problem]:
+    """What the spec check says of it, and keys of which rlctl's default would silently take the place."""
+    found: list[Problem] = []
+    missing = {"model.path": "the built-in tiny model would be trained"}
+    spoken_of = {problem.key for problem in result.problems}
+    for key, why in missing.items():
+        if key not in result.spec and key not in spoken_of:
+            found.append(Problem("error", key, f"the file does not give it: {why}", "write it into the spec"))
+    try:
+        loaded = load_spec([], [], overrides(result.spec))
+    except SpecError as error:
+        return found + error.problems
+    return found + loaded.warnings

@@ -1,0 +1,411 @@
+"""Launch files of the shapes that the frameworks ship become specs; every key is accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.convert.report import spec_yaml
+from rlctl.convert.source import read
+from rlctl.convert.translate import Row, Translation, translate
+from rlctl.errors import UsageError
+from rlctl.spec.load import load_spec
+
+VERL = """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+MODEL=${MODEL:-org/model-1b}
+n=${N:-4}
+prompts=64
+DATA=(
+    data.train_files=train.parquet   # the parquet
+    data.train_batch_size=$prompts
+    # data.seed=3
+    data.max_response_length=$((1024 * 2))
+)
+ray job submit --address=http://127.0.0.1:8265 -- \\
+  python3 -m verl.trainer.main_ppo \\
+    "${DATA[@]}" \\
+    algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.model.path="$MODEL" \\
+    actor_rollout_ref.actor.optim.lr=5e-7 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.clip_ratio=0.3 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.rollout.n=$n \\
+    actor_rollout_ref.rollout.enforce_eager=True \\
+    algorithm.rollout_correction.rollout_is=token \\
+    algorithm.rollout_correction.rollout_rs=seq_mean_k1 \\
+    algorithm.rollout_correction.rollout_rs_threshold=0.999_1.001 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    +actor_rollout_ref.actor.surprise=1 \\
+    my.own_key=3 \\
+    trainer.n_gpus_per_node=4 trainer.logger='["console","swanlab"]' \\
+    trainer.total_epochs=2 $@
+"""
+
+TRL = """\
+from trl import GRPOConfig, GRPOTrainer
+
+N = 4
+raise SystemExit("never executed")
+args = GRPOConfig(
+    output_dir="out",
+    per_device_train_batch_size=2 * N,
+    gradient_accumulation_steps=3,
+    num_generations=N,
+    loss_type="dr_grpo",
+    scale_rewards="none",
+    epsilon_high=0.28,
+    beta=0.04,
+    use_vllm=True,
+    vllm_importance_sampling_mode="token_truncate",
+    learning_rate=float("2e-6"),
+    lr_scheduler_type="cosine",
+    max_steps=30,
+    lerning_rate=1,
+)
+args.seed = 7
+trainer = GRPOTrainer(model="org/model-1b", reward_funcs=[len], args=args)
+"""
+
+OPENRLHF = """\
+ROLLOUT_ARGS=(
+   --actor.model_name_or_path ${MODEL}
+   --rollout.batch_size 32
+   --rollout.n_samples_per_prompt 8
+   --train.batch_size 64
+   --data.max_len 4096
+   --rollout.max_new_tokens 3072
+   --algo.advantage.estimator group_norm
+   --algo.advantage.is_correction_level seq
+   --algo.kl.init_coef 1e-3
+   --algo.kl.use_loss
+   --algo.kl.estimator k2
+   --actor.eps_clip_low_high 0.2 0.27
+   --train.colocate_all
+   --no.such_flag
+)
+python3 -m openrlhf.cli.train_ppo_ray ${ROLLOUT_ARGS[@]} ${MORE_ARGS[@]}
+"""
+
+SLIME = """\
+PERF_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 9216 --sequence-parallel)
+GRPO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --use-tis --kl-loss-coef 0.00)
+ray job submit -- python3 train.py --hf-checkpoint /m --colocate --rollout-batch-size 32 \\
+   --n-samples-per-prompt 8 --num-steps-per-rollout 4 --rollout-max-response-len 8192 \\
+   --lr 1e-6 --adam-beta2 0.98 ${GRPO_ARGS[@]} ${PERF_ARGS[@]} --unheard-of 3
+"""
+
+PRIME = """\
+max_steps = 40
+seq_len = 4096
+[model]
+name = "org/model-1b"
+[orchestrator]
+batch_size = 256
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 1024
+[[orchestrator.train.source]]
+name = "words"
+[trainer.optim]
+lr = 3e-6
+[trainer.nonsense]
+a = 1
+"""
+
+NEMO = """\
+defaults: base.yaml
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 8
+  normalize_rewards: true
+policy:
+  model_name: org/model-1b
+  train_global_batch_size: 64
+  max_total_sequence_length: 1024
+  generation:
+    max_new_tokens: ${policy.max_total_sequence_length}
+loss_fn:
+  ratio_clip_max: 0.28
+  use_importance_sampling_correction: true
+  truncated_importance_sampling_type: icepop
+  truncated_importance_sampling_ratio: 5.0
+  truncated_importance_sampling_ratio_min: 0.5
+mystery: {a: 1}
+"""
+
+
+def imported(
+    text: str, name: str, tmp_path: Path, framework: str | None = None, **environment: str
+) -> Translation:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    return translate(read(file, framework=framework, environment=environment, arguments=[]))
+
+
+def row(result: Translation, key: str) -> Row:
+    return next(one for one in result.rows if one.key == key)
+
+
+def expect(result: Translation, values: dict[str, Any]) -> None:
+    assert {key: result.spec.get(key, "absent") for key in values} == values
+
+
+def test_verl_script(tmp_path: Path) -> None:
+    result = imported(VERL, "run.sh", tmp_path)
+    assert result.table.name == "verl"
+    expect(
+        result,
+        {
+            "model.path": "org/model-1b",
+            "data.train_batch_size": 64,
+            "data.max_response_length": 2048,
+            "actor.lr": 5e-7,
+            "actor.ppo_mini_batch_size": 16,
+            "rollout.n": 4,
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.rollout_correction.dialect": "verl",
+            "algorithm.rollout_correction.loss_type": "ppo_clip",
+            "algorithm.rollout_correction.bypass_mode": False,
+            "algorithm.rollout_correction.rollout_is_batch_normalize": False,
+            "algorithm.rollout_correction.loss_denominator": "after_rejection",
+            # clip_ratio alone changes nothing in verl: clip_ratio_low keeps its default.
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.28,
+            "actor.clip_ratio_c": 3.0,
+            "actor.kl_loss_type": "k3",
+            "engine.zero_stage": 3,
+            "rollout.engine_kwargs.enforce_eager": True,
+            "trainer.logger": ["console"],
+            "model.enable_gradient_checkpointing": True,
+        },
+    )
+    assert row(result, "actor_rollout_ref.actor.clip_ratio").status == "different"
+    assert (
+        row(result, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size").status == "not supported"
+    )
+    assert row(result, "my.own_key").status == "unknown"
+    assert row(result, "data.train_batch_size").where == "line 8"
+    assert [problem for problem in result.problems if problem.severity == "error"] == []
+
+
+def test_the_spec_of_a_verl_script_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(VERL, encoding="utf-8")
+    spec = tmp_path / "spec.yaml"
+    assert run(["import", str(tmp_path / "run.sh"), "--output", str(spec), "--set", "N=8"]) == 0
+    loaded = load_spec([], [spec], [])
+    assert loaded.spec.rollout.n == 8
+    assert "my.own_key" in capsys.readouterr().out
+
+
+def test_trl_python(tmp_path: Path) -> None:
+    result = imported(TRL, "train.py", tmp_path)
+    assert result.table.name == "trl"
+    expect(
+        result,
+        {
+            "model.path": "org/model-1b",
+            # 8 responses per device × 3 micro-batches, of 4 per prompt: prompts per optimizer step.
+            "actor.ppo_mini_batch_size": 6,
+            "data.train_batch_size": 6,
+            "rollout.n": 4,
+            "rollout.name": "vllm",
+            "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+            "algorithm.adv_estimator": "dr_grpo",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_bound": "truncate",
+            "algorithm.rollout_correction.rollout_is_threshold": "3.0",
+            "actor.use_kl_loss": True,
+            "actor.kl_loss_coef": 0.04,
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.28,
+            "actor.lr": 2e-6,
+            "trainer.total_training_steps": 30,
+            "trainer.seed": 7,
+        },
+    )
+    wrong = row(result, "lerning_rate")
+    assert (wrong.status, wrong.note) == ("unknown", "did you mean learning_rate?")
+    assert row(result, "per_device_train_batch_size").status == "different"
+    assert row(result, "reward_funcs").status == "not supported"
+
+
+def test_trl_rloo_subtracts_its_default_kl_from_the_reward(tmp_path: Path) -> None:
+    text = (
+        "from trl import RLOOConfig\nRLOOConfig(num_generations=4, per_device_train_batch_size=8, beta=0.1)\n"
+    )
+    expect(
+        imported(text, "t.py", tmp_path),
+        {
+            "algorithm.adv_estimator": "rloo",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.kl_coef": 0.1,
+            "algorithm.rollout_correction.rollout_is": None,
+        },
+    )
+
+
+def test_trl_command_line_and_yaml(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("num_generations: 4\nlearning_rate: 1e-6\nuse_vllm: true\n")
+    script = (
+        "accelerate launch --num_processes 4 -m trl grpo --config grpo.yaml --model_name_or_path m "
+        "--per-device-train-batch-size 8 --learning_rate 3e-6"
+    )
+    result = imported(script.replace("-m trl", "trl"), "run.sh", tmp_path)
+    expect(result, {"actor.lr": 3e-6, "trainer.n_gpus_per_node": 4, "actor.ppo_mini_batch_size": 8})
+    assert row(result, "num_generations").where == "grpo.yaml:1"
+
+
+def test_openrlhf_script(tmp_path: Path) -> None:
+    result = imported(OPENRLHF, "run.sh", tmp_path, MODEL="org/model-1b")
+    expect(
+        result,
+        {
+            "model.path": "org/model-1b",
+            "data.train_batch_size": 32,
+            "actor.ppo_mini_batch_size": 8,
+            "data.max_prompt_length": 1024,
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": "1e9",
+            "algorithm.rollout_correction.rollout_rs": "geometric",
+            "algorithm.rollout_correction.rollout_rs_threshold": "0.5_5.0",
+            "actor.use_kl_loss": True,
+            "actor.kl_loss_type": "k2",
+            "algorithm.use_kl_in_reward": False,
+            "actor.clip_ratio_high": 0.27,
+            "rollout.mode": "colocated",
+        },
+    )
+    assert row(result, "no.such_flag").status == "unknown"
+    assert any("MORE_ARGS" in note for note in result.notes)
+
+
+def test_slime_script(tmp_path: Path) -> None:
+    result = imported(SLIME, "run.sh", tmp_path)
+    expect(
+        result,
+        {
+            "model.path": "/m",
+            "actor.ppo_mini_batch_size": 8,
+            "actor.ppo_max_token_len_per_gpu": 9216,
+            "actor.loss_agg_mode": "seq-mean-token-mean",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_bound": "truncate",
+            "actor.betas": [0.9, 0.98],
+        },
+    )
+    assert row(result, "unheard-of").status == "unknown"
+
+
+def test_prime_rl_toml(tmp_path: Path) -> None:
+    result = imported(PRIME, "rl.toml", tmp_path)
+    expect(
+        result,
+        {
+            "model.path": "org/model-1b",
+            "data.train_batch_size": 16,
+            "data.max_prompt_length": 3072,
+            "algorithm.adv_estimator": "dr_grpo",
+            "algorithm.rollout_correction.loss_type": "dppo",
+            "algorithm.rollout_correction.bypass_mode": True,
+            "actor.lr": 3e-6,
+            "trainer.total_training_steps": 40,
+        },
+    )
+    assert row(result, "trainer.optim.lr").where == "line 13"
+
+
+def test_nemo_rl_yaml_inherits(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("policy:\n  precision: bfloat16\n  train_global_batch_size: 512\n")
+    result = imported(NEMO, "grpo.yaml", tmp_path)
+    expect(
+        result,
+        {
+            "model.path": "org/model-1b",
+            "data.train_batch_size": 32,
+            "actor.ppo_mini_batch_size": 8,
+            "data.max_response_length": 512,
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_bound": "mask",
+            "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0",
+        },
+    )
+    assert row(result, "policy.precision").where == "base.yaml:2"
+    assert row(result, "mystery.a").status == "unknown"
+
+
+def test_nothing_is_dropped(tmp_path: Path) -> None:
+    """Every key that the file sets has exactly one row, and everything in the spec an origin."""
+    for text, name in ((VERL, "a.sh"), (TRL, "b.py"), (OPENRLHF, "c.sh"), (SLIME, "d.sh"), (PRIME, "e.toml")):
+        file = tmp_path / name
+        file.write_text(text, encoding="utf-8")
+        source = read(file, framework=None, environment={}, arguments=[])
+        result = translate(source)
+        assert [one.key for one in result.rows] == list(source.settings)
+        assert sum(result.counts.values()) == len(source.settings)
+        assert set(result.spec) == set(result.origins)
+
+
+def test_a_value_without_counterpart_is_an_error_not_a_default(tmp_path: Path) -> None:
+    script = VERL.replace("adv_estimator=grpo", "adv_estimator=gdpo")
+    result = imported(script, "run.sh", tmp_path)
+    assert row(result, "algorithm.adv_estimator").status == "not supported"
+    assert "algorithm.adv_estimator" in {one.key for one in result.problems if one.severity == "error"}
+    assert "# Missing: algorithm.adv_estimator" in spec_yaml(result, "run.sh")
+
+
+def test_a_misspelt_key_is_unknown_even_among_keys_that_are_not_supported(tmp_path: Path) -> None:
+    script = VERL.replace("ppo_mini_batch_size=16", "ppo_mini_batch_sze=16")
+    wrong = row(imported(script, "run.sh", tmp_path), "actor_rollout_ref.actor.ppo_mini_batch_sze")
+    assert wrong.status == "unknown"
+    assert wrong.note == "did you mean actor_rollout_ref.actor.ppo_mini_batch_size?"
+
+
+def test_an_open_variable_is_named(tmp_path: Path) -> None:
+    script = VERL.replace("MODEL=${MODEL:-org/model-1b}\n", "")
+    result = imported(script, "run.sh", tmp_path)
+    [problem] = [one for one in result.problems if one.key == "model.path"]
+    assert "$MODEL" in problem.what
+    assert "model.path" not in result.spec
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.sh", b"echo hello\n", "no launch command"),
+        ("x.py", b"def broken(:\n", "not valid Python"),
+        ("x.yaml", b"a: [1\n", "not valid YAML"),
+        ("x.toml", b"a = \n", "not valid TOML"),
+        ("x.yaml", b"\xff\xfe", "not UTF-8"),
+        ("x.json", b"{}", "not a shell script"),
+        ("x.yaml", b"hello: 1\n", "no launch command"),
+    ],
+)
+def test_unreadable_files_are_refused(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        read(tmp_path / name, framework=None, environment={}, arguments=[])
+
+
+def test_exit_codes_and_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    script = tmp_path / "run.sh"
+    script.write_text(VERL, encoding="utf-8")
+    assert run(["import", str(script), "--format", "json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["counts"]["unknown"] == 1
+    assert content["spec"]["rollout.n"] == 4
+    assert run(["import", str(script), "--format", "markdown", "--from", "verl"]) == 0
+    assert "| 8 | `data.train_batch_size` | `64` |" in capsys.readouterr().out
+    assert run(["import", str(tmp_path / "missing.sh")]) == 2
+    assert run(["import", str(script), "--from", "nobody"]) == 2
+    assert run(["import", str(script), "--set", "oops"]) == 2

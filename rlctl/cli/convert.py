@@ -11,10 +11,10 @@ import typer
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlctl.convert.translate import Row, Translation
+    from rlctl.convert.translate import KeyOutcome, Translation
 
 
-class Format(StrEnum):
+class ConversionFormat(StrEnum):
     """How the table is printed."""
 
     TEXT = "text"
@@ -22,7 +22,7 @@ class Format(StrEnum):
     MARKDOWN = "markdown"
 
 
-class Target(StrEnum):
+class ExportTarget(StrEnum):
     """What can be written."""
 
     VERL = "verl"
@@ -56,7 +56,7 @@ def import_config(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the spec here.", show_default="printed")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TEXT,
+    format_: Annotated[ConversionFormat, typer.Option("--format", help=_FORMAT_HELP)] = ConversionFormat.TEXT,
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
@@ -78,9 +78,9 @@ def import_config(
     text = report.spec_yaml(result, file.name)
     if output is not None:
         _write(output, text)
-    if format_ is Format.JSON:
+    if format_ is ConversionFormat.JSON:
         typer.echo(report.as_json(result, text))
-    elif format_ is Format.MARKDOWN:
+    elif format_ is ConversionFormat.MARKDOWN:
         typer.echo(report.as_markdown(result, text))
     else:
         _print(result, text if output is None else "")
@@ -127,7 +127,7 @@ def _print(result: Translation, spec_text: str) -> None:
         typer.echo(f"\n{spec_text.rstrip()}")
 
 
-def _print_rows(title: str, rows: list[Row]) -> None:
+def _print_rows(title: str, rows: list[KeyOutcome]) -> None:
     from rlctl.convert.report import became, shown
 
     if rows:

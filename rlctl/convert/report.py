@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlctl.convert.table import word
-from rlctl.convert.translate import STATUSES, Row, Translation
+from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
 
 
 def spec_yaml(result: Translation, name: str) -> str:
@@ -64,7 +64,7 @@ def as_markdown(result: Translation, spec_text: str) -> str:
     return "\n".join([*lines, "", "```yaml", spec_text.rstrip(), "```"])
 
 
-def _markdown_table(rows: list[Row]) -> list[str]:
+def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
     lines = ["| line | key | value | becomes | note |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (
@@ -78,7 +78,7 @@ def _markdown_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def became(row: Row) -> str:
+def became(row: KeyOutcome) -> str:
     """`actor.lr = 1e-06`, or a dash."""
     return ", ".join(f"{key} = {shown(value)}" for key, value in row.became.items()) or "–"
 

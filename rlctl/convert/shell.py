@@ -14,7 +14,7 @@ from fnmatch import translate
 from pathlib import Path
 
 from rlctl.convert.expression import evaluate
-from rlctl.convert.shell_syntax import Block, Command, Node, Parser, Word, end_of
+from rlctl.convert.shell_syntax import Compound, ShellCommand, ShellNode, Parser, ShellWord, end_of
 
 _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
@@ -59,7 +59,7 @@ class _Shell:
         self.path, self.notes = path, notes
         self.variables: dict[str, str | list[Arg]] = dict(variables)
         self.arguments = arguments
-        self.functions: dict[str, list[Node]] = {}
+        self.functions: dict[str, list[ShellNode]] = {}
         self.started: list[list[Arg]] = []
         self.depth = self.steps = 0
 
@@ -71,7 +71,7 @@ class _Shell:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _run(self, nodes: list[Node]) -> bool | None:
+    def _run(self, nodes: list[ShellNode]) -> bool | None:
         """Run nodes in order; the last one's success, None where it is not known."""
         status: bool | None = None
         self.depth += 1
@@ -79,7 +79,7 @@ class _Shell:
             self.steps += 1
             if self.depth > _MAX_DEPTH or self.steps > _MAX_COMMANDS:
                 break
-            if isinstance(node, Block):
+            if isinstance(node, Compound):
                 self._run_block(node)
                 status = None
                 continue
@@ -91,7 +91,7 @@ class _Shell:
         self.depth -= 1
         return status
 
-    def _run_block(self, block: Block) -> None:
+    def _run_block(self, block: Compound) -> None:
         if block.kind == "if":
             for condition, body in block.branches:
                 success = self._run(condition) if condition else True
@@ -114,7 +114,7 @@ class _Shell:
         else:
             self._note(block.line, f"`{block.kind}` is not followed")
 
-    def _run_command(self, command: Command) -> bool | None:
+    def _run_command(self, command: ShellCommand) -> bool | None:
         words = list(command.words)
         if words and words[0].raw in {"export", "declare", "local", "readonly", "typeset", "exec", "eval"}:
             words = [word for word in words[1:] if not word.raw.startswith("-")]
@@ -144,14 +144,14 @@ class _Shell:
             self.started.append(args)
         return None
 
-    def _assign(self, assigned: re.Match[str], word: Word) -> None:
+    def _assign(self, assigned: re.Match[str], word: ShellWord) -> None:
         name, plus, raw = assigned.groups()
         before = self.variables.get(name, "")
         if word.elements is not None:
             values = [arg for element in word.elements for arg in self._expand(element)]
             self.variables[name] = (before if isinstance(before, list) and plus else []) + values
         else:
-            value = " ".join(arg.text for arg in self._expand(Word(raw, word.line), split=False))
+            value = " ".join(arg.text for arg in self._expand(ShellWord(raw, word.line), split=False))
             self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
 
     def _source(self, arg: Arg) -> None:
@@ -161,7 +161,7 @@ class _Shell:
             return
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 
-    def _expand(self, word: Word, *, split: bool = True) -> list[Arg]:
+    def _expand(self, word: ShellWord, *, split: bool = True) -> list[Arg]:
         """The arguments that a word becomes; an array keeps the lines of its elements."""
         fields: list[Arg] = []
         current: list[str] = []
@@ -303,7 +303,7 @@ class _Shell:
             up = re.search(r"(?:/\.\.)+", inner)
             return str((start / up[0].lstrip("/")).resolve() if up else start)
         nodes = Parser(inner).block(set())
-        if len(nodes) == 1 and isinstance(nodes[0], Command):
+        if len(nodes) == 1 and isinstance(nodes[0], ShellCommand):
             args = [arg.text for word in nodes[0].words for arg in self._expand(word) if arg.text != "--"]
             if len(args) == 2 and args[0] in {"dirname", "basename"}:
                 found = Path(args[1])

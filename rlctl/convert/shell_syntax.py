@@ -10,35 +10,35 @@ _OPENING = {"if", "then", "elif", "else", "do", "while", "until", "{", "!", "tim
 
 
 @dataclass(slots=True)
-class Word:
+class ShellWord:
     """A word as written, quotes included; `elements` of an array assignment."""
 
     raw: str
     line: int
-    elements: list[Word] | None = None
+    elements: list[ShellWord] | None = None
 
 
 @dataclass(slots=True)
-class Command:
+class ShellCommand:
     """A simple command: the operator before it, and the here-document it reads."""
 
-    words: list[Word]
+    words: list[ShellWord]
     before: str = "\n"
     document: str | None = None
 
 
 @dataclass(slots=True)
-class Block:
+class Compound:
     """A compound command: `kind` is if, for, while, case or function."""
 
     kind: str
     line: int
-    words: list[Word] = field(default_factory=list)
-    branches: list[tuple[list[Node], list[Node]]] = field(default_factory=list)
-    body: list[Node] = field(default_factory=list)
+    words: list[ShellWord] = field(default_factory=list)
+    branches: list[tuple[list[ShellNode], list[ShellNode]]] = field(default_factory=list)
+    body: list[ShellNode] = field(default_factory=list)
 
 
-Node = Command | Block
+ShellNode = ShellCommand | Compound
 
 
 class Parser:
@@ -47,11 +47,11 @@ class Parser:
     def __init__(self, text: str) -> None:
         self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
         self.operator = "\n"
-        self.documents: list[tuple[str, Command]] = []
+        self.documents: list[tuple[str, ShellCommand]] = []
 
-    def block(self, stops: set[str]) -> list[Node]:
+    def block(self, stops: set[str]) -> list[ShellNode]:
         """Nodes up to a command that starts with one of `stops`, which is consumed, or the end."""
-        nodes: list[Node] = []
+        nodes: list[ShellNode] = []
         while self.at < len(self.text):
             before = self.operator
             command = self._command(stops)
@@ -68,10 +68,10 @@ class Parser:
         self.stopped_by = ""
         return nodes
 
-    def _compound(self, first: str, command: Command) -> Node | None:  # noqa: PLR0911
+    def _compound(self, first: str, command: ShellCommand) -> ShellNode | None:  # noqa: PLR0911
         line = command.words[0].line if command.words else self.line
         if first == "if":
-            found = Block("if", line)
+            found = Compound("if", line)
             condition = self.block({"then"})
             while True:
                 body = self.block({"elif", "else", "fi"})
@@ -86,25 +86,27 @@ class Parser:
             kind = "for" if first == "for" else "while"
             if kind == "while":
                 self.block({"do"})
-                return Block(kind, line, body=self.block({"done"}))
+                return Compound(kind, line, body=self.block({"done"}))
             self.block({"do"})
             words = [word for word in command.words[1:] if word.raw != "in"]
-            return Block(kind, line, words, body=self.block({"done"}))
+            return Compound(kind, line, words, body=self.block({"done"}))
         if first == "case":
             self.block({"esac"})
-            return Block("case", line)
+            return Compound("case", line)
         if first.endswith("()") or first == "function":
             name = command.words[1].raw if first == "function" else first
             if not any(word.raw == "{" for word in command.words):
                 self.block({"{"})
-            return Block("function", line, [Word(name.removesuffix("()"), line)], body=self.block({"}"}))
+            return Compound(
+                "function", line, [ShellWord(name.removesuffix("()"), line)], body=self.block({"}"})
+            )
         if first == "{":
-            return Block("if", line, branches=[([], self.block({"}"}))])
+            return Compound("if", line, branches=[([], self.block({"}"}))])
         return None
 
-    def _command(self, stops: set[str]) -> Command | None:
+    def _command(self, stops: set[str]) -> ShellCommand | None:
         """The words up to an operator; a keyword that opens or closes a block stands by itself."""
-        command = Command([])
+        command = ShellCommand([])
         skip_next = False
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -133,19 +135,19 @@ class Parser:
                     break
         return command if command.words else None
 
-    def _operator(self, command: Command) -> bool:
+    def _operator(self, command: ShellCommand) -> bool:
         """Consume an operator; False: it was part of an arithmetic command, kept as a word."""
         char = self.text[self.at]
         if self.text.startswith("((", self.at):
             end = _closing(self.text, self.at, "(", ")")
-            command.words.append(Word("true", self.line))
+            command.words.append(ShellWord("true", self.line))
             self.line += self.text.count("\n", self.at, end)
             self.at = end
             return False
         double = self.text[self.at : self.at + 2]
         inside_test = bool(command.words) and command.words[0].raw == "[["
         if inside_test and (double in {"&&", "||"} or char in "()"):
-            command.words.append(Word(double if double in {"&&", "||"} else char, self.line))
+            command.words.append(ShellWord(double if double in {"&&", "||"} else char, self.line))
             self.at += 2 if double in {"&&", "||"} else 1
             return False
         self.operator = double if double in {"&&", "||", ";;"} else char
@@ -158,7 +160,7 @@ class Parser:
     def _is_redirection(self) -> bool:
         return self.text.startswith("&>", self.at)
 
-    def _redirection(self, command: Command) -> bool:
+    def _redirection(self, command: ShellCommand) -> bool:
         """Consume `>`, `<<EOF` and the like; whether a file name follows that is no argument."""
         found = re.compile(r"<<<|<<-?|&>>?|>&\s*[0-9-]|[<>]\(|>>|>\||[<>]").match(self.text, self.at)
         assert found is not None
@@ -189,7 +191,7 @@ class Parser:
             command.document = "\n".join(lines)
         self.documents.clear()
 
-    def _word(self) -> Word:
+    def _word(self) -> ShellWord:
         start, line = self.at, self.line
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -212,19 +214,19 @@ class Parser:
             self.at = end
         if self.at == start:
             self.at += 1  # a stray bracket
-        return Word(self.text[start : self.at], line)
+        return ShellWord(self.text[start : self.at], line)
 
-    def _array(self, start: int, line: int) -> Word:
+    def _array(self, start: int, line: int) -> ShellWord:
         head = self.text[start : self.at]
         self.at += 1
-        elements: list[Word] = []
+        elements: list[ShellWord] = []
         while self.at < len(self.text):
             command = self._command(set())
             elements += command.words if command else []
             if self.operator == ")":
                 break
         self.operator = "\n"
-        return Word(head, line, elements)
+        return ShellWord(head, line, elements)
 
 
 def end_of(text: str, at: int) -> int:

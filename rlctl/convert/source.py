@@ -14,7 +14,7 @@ import yaml
 
 from rlctl.convert.expression import value_of
 from rlctl.convert.shell import Arg, commands, is_unresolved
-from rlctl.convert.table import Table, names, table
+from rlctl.convert.table import KeyTable, names, table
 from rlctl.errors import UsageError
 from rlctl.spec.yaml_source import parse_scalar
 
@@ -34,7 +34,7 @@ class Unresolved(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ForeignSetting:
     """One key as the file sets it.
 
     Attributes:
@@ -49,17 +49,17 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Source:
+class ForeignConfig:
     """What a file sets, in its order, the last value of every key; and what could not be followed."""
 
-    table: Table
-    settings: dict[str, Setting]
+    table: KeyTable
+    settings: dict[str, ForeignSetting]
     notes: list[str] = field(default_factory=list)
 
 
 def read(
     path: Path, *, framework: str | None, environment: Mapping[str, str], arguments: list[str]
-) -> Source:
+) -> ForeignConfig:
     """Read a launch script or configuration.
 
     Args:
@@ -89,7 +89,7 @@ def read(
         what = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
         raise UsageError(what, where=str(path), fix=fix)
-    return Source(found[0], _interpolated(_last(found[0], found[1])), notes)
+    return ForeignConfig(found[0], _interpolated(_last(found[0], found[1])), notes)
 
 
 def _text_of(path: Path) -> str:
@@ -106,13 +106,13 @@ def _text_of(path: Path) -> str:
         raise UsageError("is not UTF-8 text", where=f"{path}:{line}", fix="save it as UTF-8") from error
 
 
-_Found = tuple[Table, list[Setting]]
+_Found = tuple[KeyTable, list[ForeignSetting]]
 
 
 def _from_shell(
     path: Path,
     text: str,
-    chosen: list[Table],
+    chosen: list[KeyTable],
     environment: Mapping[str, str],
     arguments: list[str],
     notes: list[str],
@@ -122,7 +122,7 @@ def _from_shell(
     def started(script: str) -> list[list[Arg]]:
         return commands(script, path=path, environment=environment, arguments=arguments, notes=notes)
 
-    found: list[tuple[Table, list[Setting]]] = []
+    found: list[tuple[KeyTable, list[ForeignSetting]]] = []
     pending = started(text)
     while pending:
         args = pending.pop(0)
@@ -149,11 +149,11 @@ def _words(text: str) -> list[str]:
     return pieces if is_line and "{" not in text[:1] else [text]
 
 
-def _launches(line: str, chosen: list[Table]) -> bool:
+def _launches(line: str, chosen: list[KeyTable]) -> bool:
     return any(re.search(pattern, line) for one in chosen for pattern in one.commands)
 
 
-def _launched_at(one: Table, args: list[Arg]) -> int | None:
+def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
     """Where the framework's own arguments start: after what launches it."""
     line = ""
     for number, arg in enumerate(args):
@@ -163,7 +163,9 @@ def _launched_at(one: Table, args: list[Arg]) -> int | None:
     return None
 
 
-def _options(one: Table, args: list[Arg], start: int, path: Path, notes: list[str]) -> Iterator[Setting]:
+def _options(
+    one: KeyTable, args: list[Arg], start: int, path: Path, notes: list[str]
+) -> Iterator[ForeignSetting]:
     """The settings among the arguments of a command; of the launcher's own those that the table names."""
     at = 0
     while at < len(args):
@@ -190,12 +192,12 @@ def _options(one: Table, args: list[Arg], start: int, path: Path, notes: list[st
             if name in {"config", "config-name", "config-path", "config-file"} and values:
                 yield from _other_file(path, values[0], notes)
             elif name and one.style == "flags":
-                yield Setting(name, _value(values) if values else True, line)
+                yield ForeignSetting(name, _value(values) if values else True, line)
             elif one.style == "hydra":
                 at -= len(values)
         elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
             sign, key, value = override.groups()
-            yield Setting(f"~{key}" if "~" in sign else key, _hydra_value(value), line)
+            yield ForeignSetting(f"~{key}" if "~" in sign else key, _hydra_value(value), line)
 
 
 def _is_option(text: str) -> bool:
@@ -223,7 +225,7 @@ def _hydra_value(text: str) -> Any:
     return Unresolved(text) if is_unresolved(text) else parse_scalar(text)
 
 
-def _other_file(path: Path, name: str, notes: list[str]) -> list[Setting]:
+def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]:
     """The settings of a configuration that a script names."""
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
     file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
@@ -233,7 +235,7 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[Setting]:
     return _settings_of(file, _KINDS[file.suffix], notes, other=True)
 
 
-def _from_mapping(path: Path, kind: str, chosen: list[Table], notes: list[str]) -> _Found | None:
+def _from_mapping(path: Path, kind: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     settings = _settings_of(path, kind, notes)
     scores = {one.name: _score(one, settings) for one in chosen}
     best = max(chosen, key=lambda one: scores[one.name])
@@ -242,11 +244,11 @@ def _from_mapping(path: Path, kind: str, chosen: list[Table], notes: list[str]) 
     return best, settings
 
 
-def _score(one: Table, settings: list[Setting]) -> int:
+def _score(one: KeyTable, settings: list[ForeignSetting]) -> int:
     return sum(any(setting.key.startswith(mark) for mark in one.marks) for setting in settings)
 
 
-def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[Setting]:
+def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[ForeignSetting]:
     """The leaves of a YAML or TOML file, after those of the files that its `defaults` name.
 
     Raises:
@@ -257,7 +259,10 @@ def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False
     try:
         if kind == "toml":
             content = tomllib.loads(text)
-            return [Setting(key, value, _toml_line(text, key, where)) for key, value in _leaves(content, "")]
+            return [
+                ForeignSetting(key, value, _toml_line(text, key, where))
+                for key, value in _leaves(content, "")
+            ]
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"not valid {kind.upper()}: {error}".split("\n")[0], where=str(path)) from error
@@ -265,20 +270,20 @@ def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False
         raise UsageError("no `key: value` pairs at its top level", where=str(path))
     settings = list(_yaml_leaves(root, "", where))
     parents = [setting.value for setting in settings if setting.key == "defaults"]
-    inherited: list[Setting] = []
+    inherited: list[ForeignSetting] = []
     for parent in (name for value in parents for name in (value if isinstance(value, list) else [value])):
         if parent != "_self_":
             inherited += _other_file(path, str(parent), notes)
     return inherited + [setting for setting in settings if setting.key != "defaults"]
 
 
-def _yaml_leaves(node: yaml.MappingNode, prefix: str, where: str) -> Iterator[Setting]:
+def _yaml_leaves(node: yaml.MappingNode, prefix: str, where: str) -> Iterator[ForeignSetting]:
     for key, value in node.value:
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _yaml_leaves(value, f"{name}.", where)
         else:
-            yield Setting(name, _yaml_value(value), f"{where}{key.start_mark.line + 1}")
+            yield ForeignSetting(name, _yaml_value(value), f"{where}{key.start_mark.line + 1}")
 
 
 def _yaml_value(node: yaml.Node) -> Any:
@@ -315,7 +320,7 @@ def _toml_line(text: str, key: str, where: str) -> str:
     return f"{where}1"
 
 
-def _from_python(path: Path, text: str, chosen: list[Table]) -> _Found | None:
+def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None:
     """The keyword arguments of configuration classes, and attributes set on them later.
 
     Raises:
@@ -328,7 +333,7 @@ def _from_python(path: Path, text: str, chosen: list[Table]) -> _Found | None:
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
     constants: dict[str, Any] = {}
     configs: dict[str, str] = {}
-    found: dict[str, list[Setting]] = {one.name: [] for one in chosen}
+    found: dict[str, list[ForeignSetting]] = {one.name: [] for one in chosen}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             if (value := _python_value(node.value, constants)) is not None and not isinstance(
@@ -340,9 +345,11 @@ def _from_python(path: Path, text: str, chosen: list[Table]) -> _Found | None:
     for one in chosen:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and (name := _called(node)) in one.classes:
-                found[one.name].append(Setting(f"{one.classes[name]}_class", name, f"line {node.lineno}"))
+                found[one.name].append(
+                    ForeignSetting(f"{one.classes[name]}_class", name, f"line {node.lineno}")
+                )
                 found[one.name] += [
-                    Setting(
+                    ForeignSetting(
                         f"{one.classes[name]}{given.arg}",
                         _python_value(given.value, constants),
                         f"line {given.value.lineno}",
@@ -357,7 +364,7 @@ def _from_python(path: Path, text: str, chosen: list[Table]) -> _Found | None:
                 and (prefix := one.classes.get(configs.get(target.value.id, ""))) is not None
             ):
                 value = _python_value(node.value, constants)
-                found[one.name].append(Setting(f"{prefix}{target.attr}", value, f"line {node.lineno}"))
+                found[one.name].append(ForeignSetting(f"{prefix}{target.attr}", value, f"line {node.lineno}"))
     best = max(chosen, key=lambda one: len(found[one.name]))
     return (best, found[best.name]) if found[best.name] else None
 
@@ -374,20 +381,20 @@ def _python_value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return Unresolved(ast.unparse(node))
 
 
-def _last(one: Table, settings: list[Setting]) -> dict[str, Setting]:
+def _last(one: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
     """The last setting of every key, under its own name where it was written by another."""
-    found: dict[str, Setting] = {}
+    found: dict[str, ForeignSetting] = {}
     for setting in settings:
         key = one.canonical(setting.key)
         found.pop(key, None)
-        found[key] = Setting(key, setting.value, setting.where)
+        found[key] = ForeignSetting(key, setting.value, setting.where)
     return found
 
 
-def _interpolated(settings: dict[str, Setting]) -> dict[str, Setting]:
+def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetting]:
     """`${other.key}` replaced by that key's value where the file sets it."""
 
-    def replaced(setting: Setting, depth: int = 0) -> Any:
+    def replaced(setting: ForeignSetting, depth: int = 0) -> Any:
         value = setting.value
         if not isinstance(value, Unresolved) or depth > 5:
             return value
@@ -405,9 +412,9 @@ def _interpolated(settings: dict[str, Setting]) -> dict[str, Setting]:
             return other if whole else value
         text = value.replace(found[0], str(other))
         return (
-            replaced(Setting(setting.key, Unresolved(text), setting.where), depth + 1)
+            replaced(ForeignSetting(setting.key, Unresolved(text), setting.where), depth + 1)
             if "${" in text
             else text
         )
 
-    return {key: Setting(key, replaced(setting), setting.where) for key, setting in settings.items()}
+    return {key: ForeignSetting(key, replaced(setting), setting.where) for key, setting in settings.items()}

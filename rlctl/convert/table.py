@@ -19,7 +19,7 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\[\]-]*)\}")
 Style = Literal["hydra", "flags"]
 
 
-class Rule(BaseModel):
+class KeyRule(BaseModel):
     """What becomes of one key.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rule(BaseModel):
         return self.differs.get(word(value), self.differs.get("*", ""))
 
 
-class Table(BaseModel):
+class KeyTable(BaseModel):
     """One framework.
 
     Attributes:
@@ -82,7 +82,7 @@ class Table(BaseModel):
     marks: list[str]
     aliases: dict[str, str] = {}
     constants: dict[str, Any] = {}
-    keys: dict[str, Rule]
+    keys: dict[str, KeyRule]
     unsupported: dict[str, str] = {}
     formulas: dict[str, str] = {}
     export: dict[str, str] = {}
@@ -96,14 +96,14 @@ class Table(BaseModel):
             (self.aliases.get(one, one) for one in spellings if one in self.aliases or one in self.keys), key
         )
 
-    def rule(self, key: str) -> Rule | None:
+    def rule(self, key: str) -> KeyRule | None:
         """The rule of a key, or of the longest start of it that is not supported; None: unknown."""
         if key in self.keys:
             return self.keys[key]
         starts = [start for start in self.unsupported if key == start or _starts(key, start)]
         if not starts:
             return None
-        return Rule(unsupported=self.unsupported[max(starts, key=len)], neutral=[None, "{}", "[]"])
+        return KeyRule(unsupported=self.unsupported[max(starts, key=len)], neutral=[None, "{}", "[]"])
 
     @cached_property
     def read_by(self) -> dict[str, list[str]]:
@@ -170,7 +170,7 @@ def names() -> list[str]:
 
 
 @cache
-def table(name: str) -> Table:
+def table(name: str) -> KeyTable:
     """The table of a framework.
 
     Raises:
@@ -181,4 +181,4 @@ def table(name: str) -> Table:
         raise UsageError(f"no framework `{name}`", fix=f"one of {', '.join(names())}")
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     keys = {key: {"to": rule} if isinstance(rule, str) else rule for key, rule in content["keys"].items()}
-    return Table.model_validate(content | {"name": name, "keys": keys})
+    return KeyTable.model_validate(content | {"name": name, "keys": keys})

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlctl.convert.source import Setting, Source, Unresolved
-from rlctl.convert.table import Open, Rule, Table, compute, placeholders, word
+from rlctl.convert.source import ForeignSetting, ForeignConfig, Unresolved
+from rlctl.convert.table import Open, KeyRule, KeyTable, compute, placeholders, word
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import load_spec
@@ -24,7 +24,7 @@ STATUSES: dict[Status, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeyOutcome:
     """What became of one key.
 
     Attributes:
@@ -58,11 +58,11 @@ class Translation:
         notes: what could not be followed in the file.
     """
 
-    table: Table
-    rows: list[Row]
+    table: KeyTable
+    rows: list[KeyOutcome]
     spec: dict[str, Any]
     origins: dict[str, str]
-    implied: list[Row] = field(default_factory=list)
+    implied: list[KeyOutcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Translation:
         return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
-def translate(source: Source) -> Translation:
+def translate(source: ForeignConfig) -> Translation:
     """Apply the framework's table to what a file sets."""
     table = source.table
     result = Translation(table, [], {}, {}, notes=source.notes + ([table.note] if table.note else []))
@@ -109,14 +109,16 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
     return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
 
 
-def _add_row(result: Translation, setting: Setting, values: dict[str, Any], computed: dict[str, Any]) -> None:
+def _add_row(
+    result: Translation, setting: ForeignSetting, values: dict[str, Any], computed: dict[str, Any]
+) -> None:
     table, key = result.table, setting.key
     rule = table.rule(key)
     # Below a key that is not supported as a whole, a name one letter off is a misspelling.
     nearest = difflib.get_close_matches(key, table.keys, n=1, cutoff=0.8 if rule is None else 0.96)
     if rule is None or (key not in table.keys and nearest and abs(len(nearest[0]) - len(key)) < 2):
         note = f"did you mean {nearest[0]}?" if nearest else ""
-        result.rows.append(Row(key, setting.value, "unknown", {}, note, setting.where))
+        result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
     became = _targets(table, rule, key, values, computed)
     note = ""
@@ -149,11 +151,11 @@ def _add_row(result: Translation, setting: Setting, values: dict[str, Any], comp
         note = f"not determined by the file{': ' if note else ''}{note}"
     for target, value in became.items():
         result.spec[target], result.origins[target] = value, f"{key}, {setting.where}"
-    result.rows.append(Row(key, setting.value, status, became, note, setting.where))
+    result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
 
 
 def _targets(
-    table: Table, rule: Rule, key: str, values: dict[str, Any], computed: dict[str, Any]
+    table: KeyTable, rule: KeyRule, key: str, values: dict[str, Any], computed: dict[str, Any]
 ) -> dict[str, Any]:
     """Spec key → value for everything that one key decides."""
     became = {target: computed[target] for target in table.read_by.get(key, [])}
@@ -162,7 +164,7 @@ def _targets(
     return {target: value for target, value in became.items() if value is not _LEFT_OUT}
 
 
-def _mapped(rule: Rule, value: Any) -> Any:
+def _mapped(rule: KeyRule, value: Any) -> Any:
     if rule.values is None or isinstance(value, Unresolved):
         return value
     if word(value) in rule.values:
@@ -200,7 +202,7 @@ def _add_defaults(
             result.origins[target] = f"default of {key}"
         difference = rule.difference(rule.default)
         status: Status = "different" if difference else "same"
-        result.implied.append(Row(key, rule.default, status, became, difference, ""))
+        result.implied.append(KeyOutcome(key, rule.default, status, became, difference, ""))
 
 
 def _is_equal(value: Any, ours: Any) -> bool:

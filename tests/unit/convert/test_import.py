@@ -10,7 +10,7 @@ import pytest
 from rlctl.cli.app import run
 from rlctl.convert.report import spec_yaml
 from rlctl.convert.source import read
-from rlctl.convert.translate import Row, Translation, translate
+from rlctl.convert.translate import KeyOutcome, Translation, translate
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
 
@@ -150,7 +150,7 @@ def imported(
     return translate(read(file, framework=framework, environment=environment, arguments=[]))
 
 
-def row(result: Translation, key: str) -> Row:
+def row(result: Translation, key: str) -> KeyOutcome:
     return next(one for one in result.rows if one.key == key)
 
 

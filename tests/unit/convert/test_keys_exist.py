@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.convert.table import Table, names, placeholders, table, word
+from rlctl.convert.table import KeyTable, names, placeholders, table, word
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.keys import leaf_of
 from tests.reference.verl_helper import SIDE
@@ -99,7 +99,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", names())
 def test_every_table_leads_to_keys_of_the_spec(name: str) -> None:
-    one: Table = table(name)
+    one: KeyTable = table(name)
     targets = {rule.to for rule in one.keys.values() if rule.to} | set(one.formulas) | set(one.constants)
     assert not {key for key in targets if leaf_of(key) is None}
     used = {key for formula in one.formulas.values() for key in placeholders(formula)}

@@ -14,7 +14,7 @@ from fnmatch import translate
 from pathlib import Path
 
 from rlctl.convert.expression import evaluate
-from rlctl.convert.shell_syntax import Compound, ShellCommand, ShellNode, Parser, ShellWord, end_of
+from rlctl.convert.shell_syntax import Compound, Parser, ShellCommand, ShellNode, ShellWord, end_of
 
 _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50

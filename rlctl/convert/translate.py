@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlctl.convert.source import ForeignSetting, ForeignConfig, Unresolved
-from rlctl.convert.table import Open, KeyRule, KeyTable, compute, placeholders, word
+from rlctl.convert.source import ForeignConfig, ForeignSetting, Unresolved
+from rlctl.convert.table import KeyRule, KeyTable, Open, compute, placeholders, word
 from rlctl.errors import Problem, SpecError
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import load_spec

@@ -102,7 +102,6 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.spec.embedded import RECIPE
     from rlctl.spec.model import ALL_LINEAR
     from rlctl.tiny.model import build_tokenizer
-    from rlctl.train.score_batch import as_train_batch
 
     ranks, dtype = join_ranks(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model, tokenizer = policy_model().to(dtype), build_tokenizer(RECIPE)
@@ -131,10 +130,10 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     sampling = Sampling(max_response_length=RESPONSE_TOKENS)
     rollouts = rollout.generate(random_prompts(), sampling, n=SAMPLES, step_seed=1, num_groups_total=PROMPTS)
-    batch, mask = as_train_batch(rollouts), rollouts.response_mask
+    inputs, mask = rollouts.inputs, rollouts.response_mask
     with torch.no_grad():
-        said = actor.policy(batch).log_probs
-    learnt = (said - BasePolicy(actor, model).log_probs(batch))[mask].abs().mean().item()
+        said = actor.policy(inputs).log_probs
+    learnt = (said - BasePolicy(actor, model).log_probs(inputs))[mask].abs().mean().item()
     gap = (said - rollouts.rollout_log_probs)[mask].abs().mean().item()
     rollout.close()
     leave_ranks()

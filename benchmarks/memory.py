@@ -135,23 +135,17 @@ def batch_of(case: Case, rows: int) -> Any:
     """Random rows, all of full length but one, for which a mask is needed."""
     import torch
 
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
 
     length = case.prompt + case.response
     ids = torch.randint(2, case.vocab, (rows, length))
     mask = torch.ones(rows, length, dtype=torch.bool)
     mask[0, 0] = False
-    zeros = torch.zeros(rows, case.response)
-    return TrainBatch(
+    return ModelInputs(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        responses=ids[:, case.prompt :],
-        response_mask=mask[:, case.prompt :],
-        sample_mask=torch.ones(rows, dtype=torch.bool),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=zeros,
+        scored=mask[:, case.prompt :],
     )
 
 

@@ -119,8 +119,8 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
             seconds[cut].append(time.process_time() - start)
     found: dict[str, Any] = {"real_tokens": int(batch.attention_mask.sum())}
     for cut, settings in cuts.items():
-        parts = micro_batches(batch, settings.micro_rows, settings.micro_tokens, actor.ranks)
-        computed = [used_columns(batch.pick(rows))["input_ids"].numel() for rows in parts]
+        parts = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, actor.ranks)
+        computed = [used_columns(batch.inputs.pick(rows)).input_ids.numel() for rows in parts]
         found[cut] = {
             "cpu_s": statistics.median(seconds[cut]),
             "passes": len(parts),

@@ -41,6 +41,30 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """What a forward pass reads, whichever model makes it: B rows that end with T response columns."""
+
+    input_ids: Tensor  # (B, L) int64
+    attention_mask: Tensor  # (B, L) bool: what is not padding
+    position_ids: Tensor  # (B, L) int64
+    scored: Tensor  # (B, T) bool: response positions whose token the model is asked about
+
+    @property
+    def responses(self) -> Tensor:
+        """(B, T) int64: the last T columns of `input_ids`."""
+        return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
+
+    def pick(self, rows: Rows) -> ModelInputs:
+        """Some rows, in the order given; of a slice as views, nothing copied."""
+        return ModelInputs(
+            self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows], self.scored[rows]
+        )
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Rollouts:
     """n sampled responses per prompt, siblings adjacent (but identified by `group_ids` only)."""
 
@@ -59,6 +83,16 @@ class Rollouts:
     response_texts: tuple[str, ...]
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """For the forward pass of any model."""
+        return ModelInputs(self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
+
+    @property
+    def prompt_mask(self) -> Tensor:
+        """(B, P) bool: the prompts' tokens."""
+        return self.attention_mask[:, : self.input_ids.shape[1] - self.responses.shape[1]]
 
     @property
     def truncated(self) -> Tensor:
@@ -112,6 +146,11 @@ class TrainBatch:
     def valid_mask(self) -> Tensor:
         """(B, T) bool: response tokens of samples that were graded."""
         return self.response_mask & self.sample_mask[:, None]
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """For the forward pass of any model."""
+        return ModelInputs(self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
 
     def pick(self, rows: Rows) -> TrainBatch:
         """Some rows, in the order given; of a slice as views, nothing copied."""

@@ -219,19 +219,14 @@ def _batch(model: Any, device: Any) -> Any:
     """Random tokens as a batch of four responses."""
     import torch
 
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
 
     rows, prompt, length = 4, len(_PROMPTS[0]), _RESPONSE_LENGTH
     ids = torch.randint(model.config.vocab_size, (rows, prompt + length), device=device)
-    mask, zeros = torch.ones_like(ids, dtype=torch.bool), torch.zeros(rows, length, device=device)
-    return TrainBatch(
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return ModelInputs(
         input_ids=ids,
         attention_mask=mask,
         position_ids=torch.arange(prompt + length, device=device).expand_as(ids),
-        responses=ids[:, prompt:],
-        response_mask=mask[:, prompt:],
-        sample_mask=mask[:, 0],
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=zeros,
+        scored=mask[:, prompt:],
     )

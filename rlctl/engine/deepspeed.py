@@ -19,9 +19,9 @@ from typing import Any, Literal, NotRequired, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from rlctl.batch import TrainBatch
+from rlctl.batch import ModelInputs
 from rlctl.engine.adamw import GuardedAdamW
-from rlctl.engine.inputs import used_columns, widened
+from rlctl.engine.inputs import arguments_of, used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -196,12 +196,12 @@ class DeepSpeedEngine(_Engine):
         self._policy: PolicyModule = self._engine.module
 
     def policy(
-        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+        self, inputs: ModelInputs, *, entropy_grad: bool = False, sum_pi_squared: bool = False
     ) -> PolicyOutput:
         """See `TrainEngine.policy`."""
         in_step_with = self.ranks if self.zero_stage == 3 else None
         asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared}
-        return policy_output(self._policy, self._engine, batch, in_step_with, **asked)
+        return policy_output(self._policy, self._engine, inputs, in_step_with, **asked)
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
@@ -241,9 +241,9 @@ class DeepSpeedCritic(_Engine):
         shares = _may_share_prompts(settings)
         super().__init__(model, lambda placed: ValueModule(placed, share_prompts=shares), ranks, **settings)
 
-    def values(self, batch: TrainBatch) -> Tensor:
+    def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
-        return widened(self._engine(**used_columns(batch)), batch)
+        return widened(self._engine(**arguments_of(used_columns(inputs))), inputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""

@@ -12,7 +12,7 @@ from rlctl.engine.deepspeed import keeping_buffers, sharded
 from rlctl.engine.log_probs import PolicyModule, policy_output
 
 if TYPE_CHECKING:
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
     from rlctl.engine.ranks import Ranks
 
 
@@ -44,6 +44,6 @@ class FrozenPolicy:
                 self._run = sharded(self._policy, dtype)
 
     @torch.no_grad()
-    def log_probs(self, batch: TrainBatch) -> Tensor:
+    def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller cuts the batch into micro-batches."""
-        return policy_output(self._policy, self._run, batch, self._in_step_with).log_probs
+        return policy_output(self._policy, self._run, inputs, self._in_step_with).log_probs

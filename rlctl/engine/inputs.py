@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
+from rlctl.batch import ModelInputs
 from rlctl.prefix import shared_prefix
 
-if TYPE_CHECKING:
-    from rlctl.batch import TrainBatch
 
+def used_columns(inputs: ModelInputs) -> ModelInputs:
+    """The columns that some row uses.
 
-def used_columns(batch: TrainBatch) -> dict[str, Tensor]:
-    """The columns that some row uses: `input_ids`, `attention_mask`, `position_ids`, `response_mask`.
-
-    Columns left of the widest prompt and right of the longest response are padding on every row.
+    Columns left of the widest prompt and right of the last scored token change no scored token.
     """
-    width, length = batch.responses.shape[1], batch.input_ids.shape[1]
-    prompt = max(int(batch.attention_mask[:, : length - width].any(0).sum()), 1)
-    horizon = max(_last_used(batch.response_mask), 1)
+    width, length = inputs.scored.shape[1], inputs.input_ids.shape[1]
+    prompt = max(int(inputs.attention_mask[:, : length - width].any(0).sum()), 1)
+    used = inputs.scored.any(0).nonzero()
+    horizon = int(used[-1]) + 1 if len(used) else 1
     columns = slice(length - width - prompt, length - width + horizon)
-    return {
-        "input_ids": batch.input_ids[:, columns],
-        "attention_mask": batch.attention_mask[:, columns],
-        "position_ids": batch.position_ids[:, columns],
-        "response_mask": batch.response_mask[:, :horizon],
-    }
+    return ModelInputs(
+        inputs.input_ids[:, columns],
+        inputs.attention_mask[:, columns],
+        inputs.position_ids[:, columns],
+        inputs.scored[:, :horizon],
+    )
 
 
-def widened(values: Tensor, batch: TrainBatch) -> Tensor:
-    """(B, t) of the used response columns as the batch's (B, T), 0.0 in the others."""
-    return functional.pad(values, (0, batch.responses.shape[1] - values.shape[1]))
+def arguments_of(inputs: ModelInputs) -> dict[str, Tensor]:
+    """The same as keyword arguments of a module: engines around modules handle tensors, not records."""
+    return {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+
+
+def widened(values: Tensor, inputs: ModelInputs) -> Tensor:
+    """(B, t) of the used response columns as (B, T) of all, 0.0 in the others."""
+    return functional.pad(values, (0, inputs.scored.shape[1] - values.shape[1]))
 
 
 def body_of(model: Any) -> Any:
@@ -71,8 +76,3 @@ def body_inputs(
         return inputs | {"use_cache": False}
     rest = {"input_ids": ids[:, start:], "position_ids": positions[:, start:]}
     return inputs | rest | {"past_key_values": cache, "use_cache": True}
-
-
-def _last_used(mask: Tensor) -> int:
-    used = mask.any(0).nonzero()
-    return int(used[-1]) + 1 if len(used) else 0

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.engine.inputs import body_inputs, body_of, used_columns, widened
+from rlctl.engine.inputs import arguments_of, body_inputs, body_of, used_columns, widened
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.prefix import can_share_prefix
 from rlctl.spec.memory import MAX_LOGITS
 
 if TYPE_CHECKING:
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
     from rlctl.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class PolicyModule(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
-        responses: Tensor,
-        response_mask: Tensor,
+        scored: Tensor,
         num_chunks: int = 1,
         *,
         entropy_grad: bool = False,
@@ -65,18 +64,17 @@ class PolicyModule(nn.Module):
         """Log-probs and entropy of the responses, on request Σ_v π(v)².
 
         Args:
-            input_ids, attention_mask, position_ids: (B, L), the response being the last T columns.
-            responses: (B, T) int64.
-            response_mask: (B, T) bool.
+            input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
             num_chunks: pieces the output head is run in, see `chunks_needed`.
             entropy_grad: let gradient through the entropy too.
             sum_pi_squared: also give the collision probability of the next-token distribution.
 
         Returns:
-            Two or three (B, T) float32, 0.0 on padding: log-probs (with gradient), entropy (with
+            Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
             gradient only if asked) and, if asked for, Σ_v π(v)² (never).
         """
-        horizon = responses.shape[1]
+        horizon = scored.shape[1]
+        responses = input_ids[:, -horizon:]
         body = body_of(self.model)
         inputs = body_inputs(
             body,
@@ -99,9 +97,9 @@ class PolicyModule(nn.Module):
             entropy_grad=entropy_grad,
             sum_pi_squared=sum_pi_squared,
         )
-        found = _walk(look, states[response_mask], responses[response_mask], num_chunks)
+        found = _walk(look, states[scored], responses[scored], num_chunks)
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        return tuple(empty.masked_scatter(response_mask, values) for values in found)
+        return tuple(empty.masked_scatter(scored, values) for values in found)
 
     def chunks_needed(self, num_tokens: int) -> int:
         """Pieces the head must be run in to hold at most `MAX_LOGITS` float32 logits at once."""
@@ -112,27 +110,26 @@ class PolicyModule(nn.Module):
 def policy_output(
     policy: PolicyModule,
     run: Callable[..., tuple[Tensor, ...]],
-    batch: TrainBatch,
+    inputs: ModelInputs,
     in_step_with: Ranks | None,
     **asked: bool,
 ) -> PolicyOutput:
-    """What a policy says of a batch, computed over the columns that some row uses.
+    """What a policy says of the scored tokens, computed over the columns that some row uses.
 
     Args:
         policy: the module asked.
         run: calls it: itself, or the engine around it.
-        batch: any number of rows.
+        inputs: any number of rows.
         in_step_with: ranks that must run the head as often as this one, each call of it being a
             collective (ZeRO-3); None: ranks are free.
         asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
     """
-    num_tokens = int(batch.response_mask.sum())
+    num_tokens = int(inputs.scored.sum())
     if in_step_with:
         num_tokens = int(in_step_with.max(num_tokens))
-    columns = used_columns(batch)
-    responses = batch.responses[:, : columns["response_mask"].shape[1]]
-    found = run(**columns, responses=responses, num_chunks=policy.chunks_needed(num_tokens), **asked)
-    return PolicyOutput(*(widened(values, batch) for values in found))
+    columns = arguments_of(used_columns(inputs))
+    found = run(**columns, num_chunks=policy.chunks_needed(num_tokens), **asked)
+    return PolicyOutput(*(widened(values, inputs) for values in found))
 
 
 def _walk(

@@ -20,7 +20,7 @@ from rlctl.errors import UsageError
 from rlctl.spec.model import ALL_LINEAR
 
 if TYPE_CHECKING:
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
     from rlctl.engine.protocol import TrainEngine
 
 _ADAPTER = "default"
@@ -171,10 +171,10 @@ class BasePolicy:
         self._model = model
 
     @torch.no_grad()
-    def log_probs(self, batch: TrainBatch) -> Tensor:
+    def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`."""
         with _without_adapters(self._model):
-            return self._engine.policy(batch).log_probs
+            return self._engine.policy(inputs).log_probs
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import TrainBatch
+    from rlctl.batch import ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class TrainEngine(Trained, Protocol):
     """A policy under training."""
 
     def policy(
-        self, batch: TrainBatch, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+        self, inputs: ModelInputs, *, entropy_grad: bool = False, sum_pi_squared: bool = False
     ) -> PolicyOutput:
-        """Log-probs and entropy of the batch's response tokens.
+        """Log-probs and entropy of the scored tokens.
 
         Args:
-            batch: any number of rows.
+            inputs: any number of rows.
             entropy_grad: let gradient through the entropy, for a bonus on it.
             sum_pi_squared: also compute Σ_v π(v)².
         """
@@ -125,7 +125,7 @@ class TrainEngine(Trained, Protocol):
 class CriticEngine(Trained, Protocol):
     """A value model under training."""
 
-    def values(self, batch: TrainBatch) -> Tensor:
+    def values(self, inputs: ModelInputs) -> Tensor:
         """(B, T) float32 with gradient: the value before token t is sampled, 0.0 on padding."""
         ...
 
@@ -133,6 +133,6 @@ class CriticEngine(Trained, Protocol):
 class ReferencePolicy(Protocol):
     """A policy that does not change."""
 
-    def log_probs(self, batch: TrainBatch) -> Tensor:
-        """(B, T) float32 of the batch's response tokens at the sampling temperature, 0.0 on padding."""
+    def log_probs(self, inputs: ModelInputs) -> Tensor:
+        """(B, T) float32 of the scored tokens at the sampling temperature, 0.0 elsewhere."""
         ...

@@ -54,19 +54,18 @@ class ValueModule(nn.Module):
         self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_mask: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, scored: Tensor
     ) -> Tensor:
         """Values of the states before each response token.
 
         Args:
-            input_ids, attention_mask, position_ids: (B, L), the response being the last T columns.
-            response_mask: (B, T) bool.
+            input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
 
         Returns:
             (B, T) float32 with gradient; index t is the value before token t is sampled, of the state
-            that predicts it. 0.0 on padding.
+            that predicts it. 0.0 where not scored.
         """
-        horizon = response_mask.shape[1]
+        horizon = scored.shape[1]
         inputs = body_inputs(
             self.body,
             input_ids,
@@ -76,6 +75,6 @@ class ValueModule(nn.Module):
             share_prompts=self.shares_prompts,
         )
         states = self.body(**inputs).last_hidden_state[:, -horizon:]
-        values = self.head(states[response_mask])
-        empty = torch.zeros(response_mask.shape, dtype=torch.float32, device=response_mask.device)
-        return empty.masked_scatter(response_mask, values)
+        values = self.head(states[scored])
+        empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
+        return empty.masked_scatter(scored, values)

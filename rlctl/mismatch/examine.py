@@ -229,6 +229,7 @@ def _sample(rollouts: Rollouts, n: int, device: Any) -> EngineSample:
         responses=rollouts.responses.to(device),
         mask=rollouts.response_mask.to(device),
         reported=rollouts.rollout_log_probs.to(device),
+        attended=rollouts.attention_mask[:, width:].to(device),
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rlctl.engine.inputs import body_inputs, body_of
+from rlctl.batch import ModelInputs
+from rlctl.engine.inputs import arguments_of, body_inputs, body_of, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import Gap, measure
-from rlctl.mismatch.layout import PaddedRows, lay_out
+from rlctl.mismatch.layout import lay_out
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.prefix import shared_prefix
@@ -37,8 +38,9 @@ class EngineSample:
         n: responses per prompt, adjacent.
         prompts: (B) token ids the engine says it read.
         responses: (B, T) int64.
-        mask: (B, T) bool, response tokens.
+        mask: (B, T) bool, tokens that the engine sampled.
         reported: (B, T) float32, the engine's log-probs.
+        attended: (B, T) bool, what of the responses is not padding.
     """
 
     n: int
@@ -46,6 +48,7 @@ class EngineSample:
     responses: Tensor
     mask: Tensor
     reported: Tensor
+    attended: Tensor
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
         """Log-prob of each token if report t is of token t + shift, and where there is one; both (B, T)."""
@@ -152,17 +155,12 @@ class VariantScorer:
 
     def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
         """By the code that training runs."""
-        layout, responses, mask = self._layout(variant, rows)
+        inputs = self._inputs(variant, rows)
         policy.temperature = variant.sampling.temperature
         log_probs, _ = policy(
-            layout.input_ids,
-            layout.attention_mask,
-            layout.position_ids,
-            responses,
-            mask,
-            policy.chunks_needed(int(mask.sum())),
+            **arguments_of(inputs), num_chunks=policy.chunks_needed(int(inputs.scored.sum()))
         )
-        out[rows, : layout.horizon] = log_probs
+        out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
         """From full logits, which truncation and decoding need."""
@@ -176,17 +174,14 @@ class VariantScorer:
         self, policy: PolicyModule, variant: ScoringVariant, rows: slice
     ) -> Iterator[tuple[slice, Tensor]]:
         """Columns of the response and their logits (b, t, V), of the given rows."""
-        layout, _, _ = self._layout(variant, rows)
         step = _decoded if variant.steps == "decode" else _prefilled
-        return step(policy, layout)
+        return step(policy, self._inputs(variant, rows))
 
-    def _layout(self, variant: ScoringVariant, rows: slice) -> tuple[PaddedRows, Tensor, Tensor]:
-        """What is read, the responses and their mask, without columns that no row uses."""
-        mask = self.sample.mask[rows]
-        horizon = max(int(mask.sum(1).max()), 1)
-        responses, mask = self.sample.responses[rows, :horizon], mask[:, :horizon]
-        prompts = self.prompts[variant.prompt][rows]
-        return lay_out(prompts, responses, mask, self._pad_id, variant.positions), responses, mask
+    def _inputs(self, variant: ScoringVariant, rows: slice) -> ModelInputs:
+        """What is read, without columns that no row uses."""
+        sample, prompts = self.sample, self.prompts[variant.prompt][rows]
+        tensors = (sample.responses[rows], sample.attended[rows], sample.mask[rows])
+        return used_columns(lay_out(prompts, *tensors, self._pad_id, variant.positions))
 
     def _rows(self, variant: ScoringVariant) -> Iterator[slice]:
         """Rows that are run together; those of logits so large that they do not fit, in several parts."""
@@ -230,29 +225,31 @@ def _is_plain(variant: ScoringVariant) -> bool:
     return variant.steps == OWN and variant.sampling.cut.kind == "none"
 
 
-def _prefilled(policy: PolicyModule, layout: PaddedRows) -> Iterator[tuple[slice, Tensor]]:
+def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
     """One pass over prompts and responses."""
-    inputs = body_inputs(
+    horizon = inputs.scored.shape[1]
+    read = body_inputs(
         body_of(policy.model),
-        layout.input_ids,
-        layout.attention_mask,
-        layout.position_ids,
-        horizon=layout.horizon,
+        inputs.input_ids,
+        inputs.attention_mask,
+        inputs.position_ids,
+        horizon=horizon,
         share_prompts=policy.shares_prompts,
     )
-    yield slice(0, layout.horizon), policy.model(**inputs, logits_to_keep=layout.horizon).logits
+    yield slice(0, horizon), policy.model(**read, logits_to_keep=horizon).logits
 
 
-def _decoded(policy: PolicyModule, layout: PaddedRows) -> Iterator[tuple[slice, Tensor]]:
+def _decoded(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:
     """Token by token with a cache, as engines sample."""
-    ids, mask, positions = layout.input_ids, layout.attention_mask, layout.position_ids
-    prompt = ids.shape[1] - layout.horizon
+    ids, mask, positions = inputs.input_ids, inputs.attention_mask, inputs.position_ids
+    horizon = inputs.scored.shape[1]
+    prompt = ids.shape[1] - horizon
     start, cache = 0, None
     if policy.shares_prompts:
         head = slice(0, prompt - 1)
         cache = shared_prefix(body_of(policy.model), ids[:, head], mask[:, head], positions[:, head])
         start = 0 if cache is None else prompt - 1
-    for column in range(layout.horizon):
+    for column in range(horizon):
         end = prompt + column
         output = policy.model(
             input_ids=ids[:, start:end],

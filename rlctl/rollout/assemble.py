@@ -29,16 +29,16 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
     prompt_ids = prompts.prompt_ids.to(device).repeat_interleave(n, dim=0)
     prompt_mask = prompts.prompt_mask.to(device).repeat_interleave(n, dim=0)
     group_ids = prompts.group_ids.to(device).repeat_interleave(n)
-    response_mask = torch.arange(responses.shape[1], device=device) < lengths[:, None]
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    is_sampled = torch.arange(responses.shape[1], device=device) < lengths[:, None]
+    attention_mask = torch.cat([prompt_mask, is_sampled], dim=1)
     ended = sampled.finish_reason == FINISH_REASONS.index("stop")
     return Rollouts(
         input_ids=torch.cat([prompt_ids, responses], dim=1),
         attention_mask=attention_mask,
         position_ids=positions(attention_mask),
         responses=responses,
-        response_mask=response_mask,
-        rollout_log_probs=sampled.log_probs.masked_fill(~response_mask, 0.0),
+        response_mask=is_sampled,
+        rollout_log_probs=sampled.log_probs.masked_fill(~is_sampled, 0.0),
         finish_reason=sampled.finish_reason,
         group_ids=group_ids,
         policy_version=torch.full_like(group_ids, policy_version),

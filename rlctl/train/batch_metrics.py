@@ -35,7 +35,7 @@ def batch_sums(
         "score": moments_of(scored.scores, scored.score_valid),
         "reward": moments_of(rewards, scored.score_valid),
         "response_length": moments_of(lengths, everyone),
-        "prompt_length": moments_of(rollouts.attention_mask.sum(-1).double() - lengths, everyone),
+        "prompt_length": moments_of(rollouts.prompt_mask.sum(-1).double(), everyone),
         "staleness": moments_of(policy_version - rollouts.policy_version, everyone),
         "advantage": moments_of(batch.advantages, batch.response_mask),
     }

@@ -15,26 +15,26 @@ from torch import Tensor
 from rlctl.engine.ranks import Ranks
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rows, TrainBatch
+    from rlctl.batch import ModelInputs, Rows
 
 
-def micro_batches(batch: TrainBatch, rows: int, max_tokens: int | None, ranks: Ranks) -> list[Rows]:
-    """Which rows of `batch` go through the model together; every row is in exactly one part.
+def micro_batches(inputs: ModelInputs, rows: int, max_tokens: int | None, ranks: Ranks) -> list[Rows]:
+    """Which rows go through the model together; every row is in exactly one part.
 
     By tokens, rows are sorted by their length, longest first, and packed one after the other as long
     as number of rows × columns in use stays within the budget. Ranks with fewer parts than others cut
     theirs further: under ZeRO a forward or backward pass is a collective.
 
     Args:
-        batch: this rank's rows; every rank has as many.
+        inputs: this rank's rows; every rank has as many.
         rows: per part, where `max_tokens` is None (the last part may be smaller).
         max_tokens: columns × rows per part; a longer row makes a part of its own.
         ranks: the processes of the run; all call this.
     """
-    total = len(batch)
+    total = len(inputs)
     if max_tokens is None:
         return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
-    prompts, responses = _lengths(batch)
+    prompts, responses = _lengths(inputs)
     parts = _packed(prompts, responses, max_tokens)
     count = int(ranks.max(len(parts)))
     while len(parts) < count:
@@ -42,7 +42,7 @@ def micro_batches(batch: TrainBatch, rows: int, max_tokens: int | None, ranks: R
         parts.remove(widest)
         parts += [widest[: len(widest) // 2], widest[len(widest) // 2 :]]
     # In the batch's own order: adjacent rows may share a prompt, which is then run once.
-    return [torch.tensor(sorted(part), device=batch.responses.device) for part in parts]
+    return [torch.tensor(sorted(part), device=inputs.input_ids.device) for part in parts]
 
 
 def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
@@ -54,12 +54,12 @@ def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
     return whole
 
 
-def _lengths(batch: TrainBatch) -> tuple[list[int], list[int]]:
+def _lengths(inputs: ModelInputs) -> tuple[list[int], list[int]]:
     """Per row, the prompt's and the response's columns that a pass over it alone would use."""
-    width = batch.responses.shape[1]
-    prompts = batch.attention_mask[:, : batch.input_ids.shape[1] - width].sum(1).clamp(min=1)
-    places = torch.arange(1, width + 1, device=batch.response_mask.device)
-    responses = (batch.response_mask * places).amax(1).clamp(min=1)
+    width = inputs.scored.shape[1]
+    prompts = inputs.attention_mask[:, : inputs.input_ids.shape[1] - width].sum(1).clamp(min=1)
+    places = torch.arange(1, width + 1, device=inputs.scored.device)
+    responses = (inputs.scored * places).amax(1).clamp(min=1)
     found: list[list[int]] = torch.stack([prompts, responses]).tolist()
     return found[0], found[1]
 

@@ -19,7 +19,7 @@ from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rows
+    from rlctl.batch import ModelInputs, Rows
     from rlctl.train.run import Run
 
 
@@ -59,9 +59,9 @@ def score_batch(
     """
     device = rollouts.responses.device
     spec = run.spec
-    unscored = as_train_batch(rollouts)
+    inputs = rollouts.inputs
     parts = micro_batches(
-        unscored, spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu, run.ranks
+        inputs, spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu, run.ranks
     )
     scores, valid = rewards.scores.to(device), rewards.valid.to(device) & ~rollouts.aborted
     baseline_scores = None
@@ -69,18 +69,18 @@ def score_batch(
         baseline_scores = baseline.scores.to(device)
         valid = valid & baseline.valid.to(device)
 
-    old_log_probs, score_norms = _policy(run, rollouts, unscored, parts, timer)
+    old_log_probs, score_norms = _policy(run, rollouts, parts, timer)
     ref_log_probs = None
     if run.ref is not None:
         with timer("ref"):
-            ref_log_probs = _gather(run.ref.log_probs, unscored, parts)
+            ref_log_probs = _gather(run.ref.log_probs, inputs, parts)
         if not ref_log_probs[rollouts.response_mask].isfinite().all():
             raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
     values = None
     if run.critic is not None:
         sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
         with timer("values"):
-            values = _gather(run.critic.values, unscored, micro_batches(unscored, *sizes, run.ranks))
+            values = _gather(run.critic.values, inputs, micro_batches(inputs, *sizes, run.ranks))
         if not values[rollouts.response_mask].isfinite().all():
             raise RunFailure(
                 "the critic's values are NaN or infinite",
@@ -100,7 +100,7 @@ def score_batch(
 
 
 def _policy(
-    run: Run, rollouts: Rollouts, unscored: TrainBatch, parts: list[Rows], timer: StepTimer
+    run: Run, rollouts: Rollouts, parts: list[Rows], timer: StepTimer
 ) -> tuple[Tensor, Tensor | None]:
     """π_old (B, T), and where the estimator weighs tokens by it ‖∇ log π‖² (B, T)."""
     algorithm = run.spec.algorithm
@@ -109,17 +109,17 @@ def _policy(
     if bypass and not needs_norms:
         return rollouts.rollout_log_probs, None
     with timer("old_log_prob"), torch.no_grad():
-        outputs = [run.actor.policy(unscored.pick(rows), sum_pi_squared=needs_norms) for rows in parts]
+        outputs = [run.actor.policy(rollouts.inputs.pick(rows), sum_pi_squared=needs_norms) for rows in parts]
     own = in_batch_order([output.log_probs for output in outputs], parts)
     squares = [output.sum_pi_squared for output in outputs if output.sum_pi_squared is not None]
     norms = score_norms(own, in_batch_order(squares, parts)) if squares else None
     return rollouts.rollout_log_probs if bypass else own, norms
 
 
-def _gather(model: Callable[[TrainBatch], Tensor], batch: TrainBatch, parts: list[Rows]) -> Tensor:
+def _gather(model: Callable[[ModelInputs], Tensor], inputs: ModelInputs, parts: list[Rows]) -> Tensor:
     """(B, T): one micro-batch after the other, without gradient."""
     with torch.no_grad():
-        return in_batch_order([model(batch.pick(rows)) for rows in parts], parts)
+        return in_batch_order([model(inputs.pick(rows)) for rows in parts], parts)
 
 
 def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -131,39 +131,18 @@ def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TrainBatch:
     """Turn rewards into advantages, whose place in the batch and in the group only all ranks know."""
     found = estimate(scored, algorithm, ranks)
-    return as_train_batch(
-        scored.rollouts,
-        sample_mask=scored.score_valid,
-        old_log_probs=scored.old_log_probs,
-        advantages=found.advantages,
-        ref_log_probs=scored.ref_log_probs,
-        values=scored.values,
-        returns=found.returns,
-    )
-
-
-def as_train_batch(
-    rollouts: Rollouts,
-    *,
-    sample_mask: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-    advantages: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    values: Tensor | None = None,
-    returns: Tensor | None = None,
-) -> TrainBatch:
-    """The tensors an update reads; what is not given is neutral."""
+    rollouts = scored.rollouts
     return TrainBatch(
         input_ids=rollouts.input_ids,
         attention_mask=rollouts.attention_mask,
         position_ids=rollouts.position_ids,
         responses=rollouts.responses,
         response_mask=rollouts.response_mask,
-        sample_mask=torch.ones_like(rollouts.truncated) if sample_mask is None else sample_mask,
+        sample_mask=scored.score_valid,
         rollout_log_probs=rollouts.rollout_log_probs,
-        old_log_probs=rollouts.rollout_log_probs if old_log_probs is None else old_log_probs,
-        advantages=torch.zeros_like(rollouts.rollout_log_probs) if advantages is None else advantages,
-        ref_log_probs=ref_log_probs,
-        values=values,
-        returns=returns,
+        old_log_probs=scored.old_log_probs,
+        advantages=found.advantages,
+        ref_log_probs=scored.ref_log_probs,
+        values=scored.values,
+        returns=found.returns,
     )

@@ -10,7 +10,6 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.schedule import is_due
-from rlctl.train.score_batch import as_train_batch
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -61,11 +60,10 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
         step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
         num_groups_total=ranks.world_size * PROBE_PROMPTS,
     )
-    batch = as_train_batch(rollouts)
     with torch.no_grad():
-        gap = _gap(ranks, rollouts, run.actor.policy(batch).log_probs)
+        gap = _gap(ranks, rollouts, run.actor.policy(rollouts.inputs).log_probs)
     if run.base and run.spec.syncs_adapter:
-        _check_adapter(gap, _gap(ranks, rollouts, run.base.log_probs(batch)), step)
+        _check_adapter(gap, _gap(ranks, rollouts, run.base.log_probs(rollouts.inputs)), step)
     if not gap <= LARGEST_GAP:  # NaN too
         raise RunFailure(
             f"after a weight sync the rollout engine's log-probs are {gap:.3g} nats per token away from the "

@@ -38,7 +38,7 @@ from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
 from rlctl.train.settings import UpdateSettings
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rows
+    from rlctl.batch import ModelInputs, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,14 @@ class MiniBatch:
 
     batch: TrainBatch
     places: list[Rows]
-    policy: Callable[[TrainBatch], PolicyOutput]
+    policy: Callable[[ModelInputs], PolicyOutput]
     ranks: Ranks
     settings: UpdateSettings
 
     @classmethod
     def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
         """Cut `batch` into micro-batches (all ranks call this)."""
-        places = micro_batches(batch, settings.micro_rows, settings.micro_tokens, ranks)
+        places = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, ranks)
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
         return cls(batch, places, policy, ranks, settings)
 
@@ -219,7 +219,7 @@ class FixedCorrection(Strategy):
             yield Pass(rows, micro, self._output(micro), part)
 
     def _output(self, micro: TrainBatch) -> PolicyOutput:
-        return self._mini.policy(micro)
+        return self._mini.policy(micro.inputs)
 
     def sums(self) -> CorrectionSums[float]:
         """See `Strategy.sums`."""
@@ -231,7 +231,7 @@ class OnePass(FixedCorrection):
 
     def __init__(self, mini: MiniBatch) -> None:
         [(_, micro)] = mini.micros()
-        self._only = mini.policy(micro)
+        self._only = mini.policy(micro.inputs)
         super().__init__(mini, mini.corrected([self._only]))
 
     def _output(self, micro: TrainBatch) -> PolicyOutput:
@@ -243,7 +243,7 @@ class TwoPasses(FixedCorrection):
 
     def __init__(self, mini: MiniBatch) -> None:
         with torch.no_grad():
-            outputs = [mini.policy(micro) for _, micro in mini.micros()]
+            outputs = [mini.policy(micro.inputs) for _, micro in mini.micros()]
         super().__init__(mini, mini.corrected(outputs))
 
 
@@ -260,7 +260,7 @@ class PerMicroBatch(Strategy):
     def passes(self) -> Iterator[Pass]:
         """See `Strategy.passes`."""
         for rows, micro in self._mini.micros():
-            output = self._mini.policy(micro)
+            output = self._mini.policy(micro.inputs)
             correction = _correct(micro, output.log_probs.detach(), self._mini.settings)
             self._parts.append(correction.sums)
             yield Pass(rows, micro, output, correction)

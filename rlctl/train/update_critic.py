@@ -67,12 +67,12 @@ def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: Cr
     """Accumulate the gradient of one mini-batch; its sums over all ranks."""
     mask = mini.valid_mask
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
-    parts = micro_batches(mini, settings.micro_rows, settings.micro_tokens, ranks)
+    parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)
     total: MetricSums[Tensor] | None = None
     for index, rows in enumerate(parts):
         micro = mini.pick(rows)
         old_values, returns = _targets(micro)
-        values = critic.values(micro)
+        values = critic.values(micro.inputs)
         losses = value_loss(values, old_values, returns, micro.valid_mask, clip=settings.cliprange_value)
         loss = aggregate(
             losses.values,

@@ -62,8 +62,7 @@ def rows_of(*siblings: int) -> dict[str, torch.Tensor]:
         "input_ids": torch.cat([prompt_ids, responses], 1),
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "responses": responses,
-        "response_mask": response_mask,
+        "scored": response_mask,
     }
 
 

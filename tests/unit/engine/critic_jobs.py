@@ -54,7 +54,7 @@ def fit(values: DeepSpeedCritic, seed: int, micro: int):
     before = []
     for start in range(first, first + share, micro):
         part = batch.rows(start, start + micro)
-        predicted = values.values(part)
+        predicted = values.values(part.inputs)
         before.append(predicted.detach())
         error = (predicted - targets[start : start + micro]).square()
         values.backward(error[part.response_mask].sum() / tokens, last=start + micro == first + share)
@@ -71,12 +71,12 @@ def side_by_side(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
             tiny_model("qwen2"), ranks, zero_stage=stage, dtype=DTYPES[dtype], temperature=0.7
         )
         start = weights_of(values)
-        reference = [frozen.log_probs(batch_and_targets(1)[0])]
+        reference = [frozen.log_probs(batch_and_targets(1)[0].inputs)]
         norm, first = fit(values, 1, 2)
         take_step(actor, 1, 4)
         second_norm, second = fit(values, 2, 4)
         take_step(actor, 3, 2)
-        reference.append(frozen.log_probs(batch_and_targets(1)[0]))
+        reference.append(frozen.log_probs(batch_and_targets(1)[0].inputs))
 
         values.save(at)
         saved = weights_of(values)

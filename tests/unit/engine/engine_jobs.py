@@ -42,7 +42,7 @@ def take_step(
     mine = batch.rows(actor.ranks.rank * share, (actor.ranks.rank + 1) * share)
     micros = mine.split(micro)
     for index, part in enumerate(micros):
-        output = actor.policy(part, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)
+        output = actor.policy(part.inputs, entropy_grad=bonus > 0, sum_pi_squared=bonus > 0)
         gain = output.log_probs * part.advantages + bonus * output.entropy  # all are 0.0 on padding
         loss = -gain.sum() / tokens
         assert (output.sum_pi_squared is not None) == output.entropy.requires_grad == (bonus > 0)
@@ -153,4 +153,4 @@ def dropout(ranks: Ranks, stage: int):
         grad_clip=1.0,
     )
     batch = tiny_batch(tiny_model(), ROWS, seed=1)
-    return [actor.policy(batch).log_probs.detach() for _ in range(2)]
+    return [actor.policy(batch.inputs).log_probs.detach() for _ in range(2)]

@@ -78,11 +78,11 @@ def two_steps(model, ranks, *, stage: int, again: bool):
         gradient_checkpointing=again,
     )
     batch = tiny_batch(tiny_model(), rows=2, prompt=3, horizon=3)
-    before = engine.policy(batch).log_probs
+    before = engine.policy(batch.inputs).log_probs
     kernels = kernels_behind(before)
     engine.backward(before.sum(), last=True)
     norm = engine.step(lr=1e-2).grad_norm
-    return before.detach(), engine.policy(batch).log_probs.detach(), norm, kernels
+    return before.detach(), engine.policy(batch.inputs).log_probs.detach(), norm, kernels
 
 
 def compare(ranks, kind: str, *, lora: int = 0, stage: int = 0, again: bool = False) -> dict[str, object]:

@@ -52,16 +52,16 @@ def adapted(ranks: Ranks, cases: list[tuple[int, str]], directory: str):
         model = adapted_model()
         actor = actor_of(model)
         base = BasePolicy(actor, model)
-        start, bases = weights_of(actor), [base.log_probs(batch)]
+        start, bases = weights_of(actor), [base.log_probs(batch.inputs)]
         steps = [take_step(actor, 1, 4)]
-        bases.append(base.log_probs(batch))
+        bases.append(base.log_probs(batch.inputs))
         untouched = weights_of(actor)
         steps.append(take_step(actor, 2, 4, skip=True))
         same = all(torch.equal(tensor, untouched[name]) for name, tensor in weights_of(actor).items())
         steps.append(take_step(actor, 3, 2))
-        bases.append(base.log_probs(batch))
+        bases.append(base.log_probs(batch.inputs))
         with torch.no_grad():
-            log_probs = actor.policy(batch).log_probs
+            log_probs = actor.policy(batch.inputs).log_probs
         actor.save(at / "engine")
         actor.export(at / "model")
         adapter, asked = adapter_of(actor)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.recompute import recompute_layers
 from rlctl.errors import UsageError
@@ -61,13 +62,7 @@ def test_a_critic_learns_the_same(tmp_path: Path) -> None:
 def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
     """What a forward pass keeps for its backward pass beside the weights; and the gradient."""
     batch = tiny_batch(tiny_model(), 8)
-    columns = (
-        batch.input_ids,
-        batch.attention_mask,
-        batch.position_ids,
-        batch.responses,
-        batch.response_mask,
-    )
+    columns = arguments_of(batch.inputs)
     weights = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -77,7 +72,7 @@ def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        log_probs, _ = module(*columns)
+        log_probs, _ = module(**columns)
         num_bytes = sum(kept.values())
         (log_probs * batch.advantages).sum().backward()
     return num_bytes, {name: parameter.grad for name, parameter in module.named_parameters()}

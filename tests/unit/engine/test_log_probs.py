@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rlctl.engine import log_probs as module
-from rlctl.engine.inputs import used_columns
+from rlctl.engine.inputs import arguments_of, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 
@@ -16,15 +17,7 @@ MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), 
 
 
 def forward(policy: PolicyModule, batch, num_chunks: int = 1, **asked: bool):
-    return policy(
-        batch.input_ids,
-        batch.attention_mask,
-        batch.position_ids,
-        batch.responses,
-        batch.response_mask,
-        num_chunks,
-        **asked,
-    )
+    return policy(**arguments_of(batch.inputs), num_chunks=num_chunks, **asked)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -118,23 +111,40 @@ def test_padding_on_either_side_changes_nothing() -> None:
     wide = [torch.nn.functional.pad(batch.input_ids, (4, 3), value=7)]  # any token may stand there
     wide += [torch.nn.functional.pad(batch.attention_mask, (4, 3))]
     wide += [torch.nn.functional.pad(batch.position_ids, (4, 3))]
-    responses = torch.nn.functional.pad(batch.responses, (0, 3), value=5)
-    more, more_entropy = policy(*wide, responses, torch.nn.functional.pad(batch.response_mask, (0, 3)))
+    more, more_entropy = policy(*wide, torch.nn.functional.pad(batch.response_mask, (0, 3)))
     assert not more[:, -3:].any()
     torch.testing.assert_close(more[:, :-3], log_probs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(more_entropy[:, :-3], entropy, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_are_read_and_not_scored() -> None:
+    """As of a tool's output inside a response: attention reads them, log-probs are of the others alone."""
+    model = tiny_model()
+    batch = tiny_batch(model, 6, lengths=[6, 6, 5, 4, 6, 3])
+    whole, _ = forward(PolicyModule(model, 1.0), batch)
+    inserted = torch.zeros_like(batch.response_mask)
+    inserted[:, 1:3] = True
+    inputs = replace(batch.inputs, scored=batch.response_mask & ~inserted)
+    trimmed = used_columns(inputs)
+    for read in (inputs, trimmed):
+        log_probs, _ = PolicyModule(model, 1.0)(**arguments_of(read))
+        width = log_probs.shape[1]
+        assert not log_probs[inserted[:, :width]].any()
+        kept = inputs.scored[:, :width]
+        torch.testing.assert_close(log_probs[kept], whole[:, :width][kept], rtol=1e-5, atol=1e-6)
+    assert torch.equal(batch.inputs.pick(slice(2, 4)).responses, batch.responses[2:4])
 
 
 def test_columns_used() -> None:
     model = tiny_model()
     batch = tiny_batch(model, 3, lengths=[2, 4, 1], horizon=6)
     widest = int(batch.attention_mask[:, :5].sum(1).max())
-    columns = used_columns(batch)
-    assert columns["response_mask"].shape == (3, 4)
-    assert columns["input_ids"].shape == (3, widest + 4)
-    assert torch.equal(columns["input_ids"][:, -4:], batch.responses[:, :4])
+    columns = used_columns(batch.inputs)
+    assert columns.scored.shape == (3, 4)
+    assert columns.input_ids.shape == (3, widest + 4)
+    assert torch.equal(columns.input_ids[:, -4:], batch.responses[:, :4])
     empty = tiny_batch(model, 2, lengths=[0, 0])
-    assert used_columns(empty)["response_mask"].shape == (2, 1)
+    assert used_columns(empty.inputs).scored.shape == (2, 1)
 
 
 def test_a_batch_without_response_tokens_still_backpropagates() -> None:

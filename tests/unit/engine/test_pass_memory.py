@@ -52,19 +52,17 @@ def random_model(family: str, shape: Shape, spec: RunSpec):
     return model
 
 
-def measured(module: torch.nn.Module, vocabulary: int, *, with_responses: bool) -> int:
+def measured(module: torch.nn.Module, vocabulary: int) -> int:
     """Bytes of the peak beside weights and gradients; one row is shorter, so that there is a mask."""
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     ids = torch.randint(2, vocabulary, (ROWS, PROMPT + RESPONSE))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    responses = ids[:, PROMPT:]
-    is_response = torch.ones_like(responses, dtype=torch.bool)
-    given = (responses, is_response) if with_responses else (is_response,)
+    scored = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
     with PeakMemory() as memory:
-        found = module(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), *given)
-        loss = (found[0] if with_responses else found).sum()
+        found = module(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), scored)
+        loss = (found[0] if isinstance(found, tuple) else found).sum()
         del found
         loss.backward()
     return memory.peak
@@ -89,7 +87,7 @@ def test_the_policys_pass(family: str, dtype: str, overrides: list[str]) -> None
     shape, spec = shape_like(family), spec_of(f"engine.dtype={dtype}", *overrides)
     policy = PolicyModule(random_model(family, shape, spec), 1.0, share_prompts=False)
     wanted = predicted(spec, shape, {"head", "layers"})
-    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+    assert wanted == pytest.approx(measured(policy, shape.vocab), rel=0.15)
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.lora_rank=4"]])
@@ -99,7 +97,7 @@ def test_norms_of_queries_and_keys(overrides: list[str]) -> None:
     spec = spec_of("engine.dtype=bf16", *overrides)
     policy = PolicyModule(random_model("qwen3", shape, spec), 1.0, share_prompts=False)
     wanted = predicted(spec, shape, {"head", "layers"})
-    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+    assert wanted == pytest.approx(measured(policy, shape.vocab), rel=0.15)
 
 
 def test_a_large_vocabulary() -> None:
@@ -107,7 +105,7 @@ def test_a_large_vocabulary() -> None:
     spec = spec_of("engine.dtype=bf16")
     policy = PolicyModule(random_model("llama", shape, spec), 1.0, share_prompts=False)
     wanted = predicted(spec, shape, {"head", "layers"})
-    assert wanted == pytest.approx(measured(policy, shape.vocab, with_responses=True), rel=0.15)
+    assert wanted == pytest.approx(measured(policy, shape.vocab), rel=0.15)
 
 
 @pytest.mark.parametrize("overrides", [[], [AGAIN]])
@@ -115,4 +113,4 @@ def test_the_critics_pass(overrides: list[str]) -> None:
     shape, spec = shape_like("qwen2"), spec_of("engine.dtype=bf16", "algorithm.adv_estimator=gae", *overrides)
     critic = ValueModule(random_model("qwen2", shape, spec), share_prompts=False)
     wanted = predicted(spec, shape, {"critic"})
-    assert wanted == pytest.approx(measured(critic, shape.vocab, with_responses=False), rel=0.15)
+    assert wanted == pytest.approx(measured(critic, shape.vocab), rel=0.15)

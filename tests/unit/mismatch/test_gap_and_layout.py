@@ -35,11 +35,11 @@ def test_nothing_to_compare_is_no_gap() -> None:
 
 def test_layout_is_the_trainers() -> None:
     responses, mask = torch.tensor([[7, 8], [9, 0]]), torch.tensor([[True, True], [True, False]])
-    layout = lay_out([[5], [5, 6, 4]], responses, mask, pad_id=0)
+    layout = lay_out([[5], [5, 6, 4]], responses, mask, mask, pad_id=0)
     assert layout.input_ids.tolist() == [[0, 0, 5, 7, 8], [5, 6, 4, 9, 0]]
     assert layout.attention_mask.int().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert layout.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
-    jump = lay_out([[5], [5, 6, 4]], responses, mask, pad_id=0, positions="jump")
+    jump = lay_out([[5], [5, 6, 4]], responses, mask, mask, pad_id=0, positions="jump")
     assert jump.position_ids[0].tolist() == [0, 0, 0, 3, 4]
 
 
@@ -52,6 +52,6 @@ def test_a_shifted_report_is_of_another_token(shift: int) -> None:
         for token in range(4):
             if 0 <= token + shift < 4:
                 reported[row, token] = truth[row, token + shift]
-    moved, has_one = EngineSample(1, [[1], [1]], truth.long(), mask, reported).shifted(shift)
+    moved, has_one = EngineSample(1, [[1], [1]], truth.long(), mask, reported, mask).shifted(shift)
     assert torch.equal(moved[has_one], truth[has_one])
     assert int(has_one.sum()) == 4

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.batch import TrainBatch
+from rlctl.batch import ModelInputs, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedCritic
+from rlctl.engine.inputs import arguments_of
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
@@ -61,9 +62,9 @@ class PlainCritic:
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
 
-    def values(self, batch: TrainBatch) -> torch.Tensor:
+    def values(self, inputs: ModelInputs) -> torch.Tensor:
         self.num_forwards += 1
-        return self.module(batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_mask)
+        return self.module(**arguments_of(inputs))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()

@@ -22,7 +22,7 @@ from tests.unit.train.scored import rollouts_of
 from tests.unit.train.updates import alone
 
 if TYPE_CHECKING:
-    from rlctl.batch import Rows, TrainBatch
+    from rlctl.batch import ModelInputs, Rows, TrainBatch
 
 MODEL = tiny_model()
 
@@ -44,20 +44,20 @@ def batch_of(lengths: list[int]) -> TrainBatch:
 
 def computed(batch: TrainBatch, parts: list[Rows]) -> list[int]:
     """Tokens that each forward pass computes, padding included."""
-    return [used_columns(batch.pick(rows))["input_ids"].numel() for rows in parts]
+    return [used_columns(batch.inputs.pick(rows)).input_ids.numel() for rows in parts]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(17, 120))
 def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int) -> None:
     batch = batch_of(lengths)
-    parts = micro_batches(batch, 3, budget, alone())
+    parts = micro_batches(batch.inputs, 3, budget, alone())
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
     assert max(computed(batch, parts)) <= budget
     found = in_batch_order([batch.pick(rows).input_ids for rows in parts], parts)
     assert torch.equal(found, batch.input_ids)
     for most in range(len(parts), len(lengths) + 1):  # no rank can need more than one per row
-        cut = micro_batches(batch, 3, budget, Others(most))
+        cut = micro_batches(batch.inputs, 3, budget, Others(most))
         assert len(cut) == most
         assert sorted(torch.cat(cut).tolist()) == list(range(len(lengths)))
         assert max(computed(batch, cut)) <= budget
@@ -65,19 +65,19 @@ def test_every_row_once_and_within_the_budget(lengths: list[int], budget: int) -
 
 def test_a_row_above_the_budget_goes_alone() -> None:
     batch = batch_of([12, 1, 12, 1])
-    assert sorted(len(rows) for rows in micro_batches(batch, 4, 1, alone())) == [1, 1, 1, 1]
+    assert sorted(len(rows) for rows in micro_batches(batch.inputs, 4, 1, alone())) == [1, 1, 1, 1]
 
 
 def test_unlike_lengths_do_not_pay_for_each_other() -> None:
     batch = batch_of([12, 1, 1, 1] * 4)
-    fixed, packed = (micro_batches(batch, 4, tokens, alone()) for tokens in (None, 17 * 4))
+    fixed, packed = (micro_batches(batch.inputs, 4, tokens, alone()) for tokens in (None, 17 * 4))
     assert len(packed) <= len(fixed) == 4
     assert sum(computed(batch, packed)) < 0.6 * sum(computed(batch, fixed))
 
 
 def test_prompts_shared_by_neighbours_stay_neighbours() -> None:
     batch = batch_of([3, 9, 1, 5])
-    [rows] = micro_batches(batch, 1, 1000, alone())
+    [rows] = micro_batches(batch.inputs, 1, 1000, alone())
     assert rows.tolist() == [0, 1, 2, 3]
 
 
@@ -86,9 +86,9 @@ def scored(*overrides: str):
     asked: list[int] = []
 
     def said(scale: float):
-        def answer(batch: TrainBatch) -> torch.Tensor:
+        def answer(batch: ModelInputs) -> torch.Tensor:
             asked.extend(row.sum().item() for row in batch.attention_mask)
-            return scale * batch.responses * batch.response_mask  # a different answer for every token
+            return scale * batch.responses * batch.scored  # a different answer for every token
 
         return answer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.batch import FINISH_REASONS, Rollouts, ScoredBatch, TrainBatch
+from rlctl.batch import FINISH_REASONS, ModelInputs, Rollouts, ScoredBatch, TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
@@ -46,19 +46,19 @@ def spec_of(estimator: str, *overrides: str) -> RunSpec:
     return load_spec([], [], [f"algorithm.adv_estimator={estimator}", *overrides]).spec
 
 
-def said(scale: float, asked: list[TrainBatch] | None = None):
+def said(scale: float, asked: list[ModelInputs] | None = None):
     """A model whose answer is different for every token."""
 
-    def answer(batch: TrainBatch) -> Tensor:
+    def answer(batch: ModelInputs) -> Tensor:
         if asked is not None:
             asked.append(batch)
-        return scale * (batch.responses + 0.1 * torch.arange(HORIZON)) * batch.response_mask
+        return scale * (batch.responses + 0.1 * torch.arange(HORIZON)) * batch.scored
 
     return answer
 
 
 def run_of(spec: RunSpec, **models: object) -> SimpleNamespace:
-    def policy(batch: TrainBatch, *, sum_pi_squared: bool = False, **_: object) -> PolicyOutput:
+    def policy(batch: ModelInputs, *, sum_pi_squared: bool = False, **_: object) -> PolicyOutput:
         log_probs = said(-0.1)(batch)
         return PolicyOutput(log_probs, log_probs, said(0.01)(batch) if sum_pi_squared else None)
 
@@ -218,12 +218,12 @@ def test_only_remax_asks_for_greedy_responses() -> None:
 def test_old_log_probs_are_the_rollouts_or_the_trainers(bypass: bool, estimator: str) -> None:
     spec = spec_of(estimator, f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}")
     scored = scored_by(spec)
-    own = said(-0.1)(with_advantages(scored, spec.algorithm, alone()))
+    own = said(-0.1)(with_advantages(scored, spec.algorithm, alone()).inputs)
     sampled = rollouts()
     assert torch.equal(scored.old_log_probs, sampled.rollout_log_probs if bypass else own)
     assert (scored.score_norms is not None) == (estimator == "optimal_token_baseline")
     if scored.score_norms is not None:  # of the policy about to be updated, in both modes
-        squares = said(0.01)(with_advantages(scored, spec.algorithm, alone()))
+        squares = said(0.01)(with_advantages(scored, spec.algorithm, alone()).inputs)
         torch.testing.assert_close(scored.score_norms, 1.0 - 2.0 * own.exp() + squares)
 
 
@@ -235,8 +235,8 @@ def test_numbers_that_are_not_finite_stop_the_run_where_they_are_read(model, met
     spec = spec_of("gae")
 
     def broken(inside: bool):
-        def answer(batch: TrainBatch) -> Tensor:
-            where = batch.response_mask if inside else ~batch.response_mask
+        def answer(batch: ModelInputs) -> Tensor:
+            where = batch.scored if inside else ~batch.scored
             return torch.where(where & (torch.arange(HORIZON) == 1), bad, -1.0)
 
         return answer

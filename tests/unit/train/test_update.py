@@ -311,7 +311,7 @@ def test_on_policy_rollouts_change_nothing() -> None:
     model = tiny_model()
     batch = batch_of(model)
     with torch.no_grad():
-        own = PlainEngine(model).policy(batch).log_probs
+        own = PlainEngine(model).policy(batch.inputs).log_probs
     batch = replaced(batch, rollout_log_probs=own, old_log_probs=own)
     outcome, engine, _ = updated(BYPASS | REINFORCE | RS | {"rollout_is": "sequence"}, batch)
     _, bare, _ = updated(BYPASS | REINFORCE | {"rollout_is": None}, batch)
@@ -383,9 +383,9 @@ class NaNPolicy(PlainEngine):
         super().__init__(model)
         self.bad = bad
 
-    def policy(self, batch, **options):
-        output = super().policy(batch, **options)
-        rows = torch.tensor([any(torch.equal(ids, bad) for bad in self.bad) for ids in batch.input_ids])
+    def policy(self, inputs, **options):
+        output = super().policy(inputs, **options)
+        rows = torch.tensor([any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.input_ids])
         return replace(output, log_probs=torch.where(rows[:, None], math.nan, 1.0) * output.log_probs)
 
 

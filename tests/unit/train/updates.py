@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from rlctl.algos.rules import LossRule
-from rlctl.batch import TrainBatch
+from rlctl.batch import ModelInputs, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.inputs import arguments_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
@@ -175,16 +176,10 @@ class PlainEngine:
         #: Of each backward pass, whether it was said to be the last before the step.
         self.last: list[bool] = []
 
-    def policy(self, batch: TrainBatch, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
+    def policy(self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
-        columns = (
-            batch.input_ids,
-            batch.attention_mask,
-            batch.position_ids,
-            batch.responses,
-            batch.response_mask,
-        )
-        return PolicyOutput(*self.module(*columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
+        columns = arguments_of(inputs)
+        return PolicyOutput(*self.module(**columns, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.last.append(last)

@@ -6,12 +6,10 @@ Imports are inside the functions, so that one trial does not fail because of ano
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.doctor.machine import gpus
 from rlctl.errors import EnvironmentFailure, RunFailure
 
 if TYPE_CHECKING:
@@ -33,8 +31,10 @@ def torch_computes() -> str:
     """
     import torch
 
+    from rlctl.engine.ranks import refuse_idle_gpu
+
     if not torch.cuda.is_available():
-        _refuse_idle_gpu(torch.version.cuda)
+        refuse_idle_gpu()
         return f"torch {torch.__version__} on the CPU"
     here = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     names = []
@@ -47,21 +47,6 @@ def torch_computes() -> str:
         properties = torch.cuda.get_device_properties(index)
         names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     return f"torch {torch.__version__} on {'; '.join(names)}"
-
-
-def _refuse_idle_gpu(cuda: str | None) -> None:
-    """Without this a run would silently use the CPU; with `CUDA_VISIBLE_DEVICES=` it is meant to."""
-    found = gpus()
-    if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
-        return
-    if cuda is None:
-        raise EnvironmentFailure(
-            f"torch is built without CUDA, and cannot use {found[0]}", fix="install torch's CUDA build"
-        )
-    raise EnvironmentFailure(
-        f"torch is built for CUDA {cuda}, and finds no GPU where the driver has {found[0]}",
-        fix="update the driver, or install a torch built for the CUDA that `nvidia-smi` names",
-    )
 
 
 def hf_samples() -> str:
@@ -102,7 +87,7 @@ def vllm_samples() -> str:
             gpu_memory_utilization=_GPU_SHARE,
         )
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)
-        found = _sampled(engine, tokenizer)
+        found = f"{_sampled(engine, tokenizer)}; {engine.description}"
         engine.close()
     return found
 

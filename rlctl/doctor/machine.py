@@ -19,6 +19,7 @@ import psutil
 
 from rlctl.doctor.doctor_report import Check
 from rlctl.files import cache_root
+from rlctl.spec.hardware import gpus
 from rlctl.spec.model_size import hub_cache
 
 _check = partial(Check, "machine")
@@ -42,12 +43,6 @@ def _graphics() -> Check:
     if not lines:
         return _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
     return _check("GPU", "ok", "; ".join(lines))
-
-
-def gpus() -> list[str]:
-    """`name, memory, driver version` of every GPU; empty without a driver."""
-    query = "--query-gpu=name,memory.total,driver_version"
-    return _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
 
 
 def _processors() -> Check:

@@ -35,5 +35,9 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    """By its largest magnitude: `isfinite` would hold 7 bytes more per element, of all that a rank trains."""
-    return not gradient.numel() or bool(torch.linalg.vector_norm(gradient, torch.inf).isfinite())
+    """By its extremes, which NaN reaches: `isfinite` would hold 7 bytes more per element, and on a CPU
+    `vector_norm(·, inf)` is ten times slower."""
+    if not gradient.numel():
+        return True
+    low, high = torch.aminmax(gradient)
+    return bool(low.isfinite() & high.isfinite())

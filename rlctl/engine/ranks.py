@@ -19,7 +19,8 @@ from torch import Tensor
 from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
 from rlctl.engine.launch import LostRank
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.spec.hardware import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 
@@ -111,7 +112,9 @@ def join_ranks() -> Ranks:
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
+        EnvironmentFailure: there is a GPU that torch cannot use.
     """
+    refuse_idle_gpu()
     if "RANK" not in os.environ:
         os.environ |= _ALONE | {"MASTER_PORT": str(_free_port()), _IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -130,6 +133,26 @@ def join_ranks() -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def refuse_idle_gpu() -> None:
+    """Refuse to compute on the CPU of a machine whose GPU torch cannot use, unless all GPUs are hidden.
+
+    Raises:
+        EnvironmentFailure: the driver reports a GPU, and torch finds none.
+    """
+    if torch.cuda.is_available() or gpus_are_hidden() or not (found := gpus()):
+        return
+    on_cpu = "; to use the CPU all the same, set CUDA_VISIBLE_DEVICES="
+    if torch.version.cuda is None:
+        raise EnvironmentFailure(
+            f"torch is built without CUDA, and cannot use {found[0]}",
+            fix=f"install torch's CUDA build{on_cpu}",
+        )
+    raise EnvironmentFailure(
+        f"torch is built for CUDA {torch.version.cuda}, and finds no GPU where the driver has {found[0]}",
+        fix=f"update the driver, or install a torch built for the CUDA that `nvidia-smi` names{on_cpu}",
+    )
 
 
 def current_ranks(device: torch.device) -> Ranks:

@@ -46,6 +46,11 @@ class LockedRollout:
     def __init__(self, engine: RolloutEngine, lock: EngineLock, *, first: bool) -> None:
         self._engine, self._lock, self._first = engine, lock, first
 
+    @property
+    def description(self) -> str:
+        """Of the engine, for the record of a run; one that has none is named after its class."""
+        return str(getattr(self._engine, "description", type(self._engine).__name__))
+
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:

@@ -135,6 +135,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
         max_model_len=_longest(spec),
         max_num_seqs=rollout.max_num_seqs,
         seed=spec.trainer.seed,
+        revision=None if spec.is_embedded else spec.model.revision,
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
         gpu_memory_utilization=rollout.gpu_memory_utilization,

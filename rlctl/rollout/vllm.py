@@ -20,6 +20,7 @@ from rlctl.rollout.completions import (
     one_line,
     vllm_missing,
 )
+from rlctl.rollout.process_state import Guest
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
@@ -42,6 +43,7 @@ class VLLMRollout(CompletionRollout):
         max_model_len: int,
         max_num_seqs: int | None = None,
         seed: int = 0,
+        revision: str | None = None,
         trust_remote_code: bool = False,
         reads_weights: bool = True,
         max_lora_rank: int = 0,
@@ -59,6 +61,7 @@ class VLLMRollout(CompletionRollout):
             max_model_len: tokens of prompt and response together, at most.
             max_num_seqs: sequences generated at once; None: 256.
             seed: of the engine; each response has a seed of its own.
+            revision: branch, tag or commit of a model on the hub; None: the main one.
             trust_remote_code: run Python code shipped with the model.
             reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
             max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
@@ -72,8 +75,9 @@ class VLLMRollout(CompletionRollout):
             UsageError: vLLM refuses the model.
         """
         _settle_environment()
+        self._guest = Guest()
         try:
-            with warnings.catch_warnings():
+            with self._guest.running(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of vLLM about torch
                 from vllm import LLM
         except Exception as error:  # its import touches drivers, operators and other packages
@@ -86,6 +90,8 @@ class VLLMRollout(CompletionRollout):
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs or 256,
                 "seed": seed,
+                "revision": revision,
+                "tokenizer_revision": revision,
                 "trust_remote_code": trust_remote_code,
                 # The model's own generation config may hold a top_p or a repetition penalty (Qwen's does).
                 "generation_config": "vllm",
@@ -96,18 +102,30 @@ class VLLMRollout(CompletionRollout):
                 **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
                 **({} if reads_weights else _trained()),
             }
-            self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
+            with self._guest.running():
+                self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        config = _generation_config(model_path, trust_remote_code)
+        config = _generation_config(model_path, revision, trust_remote_code)
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # what requests are to be answered with, for vLLM
         self._asleep: set[str] = set()
-        self._sleep()
+        with self._guest.running():
+            self._sleep()
+
+    @property
+    def description(self) -> str:
+        """vLLM's version and model runner, for the record of a run."""
+        import vllm
+
+        config = getattr(self._llm.llm_engine, "vllm_config", None)
+        runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
+        return f"vLLM {vllm.__version__}, model runner {runner}"
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
-        self._llm.llm_engine.engine_core.shutdown()
+        with self._guest.running():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
@@ -118,9 +136,10 @@ class VLLMRollout(CompletionRollout):
             SamplingParams(**self._parameters(sampling, request), detokenize=False) for request in requests
         ]
         try:
-            self._wake("weights", "kv_cache")
-            outputs = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapter)
-            self._sleep()
+            with self._guest.running():
+                self._wake("weights", "kv_cache")
+                outputs = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapter)
+                self._sleep()
         except Exception as error:
             raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
         return [_completion(response) for output in outputs for response in output.outputs]
@@ -173,12 +192,13 @@ class TrainedVLLMRollout(VLLMRollout):
         """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
         self._policy_version = None
         try:
-            self._wake("weights")
-            if self._adapter is None:  # the base below an adapter stays as it is
-                self._reload(policy.weights(merged=self._adapters is None))
-            if self._adapters is not None:
-                self._adopt(policy.adapter(), self._adapters)
-            self._llm.reset_prefix_cache()
+            with self._guest.running():
+                self._wake("weights")
+                if self._adapter is None:  # the base below an adapter stays as it is
+                    self._reload(policy.weights(merged=self._adapters is None))
+                if self._adapters is not None:
+                    self._adopt(policy.adapter(), self._adapters)
+                self._llm.reset_prefix_cache()
         except RlctlError:
             raise
         except Exception as error:
@@ -242,13 +262,15 @@ def _completion(output: Any) -> Completion:
     return Completion(tokens, [entry[token].logprob for token, entry in entries], output.finish_reason)
 
 
-def _generation_config(model_path: str, trust_remote_code: bool) -> Any:
+def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(model_path)
+        return GenerationConfig.from_pretrained(model_path, revision=revision or "main")
     except OSError:  # none is shipped: transformers would make it from the model's own
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            model_path, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
         return GenerationConfig.from_model_config(config)
 
 

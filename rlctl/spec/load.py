@@ -2,9 +2,9 @@
 
     defaults < embedded model's preset < presets, left to right < spec files < key=value
 
-Each layer is a flat mapping `dotted key → leaf`. The last layer that sets a key wins and is its origin. All
-errors are reported at once: unreadable sources and unknown keys, then types and ranges, then contradictions
-between the remaining values.
+The default of `engine.dtype` follows this machine's hardware. Each layer is a flat mapping
+`dotted key → leaf`. The last layer that sets a key wins and is its origin. All errors are reported at once:
+unreadable sources and unknown keys, then types and ranges, then contradictions between the remaining values.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.spec.check import check_spec
+from rlctl.spec.hardware import native_dtype
 from rlctl.spec.keys import (
     accepts,
     advice_for,
@@ -34,7 +35,7 @@ from rlctl.spec.presets import DESCRIPTION, all_presets, nearest_preset
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import Leaf, SpecSource, parse_scalar, read_value, read_yaml_file
 
-Layer = Literal["default", "embedded", "preset", "file", "command line"]
+Layer = Literal["default", "hardware", "embedded", "preset", "file", "command line"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Origin:
 
     Attributes:
         layer: which of the layers set it.
-        name: preset name or file path.
+        name: preset name, file path, or what the hardware has.
         line: 1-based line in that file.
     """
 
@@ -56,10 +57,12 @@ class Origin:
         if self.layer == "embedded":
             return "embedded model"
         place = f"{self.name}:{self.line}" if self.line else (self.name or "")
-        return {"preset": f"preset {place}", "file": place}.get(self.layer, self.layer)
+        return {"preset": f"preset {place}", "file": place, "hardware": place}.get(self.layer, self.layer)
 
 
 DEFAULT = Origin("default")
+#: The key whose default depends on the machine.
+_DTYPE = "engine.dtype"
 
 #: Characters of a wrong value that a message repeats.
 _SHOWN = 200
@@ -127,6 +130,9 @@ def load_spec(
     if model is None or model.leaf.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
         entries = _read_file(path, Origin("embedded", EMBEDDED), problems) | entries
+    if _DTYPE not in entries:
+        dtype, why = native_dtype()
+        entries[_DTYPE] = _Entry(Leaf(dtype, None, None), Origin("hardware", why))
     known = {key: entry for key, entry in entries.items() if leaf_of(key)}
     problems += _unknown_keys(entries)
     spec, invalid = _validate(known)
@@ -311,7 +317,8 @@ def _nested(entries: dict[str, _Entry]) -> dict[str, Any]:
 def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
     """The problem with the origin of the value, unless it is a default."""
     origin = origins.get(problem.key, DEFAULT)
-    return problem if origin == DEFAULT or problem.where else replace(problem, where=str(origin))
+    is_default = origin.layer in {"default", "hardware"}
+    return problem if is_default or problem.where else replace(problem, where=str(origin))
 
 
 class _Dumper(yaml.SafeDumper):

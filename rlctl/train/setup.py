@@ -21,6 +21,7 @@ from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
 from rlctl.track.rollouts import RolloutWriter
+from rlctl.track.run_dir import note_in_environment
 from rlctl.track.startup import Startup
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
@@ -62,6 +63,8 @@ def _build(
     models = build_models(spec, model_path, ranks, run_dir, stack)
     tokenizer = models.tokenizer
     startup.phase("reading the prompts")
+    if ranks.is_main:
+        note_in_environment(run_dir, rollout_engine=models.rollout.description)
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     total_steps = _total_steps(spec, train_prompts)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -20,6 +21,9 @@ from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.track.startup import Startup
 from rlctl.train.resume import refuse_unsafe
+
+if TYPE_CHECKING:
+    from rlctl.engine.ranks import Ranks
 
 #: As of `rlctl diagnose --fail-on`: what was found is the reason.
 STOPPED_BY_GUARDRAILS = 3
@@ -121,6 +125,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
                 ranks = join_ranks()
+                spec = _with_main_dtype(spec, ranks)
                 with building(spec, Path(run_dir), ranks, stop, startup, resume=is_resumed) as run:
                     early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting
                     run.callbacks.extend(callbacks if ranks.is_main else ())
@@ -136,6 +141,12 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
             return STOPPED_BY_GUARDRAILS if run.stopped_because else 0
         finally:
             forget_lone_rank()
+
+
+def _with_main_dtype(spec: RunSpec, ranks: Ranks) -> RunSpec:
+    """The precision that the main rank has, which decided it by its hardware unless the spec sets it."""
+    dtype = ranks.first(spec.engine.dtype if ranks.is_main else "")
+    return spec.model_copy(update={"engine": spec.engine.model_copy(update={"dtype": dtype})})
 
 
 def _path_of(spec: RunSpec) -> Path:

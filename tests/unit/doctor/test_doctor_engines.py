@@ -60,7 +60,7 @@ def test_engines_that_do_not_work_are_told(tmp_path: Path) -> None:
 
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("rlctl.doctor.engines.gpus", lambda: ["NVIDIA X, 80 GiB, 550.1"])
+    monkeypatch.setattr("rlctl.engine.ranks.gpus", lambda: ["NVIDIA X, 80 GiB, 550.1"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(EnvironmentFailure, match="without CUDA"):

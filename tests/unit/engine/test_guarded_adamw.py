@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlctl.engine.adamw import GuardedAdamW
+from rlctl.engine.adamw import GuardedAdamW, _is_finite
 
 
 def stepped(clip_norm: float | None = None) -> tuple[torch.nn.Linear, GuardedAdamW]:
@@ -59,3 +59,14 @@ def test_norm_is_that_before_clipping(clip: float, expected: float) -> None:
     optimizer.step()
     assert optimizer.grad_norm == pytest.approx(30.0)
     assert float(model.weight.grad.norm()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [0, 17, 63])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(bad: float | None, dtype, place: int) -> None:
+    gradient = torch.linspace(-1e30, 1e30, 64, dtype=dtype)
+    if bad is not None:
+        gradient[place] = bad
+    assert _is_finite(gradient) == (bad is None)
+    assert _is_finite(gradient[:0])

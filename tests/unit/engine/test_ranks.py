@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlctl.engine import ranks
 from rlctl.engine.launch import LostRank
 from rlctl.engine.ranks import join_ranks, missing_ranks
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +18,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UsageError, match="there are 2") as caught:
         join_ranks()
     assert caught.value.where == "trainer.n_gpus_per_node"
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_silently_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ranks, "gpus", lambda: ["NVIDIA H100, 81559 MiB, 470.1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for cuda, what in ((None, "built without CUDA"), ("13.0", r"built for CUDA 13\.0")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(EnvironmentFailure, match=what) as caught:
+            join_ranks()
+        assert caught.value.exit_code == 4
+        assert "CUDA_VISIBLE_DEVICES=" in (caught.value.fix or "")
+    assert not dist.is_initialized()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ranks.refuse_idle_gpu()
 
 
 GLOO = (

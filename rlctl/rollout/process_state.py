@@ -1,0 +1,89 @@
+"""A guest in this process: an engine whose library changes process-wide state keeps that to itself.
+
+vLLM's workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times
+slower), the precision of matrix products and environment variables, and replace `torch.set_num_threads`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What a library may change for everybody in the process.
+
+    Attributes:
+        set_num_threads: torch's function, which itself may be replaced.
+        stream: CUDA's current stream; None without CUDA.
+    """
+
+    num_threads: int
+    set_num_threads: Callable[[int], None]
+    matmul_precision: str
+    dtype: torch.dtype
+    device: torch.device
+    stream: Any
+    environment: dict[str, str]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """As it is."""
+        return cls(
+            num_threads=torch.get_num_threads(),
+            set_num_threads=torch.set_num_threads,
+            matmul_precision=torch.get_float32_matmul_precision(),
+            dtype=torch.get_default_dtype(),
+            device=torch.get_default_device(),
+            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
+            environment=dict(os.environ),
+        )
+
+    def apply(self, set_num_threads: Callable[[int], None]) -> None:
+        """Make it so, and touch nothing that is so already.
+
+        Args:
+            set_num_threads: torch's own, which sets them.
+        """
+        if torch.get_num_threads() != self.num_threads:
+            set_num_threads(self.num_threads)
+        torch.set_num_threads = self.set_num_threads  # type: ignore[assignment]
+        if torch.get_float32_matmul_precision() != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if torch.get_default_device() != self.device:  # an explicit CPU would slow every call of torch
+            torch.set_default_device(None if self.device.type == "cpu" else self.device)
+        if self.stream is not None and torch.cuda.current_stream() != self.stream:
+            torch.cuda.set_stream(self.stream)
+        for name in os.environ.keys() - self.environment.keys():
+            del os.environ[name]
+        for name, value in self.environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+
+class Guest:
+    """Lets an engine run with the state that it left behind, and the rest of the process with its own."""
+
+    def __init__(self) -> None:
+        self._theirs: ProcessState | None = None
+        self._set_num_threads = torch.set_num_threads
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While inside, the engine's state; afterwards that from before, whatever happens inside."""
+        ours = ProcessState.now()
+        if self._theirs is not None:
+            self._theirs.apply(self._set_num_threads)
+        try:
+            yield
+        finally:
+            self._theirs = ProcessState.now()
+            ours.apply(self._set_num_threads)

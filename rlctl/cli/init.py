@@ -39,7 +39,7 @@ def init(
 
     rlctl init my.yaml --model Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/train.parquet --gpus 1
     """
-    from rlctl.doctor.machine import gpus as cards
+    from rlctl.spec.hardware import gpus as cards
     from rlctl.spec.load import load_spec
     from rlctl.spec.model import EMBEDDED
     from rlctl.spec.presets import all_presets

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from rlctl.errors import Problem, SpecError
+from rlctl.data.schema import Row
+from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
@@ -42,6 +47,42 @@ _SAFE = frozenset(
 
 #: Safe as long as the learning rate does not depend on where the run ends.
 _LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
+
+
+#: Of a run directory: the fingerprints of the rows that it trains on and validates with.
+DATA_FILE = "data.json"
+
+
+def data_fingerprint(rows: Iterable[Row]) -> str:
+    """SHA-256 of sources, prompts and ground truths, in order; other fields change no prompt and no grade
+    of the shipped graders, but those of a user's may read them: they count too."""
+    digest = hashlib.sha256()
+    for row in rows:
+        messages = [[message.role, message.content] for message in row.prompt]
+        content = [row.data_source, messages, row.ground_truth, row.extra]
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def known_data(run_dir: Path) -> dict[str, str]:
+    """Key of the spec → fingerprint of its rows when the run began; empty for runs of older versions."""
+    path = run_dir / DATA_FILE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_dir: Path) -> None:
+    """Refuse to go on with other rows: batches are drawn from them by number.
+
+    Raises:
+        UsageError: rows differ from those the run began with.
+    """
+    for key, fingerprint in now.items():
+        if before.get(key, fingerprint) != fingerprint:
+            raise UsageError(
+                "the rows are not those that this run began with",
+                where=key,
+                fix=f"restore the files; to go on with the new rows, delete {run_dir / DATA_FILE}",
+            )
 
 
 def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from rlctl.data.read import load_rows
 from rlctl.engine.checkpoint import CHECKPOINTS, known_intact, latest
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
+from rlctl.files import write_text
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -26,6 +28,7 @@ from rlctl.track.startup import Startup
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
+from rlctl.train.resume import DATA_FILE, data_fingerprint, known_data, refuse_changed_data
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import sample_batch
 from rlctl.train.stop import StopRequest
@@ -67,6 +70,9 @@ def _build(
         note_in_environment(run_dir, rollout_engine=models.rollout.description)
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
+    _check_data(
+        {"data.train_files": train_prompts, "data.val_files": val_prompts}, run_dir, ranks, resume=resume
+    )
     total_steps = _total_steps(spec, train_prompts)
     stream = _stream(spec, ranks, train_prompts, models, total_steps, stack)
     if resume:
@@ -159,6 +165,22 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
         max_prompt_length=spec.data.max_prompt_length,
         filter_overlong=spec.data.filter_overlong_prompts,
     )
+
+
+def _check_data(
+    prompts: dict[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
+) -> None:
+    """Keep what the rows are, or compare them with what they were.
+
+    Raises:
+        UsageError: a resumed run has other rows.
+    """
+    now = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
+    before = known_data(run_dir) if resume else {}
+    refuse_changed_data(before, now, run_dir)
+    ranks.barrier()  # every rank has read what was there
+    if ranks.is_main:
+        write_text(run_dir / DATA_FILE, json.dumps(before | now, indent=2) + "\n")
 
 
 def _dropped(prompts: PromptDataset, spec: RunSpec) -> list[str]:

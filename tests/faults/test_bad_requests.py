@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_read_only_parent(tmp_path: Path) -> None:
         2,
         "cannot be written",
     )
+
+
+def test_a_resume_with_other_rows(copy: Path) -> None:
+    kept = copy / "data.json"
+    content = json.loads(kept.read_text())
+    assert list(content) == ["data.train_files", "data.val_files"]
+    kept.write_text(json.dumps(content | {"data.train_files": "0" * 64}))
+    lines = runs.metrics(copy)
+    job = runs.resume(copy, "trainer.total_training_steps=3")
+    refused(job, 2, "data.train_files", "not those that this run began with", f"delete {kept}")
+    assert runs.metrics(copy) == lines
+    kept.unlink()
+    assert runs.resume(copy, "trainer.total_training_steps=3").wait() == 0
+    assert json.loads(kept.read_text()) == content
 
 
 # --- data and model ---------------------------------------------------------------------------------

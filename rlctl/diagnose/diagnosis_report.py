@@ -9,11 +9,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
 from rlctl.diagnose.forecast import forecasts
 from rlctl.diagnose.rules import Diagnosis
+from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.spec.load import RUN_SPEC_FILE
 
@@ -21,6 +23,8 @@ from rlctl.spec.load import RUN_SPEC_FILE
 _INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
 )
+#: The time that rlctl's rows state, to the minute; it is looked for in the first row and in these last bytes.
+_STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
 #: Where a framework's own log has what a `spec.yaml` contains.
 _CONFIGURED = {
     "verl": "the configuration that verl prints first",
@@ -82,7 +86,7 @@ class RunReport:
 
     Attributes:
         name: the log.
-        about: steps and framework.
+        about: steps, framework, experiment, model and dates, as far as they are known.
         summary: all findings in one line.
         verdict: as in `Diagnosis`.
         notes: what had to be tolerated when reading.
@@ -107,7 +111,7 @@ class RunReport:
 
 def run_report(diagnosis: Diagnosis) -> RunReport:
     """The diagnosis as texts."""
-    run, steps = diagnosis.run, diagnosis.run.table.steps
+    run = diagnosis.run
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
@@ -115,7 +119,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     has_settings = any(fix.spec for finding in diagnosis.findings for fix in finding.fixes)
     return RunReport(
         run_name(run),
-        f"steps {steps[0]:,}–{steps[-1]:,}, logged by {run.framework}",
+        ", ".join(_about(run)),
         _summary(diagnosis),
         diagnosis.verdict,
         tuple(map(visible, (*run.notes, *_inferred(run)))),
@@ -128,6 +132,23 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         tuple(rules),
         _skipped(diagnosis),
     )
+
+
+def _about(run: RunLog) -> Iterator[str]:
+    """Steps, framework, and where known the experiment, the model and the dates."""
+    steps = run.table.steps
+    yield steps_text(int(steps[0]), int(steps[-1]))
+    yield f"logged by {run.framework}"
+    if run.spec is not None:
+        yield visible(f"experiment {run.spec.trainer.experiment_name}, model {run.spec.model.path}")
+    if run.path != STDIN and run.path.is_file():
+        with run.path.open("rb") as log:
+            first = log.readline()
+            log.seek(max(0, run.path.stat().st_size - _TAIL_BYTES))
+            stamps = _STAMP.findall((first + log.read()).decode("utf-8", "replace"))
+        changed = f"{datetime.fromtimestamp(run.path.stat().st_mtime):%Y-%m-%d %H:%M}"
+        ends = [stamp.replace("T", " ") for stamp in (stamps[:1] + stamps[-1:])]
+        yield " to ".join(dict.fromkeys(ends)) if ends else f"last written {changed}"
 
 
 def visible(text: str) -> str:

@@ -85,7 +85,7 @@ class Crossing:
 
 def steps_text(first: int, last: int) -> str:
     """`step 3`, or `steps 3–40`."""
-    return f"step {first}" if first == last else f"steps {first}–{last}"
+    return f"step {first:,}" if first == last else f"steps {first:,}–{last:,}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -190,57 +191,50 @@ def test_requests_that_cannot_work_are_refused(sick, arguments, words, capsys):
     assert log.read_bytes() == before
 
 
-RULE = '''
-from rlctl.diagnose.rule import Detection, Evidence, Rule
-
-
-@Rule("short-answers", needs=("response_length/mean",), cause="the prompt asks for one word")
-def short(run):
-    """Responses have more than ten tokens."""
-    series = run.table.series("response_length/mean")
-    if series.values.mean() > LIMIT:
-        return None
-    seen = Evidence("response_length/mean", f"{series.values.mean():.0f}", 1, len(series))
-    return Detection("warning", "responses are short", (seen,))
-
+RULE = Path(__file__).parents[2] / "examples" / "custom_rule.py"
+OTHERS = """
 
 def plain(run):
-    """Nothing."""
+    "Nothing."
 
 
 def broken(run):
     return 1 / 0
+"""
 
 
-LIMIT = 1000
-'''
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(RULE.read_text(encoding="utf-8") + OTHERS, encoding="utf-8")
+    return path
 
 
-def test_a_users_own_rule_is_applied(healthy, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(RULE, encoding="utf-8")
-    own = ["--rules", f"{tmp_path}/mine.py:short", "--rules", f"{tmp_path}/mine.py:plain"]
-    assert run(["diagnose", str(healthy), "--fail-on", "warning", *own]) == 3
+def test_a_users_own_rule_is_applied(mine, tmp_path, capsys):
+    rows = [row | {"response_length/mean": 9.0} for row in healthy_rows()]
+    short = write_run(tmp_path / "short", rows)
+    own = ["--rules", f"{mine}:short_answers", "--rules", f"{mine}:plain"]
+    assert run(["diagnose", str(short), "--fail-on", "warning", *own]) == 3
     out = capsys.readouterr().out
-    assert "WARNING  responses are short  [short-answers]" in out
-    assert "the prompt asks for one word" in out
+    assert "WARNING  responses have 9 tokens  [short-answers]" in out
+    assert "try         ask for the steps in the prompt" in out
     assert "ok       plain" in out
-    assert run(["diagnose", str(healthy), "--fail-on", "warning"]) == 0  # not without being asked for
+    assert run(["diagnose", str(short), "--fail-on", "warning"]) == 0  # not without being asked for
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [("broken", "division by zero"), ("absent", "no such function"), ("short.py", "no such file")],
 )
-def test_a_faulty_rule_is_an_error_with_its_place(healthy, tmp_path, capsys, name, words):
-    (tmp_path / "mine.py").write_text(RULE, encoding="utf-8")
-    path = f"{tmp_path}/{name}:short" if name.endswith(".py") else f"{tmp_path}/mine.py:{name}"
+def test_a_faulty_rule_is_an_error_with_its_place(healthy, mine, capsys, name, words):
+    path = f"{mine.parent}/{name}:short_answers" if name.endswith(".py") else f"{mine}:{name}"
     assert run(["diagnose", str(healthy), "--rules", path]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert path.partition(":")[0] in err
 
 
-def test_a_rule_cannot_take_a_built_in_rules_name(healthy, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(RULE.replace("short-answers", "truncated"), encoding="utf-8")
-    assert run(["diagnose", str(healthy), "--rules", f"{tmp_path}/mine.py:short"]) == 2
+def test_a_rule_cannot_take_a_built_in_rules_name(healthy, mine, capsys):
+    mine.write_text(mine.read_text(encoding="utf-8").replace("short-answers", "truncated"), encoding="utf-8")
+    assert run(["diagnose", str(healthy), "--rules", f"{mine}:short_answers"]) == 2
     assert "truncated" in capsys.readouterr().err

@@ -18,12 +18,26 @@ from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.thresholds import RAW_ESS
 from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import csp_hash, json_block, render
 from rlctl.metric_names import METRICS, describe
 
 _HERE = Path(__file__).parent
-#: Plots at first, where no finding says which.
+#: Plots that every page shows, where they were logged: reward, validation, effective sample size (raw and
+#: applied), KL to the sampling policy and to the reference, entropy, length.
+_ALWAYS = (
+    "critic/score/mean",
+    "val/<data_source>/reward_mean",
+    RAW_ESS.key,
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/kl",
+    "actor/kl_loss",
+    "actor/reward_kl_penalty",
+    "actor/entropy",
+    "response_length/mean",
+)
+#: Plots at first, where none of these was logged and no finding says which.
 _FIRST_PLOTS = 6
 
 
@@ -64,9 +78,10 @@ def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunCo
     """What the script draws."""
     marked = {evidence.metric for d in diagnoses for f in d.findings for evidence in f.evidence}
     differing = {change.key for change in comparison.metrics} if comparison else set()
-    first = [key for key in keys if key in marked | differing] or keys[:_FIRST_PLOTS]
+    always = {key for d in diagnoses for pattern in _ALWAYS for key in d.run.table.matching(pattern)}
+    first = [key for key in keys if key in marked | differing | always] or keys[:_FIRST_PLOTS]
     return {
-        "metrics": [_metric(key, is_shown=key in first) for key in keys],
+        "metrics": [_metric(key, diagnoses, is_shown=key in first) for key in keys],
         "runs": [
             {
                 "name": run_name(diagnosis.run),
@@ -79,10 +94,15 @@ def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunCo
     }
 
 
-def _metric(key: str, *, is_shown: bool) -> dict[str, Any]:
+def _metric(key: str, diagnoses: Iterable[Diagnosis], *, is_shown: bool) -> dict[str, Any]:
+    """Its caption: what the logs' figures are, where they state it, else rlctl's definition."""
     known = describe(key)
     unit = known.unit if known and known.unit != "1" else ""
     definition = known.definition if known else ""
+    logged = {d.run.origins[key]: None for d in diagnoses if key in d.run.origins}
+    if any(origin.meaning for origin in logged):
+        definition = "; ".join(f"{one.name}: {one.meaning or definition}" for one in logged)
+    definition = visible(definition)
     return {"key": key, "name": visible(key), "unit": unit, "definition": definition, "shown": is_shown}
 
 
@@ -92,7 +112,7 @@ def _points(run: RunLog, key: str) -> list[list[float]]:
 
 
 def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
-    """Steps that a finding is about."""
+    """Steps that a finding is about; a remark shades nothing."""
     return [
         {
             "rule": finding.rule,
@@ -102,7 +122,7 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
         }
         for finding in diagnosis.findings
         for evidence in finding.evidence
-        if evidence.metric == key and evidence.first_step is not None
+        if evidence.metric == key and evidence.first_step is not None and finding.severity != "info"
     ]
 
 

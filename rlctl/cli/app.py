@@ -18,7 +18,7 @@ import typer
 
 from rlctl.cli import prepare_data, presets, reward
 from rlctl.cli.command import HELP_NAMES, Command, Group
-from rlctl.cli.convert import import_config
+from rlctl.cli.convert import export_config, import_config
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import EvaluateCommand, evaluate
@@ -56,6 +56,7 @@ app.command(cls=Command)(samples)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(export)
 app.command("import", cls=Command)(import_config)
+app.command("export-config", cls=Command)(export_config)
 app.command(cls=Command)(init)
 app.command(cls=Command)(explain)
 app.command(cls=Command)(schema)

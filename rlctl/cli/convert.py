@@ -88,6 +88,45 @@ def import_config(
             typer.echo(f"{output} written; check it with: rlctl train --spec {output} --dry-run")
 
 
+def export_config(
+    spec: Annotated[str, typer.Argument(metavar="SPEC", help="A spec file, or the name of a preset.")],
+    to: Annotated[ExportTarget, typer.Option("--to", help="Whose configuration to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it here.", show_default="printed")
+    ] = None,
+    format_: Annotated[ConversionFormat, typer.Option("--format", help=_FORMAT_HELP)] = ConversionFormat.TEXT,
+) -> None:
+    """Write a spec as a configuration of verl, TRL or OpenRLHF.
+
+    Every key of the spec that is set away from its default, or that is written, is listed with what became of
+    it. verl and OpenRLHF get a launch script, TRL the YAML of `--config`.
+
+      rlctl export-config my-run.yaml --to verl --output run.sh
+
+      rlctl export-config rloo-seq-is --to trl --format markdown
+    """
+    from rlctl.convert import report
+    from rlctl.convert.export import as_text, export
+    from rlctl.convert.table import table
+    from rlctl.spec.load import load_spec
+
+    is_file = Path(spec).is_file() or spec.endswith((".yaml", ".yml"))
+    presets, files = ([], [Path(spec)]) if is_file else ([spec], [])
+    loaded = load_spec(presets, files, [], left_open=frozenset({"data.train_files"}))
+    result = export(loaded.spec, table(to.value))
+    text = as_text(result)
+    if output is not None:
+        _write(output, text)
+    if format_ is ConversionFormat.JSON:
+        typer.echo(report.export_json(result, text))
+    elif format_ is ConversionFormat.MARKDOWN:
+        typer.echo(report.export_markdown(result, text))
+    else:
+        typer.echo(f"{result.table.title}, {report.summary(result)}")
+        _print_sections(result.rows)
+        typer.echo(f"{output} written" if output is not None else f"\n{text.rstrip()}")
+
+
 def _variables(given: list[str]) -> dict[str, str]:
     pairs = {}
     for text in given:
@@ -109,11 +148,9 @@ def _write(path: Path, text: str) -> None:
 
 def _print(result: Translation, spec_text: str) -> None:
     from rlctl.convert.report import summary
-    from rlctl.convert.translate import STATUSES
 
     typer.echo(f"{result.table.title}, {summary(result)}")
-    for status, title in STATUSES.items():
-        _print_rows(title, [row for row in result.rows if row.status == status])
+    _print_sections(result.rows)
     _print_rows("defaults of the framework that are not rlctl's", result.implied)
     if result.notes:
         typer.echo("\nnot followed in the file" if len(result.notes) > 1 else "\nnote")
@@ -125,6 +162,13 @@ def _print(result: Translation, spec_text: str) -> None:
             typer.echo(f"  {one.severity}: {one.key}: {one.what}" + (f" ({one.fix})" if one.fix else ""))
     if spec_text:
         typer.echo(f"\n{spec_text.rstrip()}")
+
+
+def _print_sections(rows: list[KeyOutcome]) -> None:
+    from rlctl.convert.translate import STATUSES
+
+    for status, title in STATUSES.items():
+        _print_rows(title, [row for row in rows if row.status == status])
 
 
 def _print_rows(title: str, rows: list[KeyOutcome]) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
 
@@ -46,12 +47,30 @@ def as_json(result: Translation, spec_text: str) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False, default=str)
 
 
+def export_json(result: Export, text: str) -> str:
+    """An export, for programs."""
+    rows = [asdict(row) for row in result.rows]
+    content = {"framework": result.table.title, "counts": result.counts, "keys": rows, "text": text}
+    return json.dumps(content | {"settings": result.settings}, indent=2, ensure_ascii=False, default=str)
+
+
+def export_markdown(result: Export, text: str) -> str:
+    """An export's tables, and what it wrote."""
+    parts = [f"# rlctl → {result.table.title}", "", summary(result), "", *_sections(result.rows)]
+    return "\n".join([*parts, "```", text.rstrip(), "```"])
+
+
+def _sections(rows: list[KeyOutcome]) -> list[str]:
+    lines: list[str] = []
+    for status, title in STATUSES.items():
+        if some := [row for row in rows if row.status == status]:
+            lines += [f"## {title[0].upper()}{title[1:]} ({len(some)})", "", *_markdown_table(some), ""]
+    return lines
+
+
 def as_markdown(result: Translation, spec_text: str) -> str:
     """Tables for an issue or a page."""
-    lines = [f"# {result.table.title} → rlctl", "", summary(result), ""]
-    for status, title in STATUSES.items():
-        if rows := [row for row in result.rows if row.status == status]:
-            lines += [f"## {title[0].upper()}{title[1:]} ({len(rows)})", "", *_markdown_table(rows), ""]
+    lines = [f"# {result.table.title} → rlctl", "", summary(result), "", *_sections(result.rows)]
     if result.implied:
         lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
     if result.problems:
@@ -89,7 +108,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def summary(result: Translation) -> str:
+def summary(result: Translation | Export) -> str:
     """Counts per status in one sentence."""
     parts = [f"{count} {STATUSES[status]}" for status, count in result.counts.items() if count]
     return f"{len(result.rows)} keys: {', '.join(parts) or 'none'}."

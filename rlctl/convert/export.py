@@ -1,0 +1,180 @@
+"""A spec → another framework's configuration, by the same tables read backwards; what became of every key."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.convert.table import KeyRule, KeyTable, compute, placeholders, word
+from rlctl.convert.translate import STATUSES, KeyOutcome, Status
+from rlctl.spec.keys import known_leaves, value_of
+from rlctl.spec.resolve import correction_rules
+from rlctl.spec.run_spec import RunSpec
+
+_MISSING = object()
+_LEVEL = "algorithm.rollout_correction.rollout_"
+#: The spec keys behind the correction's one form, see `_rules`.
+_RULE_LEAVES = {
+    "rules.bound": [f"{_LEVEL}is_bound"],
+    "rules.lower": [f"{_LEVEL}is_threshold"],
+    "rules.upper": [f"{_LEVEL}is_threshold"],
+    "rules.reject_lower": [f"{_LEVEL}rs_threshold"],
+    "rules.reject_upper": [f"{_LEVEL}rs_threshold"],
+}
+#: Keys that say how a run is started rather than what it does; they stand in the text's first lines.
+_LAUNCH = {"_class", "num_processes"}
+
+
+@dataclass(slots=True)
+class Export:
+    """The other framework's keys, and what became of the spec's.
+
+    Attributes:
+        table: the framework.
+        rows: one for every spec key that is set away from its default or that is written.
+        settings: key → value, those that are not the framework's own default.
+    """
+
+    table: KeyTable
+    rows: list[KeyOutcome]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Spec keys per status."""
+        return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
+
+
+def export(spec: RunSpec, table: KeyTable) -> Export:
+    """Write a spec in the keys of `table`'s framework."""
+    ours = {key: _plain(value_of(spec, key)) for key in known_leaves()}
+    values = ours | _rules(spec)
+    written: dict[str, Any] = {}
+    read_by: dict[str, list[str]] = {}
+    direct: set[str] = set()
+    for key, rule in table.keys.items():
+        if key not in table.export and (rule.outside or rule.unsupported or not rule.to):
+            continue
+        if key.startswith("critic.") and not spec.algorithm.estimator_needs("values"):
+            continue
+        formula = table.export.get(key)
+        if formula is None and rule.to in direct:
+            continue  # an older name of a key that is written
+        direct.add(rule.to)
+        value = _computed(formula, values) if formula else _inverse(rule, values.get(rule.to))
+        written[key] = value
+        for source in placeholders(formula) if formula else [rule.to]:
+            for leaf in _RULE_LEAVES.get(source, [source]):
+                if key not in read_by.setdefault(leaf, []):
+                    read_by[leaf].append(key)
+    result = Export(table, [])
+    for key, value in written.items():
+        if value is not _MISSING and not _is_default(value, table.keys[key].default):
+            result.settings[key] = value
+    defaults = {key: _plain(value_of(RunSpec(), key)) for key in known_leaves()}
+    for leaf in known_leaves():
+        became = {key: written[key] for key in read_by.get(leaf, [])}
+        is_changed = word(ours[leaf]) != word(defaults[leaf])
+        is_lost = any(one is _MISSING for one in became.values())
+        if is_changed or is_lost or any(key in result.settings for key in became):
+            result.rows.append(_outcome(table, leaf, ours[leaf], became))
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rules(spec: RunSpec) -> dict[str, Any]:
+    """The correction in one form, whatever the dialect: `rules.bound`, `.lower`, `.upper`, `.reject_…`."""
+    rules = correction_rules(spec.algorithm.rollout_correction)
+    reject = rules.reject[0] if rules.reject else None
+    return {
+        "rules.bound": rules.weight.bound,
+        "rules.lower": rules.weight.lower,
+        "rules.upper": rules.weight.upper,
+        "rules.reject_lower": reject.lower if reject else None,
+        "rules.reject_upper": reject.upper if reject else None,
+    }
+
+
+def _computed(formula: str, values: dict[str, Any]) -> Any:
+    try:
+        return compute(formula, values)
+    except ValueError:
+        return _MISSING
+
+
+def _inverse(rule: KeyRule, value: Any) -> Any:
+    """The framework's value that becomes `value`."""
+    if rule.values is None or (value is None and "null" not in rule.values):
+        return value
+    for theirs, mapped in rule.values.items():
+        if theirs != "*" and word(mapped) == word(value):
+            return None if theirs == "null" else theirs
+    return value if "*" in rule.values else _MISSING
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is None or value == []:
+        return True  # left out: the framework's default applies, and `_outcome` says so where it is another
+    if default == "null":
+        return False
+    same_number = isinstance(value, int | float) and isinstance(default, int | float)
+    return float(value) == float(default) if same_number else word(value) == word(default)
+
+
+def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> KeyOutcome:
+    if not became:
+        why = table.export_unsupported.get(leaf, f"{table.title} has no such key")
+        return KeyOutcome(leaf, value, "not supported", {}, why, "")
+    if _MISSING in became.values():
+        lost = [key for key, one in became.items() if one is _MISSING]
+        note = f"no value of {', '.join(lost)} means this"
+        kept = {key: one for key, one in became.items() if one is not _MISSING}
+        return KeyOutcome(leaf, value, "not supported", kept, note, "")
+    notes = [table.keys[key].difference(one) for key, one in became.items()]
+    for key, one in became.items():
+        default = table.keys[key].default
+        if one is None and default not in (None, "null"):
+            notes.append(f"null here; there {key} is {word(default)} unless it is set")
+    note = "; ".join(dict.fromkeys(note for note in notes if note))
+    return KeyOutcome(leaf, value, "different" if note else "same", became, note, "")
+
+
+def as_text(result: Export) -> str:
+    """What the framework reads: a launch script of verl or OpenRLHF, YAML of TRL."""
+    settings = {key: value for key, value in result.settings.items() if key not in _LAUNCH}
+    lost = [
+        f"# Not carried over: {row.key}: {row.note}" for row in result.rows if row.status == "not supported"
+    ]
+    if result.table.name == "trl":
+        kind = {"RLOOConfig": "rloo"}.get(str(result.settings.get("_class")), "grpo")
+        count = result.settings.get("num_processes", 1)
+        lines = [
+            f"# accelerate launch --num_processes {count} -m trl.scripts.{kind} --config THIS_FILE",
+            *lost,
+        ]
+        return "\n".join(lines + [f"{key}: {json.dumps(value)}" for key, value in settings.items()]) + "\n"
+    if result.table.style == "flags":
+        command = "python3 -m openrlhf.cli.train_ppo_ray"
+        options = [_flag(key, value) for key, value in settings.items() if value is not False]
+    else:
+        command = "python3 -m verl.trainer.main_ppo"
+        options = [shlex.quote(f"{key}={_hydra(value)}") for key, value in settings.items()]
+    return "\n".join(["#!/usr/bin/env bash", *lost, " \\\n    ".join([command, *options])]) + "\n"
+
+
+def _flag(key: str, value: Any) -> str:
+    if value is True:
+        return f"--{key}"
+    parts = value if isinstance(value, list) else [value]
+    return " ".join([f"--{key}", *(shlex.quote(str(part)) for part in parts)])
+
+
+def _hydra(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(_hydra(item) for item in value)}]"
+    return word(value)

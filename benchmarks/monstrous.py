@@ -31,8 +31,8 @@ MONSTROUS = [
     "\\sqrt{1+" * 40 + "7" + "}" * 40,
 ]
 UNGUARDED = """
-from rlctl.reward import maths
-maths.is_too_large = lambda text: False
+from rlctl.reward import expressions, maths
+expressions.is_too_large = lambda text: False
 def grade(response, ground_truth):
     return maths.grade(response, ground_truth)
 """

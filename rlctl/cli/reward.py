@@ -134,7 +134,7 @@ def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
     from rlctl.reward.pool import share_of_cores
 
     size = spec.data.train_batch_size * spec.rollout.n
-    alone = size * trial.durations.mean if trial.durations else 0.0
+    alone = size * trial.durations.get("mean", 0.0)
     return {
         "num_responses": size,
         "one_process": alone,
@@ -179,8 +179,8 @@ def _print(trial: Trial, spec: RunSpec) -> None:
         console.print(Text(trial.errors[0]), soft_wrap=True)
     if trial.durations:
         times, batch = trial.durations, _batch_seconds(trial, spec)
-        shown = (f"{1e3 * value:.2f}" for value in (times.mean, times.p50, times.p99, times.max))
-        console.print("\nms per call: mean {}, p50 {}, p99 {}, max {}".format(*shown), markup=False)
+        shown = ", ".join(f"{name} {1e3 * times[name]:.2f}" for name in ("mean", "p50", "p99", "max"))
+        console.print(f"\nms per call: {shown}", markup=False)
         alone, together = (f"{batch[key]:.2g} s" for key in ("one_process", "all_processes"))
         console.print(
             f"a batch of {batch['num_responses']:,} responses: {alone} one after the other, "

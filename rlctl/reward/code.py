@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import share_of_cores
-from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
+from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 from rlctl.reward.sandbox.jail import encode, same
 from rlctl.reward.sandbox.run import (
     MAX_OUTPUT_BYTES,
@@ -43,7 +43,7 @@ _BLOCK = re.compile(
     formula="1 if the response's program passes all tests of the ground truth, else 0",
     needs={"tests as ground truth", "Linux on x86_64 or aarch64"},
 )
-class CodeScorer:
+class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
 
     A program that crashes, hangs or takes too much memory is wrong. A ground truth that holds no tests
@@ -53,8 +53,6 @@ class CodeScorer:
         EnvironmentFailure: this machine cannot confine programs.
     """
 
-    reads_answers = False
-
     def __init__(self, spec: RewardSpec, device: object = None) -> None:
         self._limits = Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb)
         check_sandbox(self._limits)
@@ -63,13 +61,6 @@ class CodeScorer:
         """One grade per sample, in order; as many programs at once as this rank has cores."""
         with ThreadPoolExecutor(share_of_cores()) as threads:
             return list(threads.map(self._grade, samples))
-
-    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Grades; programs have no answers."""
-        return [(grade, None) for grade in self.grade(samples)]
-
-    def close(self) -> None:
-        """Nothing outlives a grading."""
 
     def _grade(self, sample: Sample) -> Grade:
         try:

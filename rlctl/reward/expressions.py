@@ -43,7 +43,7 @@ def read(latex: str) -> Any | None:
     None when it says none, one without a value (1/0), or one that is too large to be computed.
     """
     text = _SEPARATOR.sub("", latex.strip().strip("$").rstrip(". "))
-    if not text or _NO_EXPRESSION.match(text) or is_too_large(f"\\boxed{{{text}}}"):
+    if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
     text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
     text = _AND.sub(", ", text)

@@ -3,7 +3,7 @@ r"""Expressions that are too large to compute, found from their text, before sym
 sympy computes exactly: `9^{9^{9}}` never ends, nor does the expansion of `(x+1)^{100000}`. The size of an
 expression is estimated here in time linear in its length, from the inside out:
 
-    text ──▶ last formula ──▶ tokens ──▶ `Size` of every part ──▶ within the limits?
+    formula ──▶ tokens ──▶ `Size` of every part ──▶ within the limits?
 
 A symbol counts as a number of about 3. Unknown commands are read as symbols, so that any text has a size.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -38,12 +39,6 @@ MAX_ROWS = 50
 _SYMBOL_DIGITS = 0.5
 #: Terms of an infinite sum, for its size: it has a closed form, or stays as it is.
 _INFINITE = 3.0
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_FORMULA = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
-)
-#: Plain arithmetic inside prose.
-_ARITHMETIC = re.compile(r"[\d(][\d.,\s+\-*/^()×÷!]*")
 #: Upright text: the LaTeX parser takes `\operatorname{gamma}` for the function.
 _UPRIGHT = re.compile(r"\\(?:operatorname|text\w*|math\w+|mbox|hbox)\*?\s*\{([^{}]*)\}")
 _TOKEN = re.compile(
@@ -56,42 +51,16 @@ _TOKEN = re.compile(
     r"|(?P<sign>.)",
     re.DOTALL,
 )
-_OPENING = frozenset({"(", "[", "{", "\\{", "\\lfloor", "\\lceil"})
-_CLOSING = frozenset({")", "]", "}", "\\}", "\\rfloor", "\\rceil"})
-_PLUS = frozenset({"+", "-", "\u2212", "\\pm", "\\mp", "\\cup", "\\cap"})
-_SET_OPERATIONS = frozenset({"\\cup", "\\cap"})
-_OVER = frozenset({"/", "÷", "\\div"})
-_TIMES = frozenset({"*", "·", "×", "\\cdot", "\\times", "\\ast", "\\bmod", "\\mod", "\\pmod"})
-_LISTING = frozenset(
-    {",", ";", ":", "=", "<", ">", "\\\\", "\\le", "\\leq", "\\ge", "\\geq", "\\ne", "\\neq"}
-)
-_FUNCTIONS = frozenset(
-    {
-        "\\sqrt",
-        "\\sin",
-        "\\cos",
-        "\\tan",
-        "\\cot",
-        "\\sec",
-        "\\csc",
-        "\\ln",
-        "\\log",
-        "\\exp",
-        "\\lfloor",
-        "\\lceil",
-    }
-    | {
-        "\\arcsin",
-        "\\arccos",
-        "\\arctan",
-        "\\sinh",
-        "\\cosh",
-        "\\tanh",
-        "\\gcd",
-        "\\Gamma",
-        "\\sum",
-        "\\prod",
-    }
+_OPENING = frozenset({*"([{", r"\{", r"\lfloor", r"\lceil"})
+_CLOSING = frozenset({*")]}", r"\}", r"\rfloor", r"\rceil"})
+_SET_OPERATIONS = frozenset({r"\cup", r"\cap"})
+_CALCULUS = frozenset({r"\int", r"\iint", r"\iiint", r"\oint", r"\lim"})
+_PLUS = frozenset({*"+-−", r"\pm", r"\mp"}) | _SET_OPERATIONS
+_OVER = frozenset({*"/÷", r"\div"})
+_TIMES = frozenset({*"*·×", r"\cdot", r"\times", r"\ast", r"\bmod", r"\mod", r"\pmod"})
+_LISTING = frozenset({*",;:=<>", r"\\", r"\le", r"\leq", r"\ge", r"\geq", r"\ne", r"\neq"})
+_FUNCTION = re.compile(
+    r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|ln|log|exp|lfloor|lceil|gcd|Gamma|sum|prod)"
 )
 _CONSTANTS = {"\\pi": math.log10(math.pi), "pi": math.log10(math.pi), "e": math.log10(math.e)}
 
@@ -100,39 +69,25 @@ class _TooLarge(Exception):
     """A part is beyond the limits."""
 
 
-def is_too_large(text: str) -> bool:
-    r"""Whether the formula that a text holds is too large to be computed exactly.
-
-    The formula is the content of the last `\boxed{}`; without one, what stands between the last pair of
-    dollars, `\(` and `\)`, or `\[` and `\]`; without those, the last arithmetic in the text.
-    """
-    formula = _formula(text)
+def is_too_large(formula: str) -> bool:
+    """Whether a formula is too large to be computed exactly."""
     if len(formula) > MAX_CHARS:
         return True
-    found = [
-        (str(match.lastgroup), match.group()) for match in _TOKEN.finditer(_UPRIGHT.sub(r" \1 ", formula))
-    ]
+    found = ((match.lastgroup or "", match[0]) for match in _TOKEN.finditer(_UPRIGHT.sub(r" \1 ", formula)))
     tokens = [token for token in found if token[0] != "skip"]
+    signs = Counter(token for _, token in tokens)
+    calculus = sum(signs[sign] for sign in _CALCULUS)
+    if (
+        len(tokens) > (MAX_CALCULUS_TOKENS if calculus else MAX_TOKENS)
+        or calculus > MAX_CALCULUS
+        or sum(signs[sign] for sign in _SET_OPERATIONS) > MAX_SET_OPERATIONS
+    ):
+        return True
     try:
-        if len(tokens) > MAX_TOKENS:
-            return True
         _Reader(tokens).read()
     except (_TooLarge, RecursionError):
         return True
     return False
-
-
-def _formula(text: str) -> str:
-    boxes = list(_BOX.finditer(text))
-    if boxes:
-        start, depth = boxes[-1].end(), 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
-        return text[start:]
-    found = ["".join(groups) for groups in _FORMULA.findall(text)] or _ARITHMETIC.findall(text)
-    return str(found[-1]) if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +183,6 @@ class _Reader:
         self._at = 0
         self._depth = 0  # brackets that are open
         self._bare_depth = 0  # of them those that began with a bracket
-        self._calculus = 0
-        self._set_operations = 0
         self._towers = 0  # exponents that are open
         self._iterations = 1.0  # of the sums and products that are open
         self._symbol_digits = _SYMBOL_DIGITS
@@ -260,11 +213,8 @@ class _Reader:
         while self._next() in _PLUS:  # signs
             self._at += 1
         size = self._product()
-        while (token := self._next()) in _PLUS:
+        while self._next() in _PLUS:
             self._at += 1
-            self._set_operations += token in _SET_OPERATIONS
-            if self._set_operations > MAX_SET_OPERATIONS:
-                raise _TooLarge
             size = size.plus(self._product())
         return size
 
@@ -337,13 +287,6 @@ class _Reader:
             raise _TooLarge
         return size
 
-    def _integral(self) -> Size:
-        """The sign alone, or that of a limit; what follows is a factor."""
-        self._calculus += 1
-        if self._calculus > MAX_CALCULUS or len(self._tokens) > MAX_CALCULUS_TOKENS:
-            raise _TooLarge
-        return Size(self._symbol_digits, degree=1.0, symbols=frozenset({"\\int"}))
-
     def _bracket(self) -> Size:
         is_bare = self._next() in _OPENING
         self._depth += 1
@@ -387,7 +330,8 @@ class _Reader:
         self._symbol_digits = max(_SYMBOL_DIGITS, bounds.digits)
         start = self._at
         body = self._product()
-        is_hard = outer[0] > 1.0 or any(token in _FUNCTIONS for _, token in self._tokens[start : self._at])
+        inside = self._tokens[start : self._at]
+        is_hard = outer[0] > 1.0 or any(_FUNCTION.fullmatch(token) for _, token in inside)
         if is_hard and self._iterations > MAX_HARD_ITERATIONS:
             raise _TooLarge
         if count < math.inf and self._iterations > MAX_ITERATIONS:
@@ -404,7 +348,6 @@ _READERS: dict[str, Callable[[_Reader], Size]] = {
     **dict.fromkeys(("\\binom", "\\dbinom", "\\tbinom"), _Reader._binomial),
     **dict.fromkeys(("\\Gamma", "Gamma", "gamma", "factorial"), _Reader._factorial),
     **dict.fromkeys(("eye", "zeros", "ones"), _Reader._matrix),
-    **dict.fromkeys(("\\int", "\\iint", "\\iiint", "\\oint", "\\lim"), _Reader._integral),
     "\\sqrt": _Reader._root,
     "\\sum": _Reader._sum_of_many,
     "\\prod": _Reader._product_of_many,

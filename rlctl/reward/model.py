@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
 from rlctl.lazy import torch
 from rlctl.registry import GRADERS
-from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
+from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
 if TYPE_CHECKING:
     from rlctl.spec.reward import RewardModelSpec, RewardSpec
@@ -27,7 +27,7 @@ _FIX = (
     formula="logit of a sequence classifier with one output",
     needs={"`reward.model.path`"},
 )
-class ModelScorer:
+class ModelScorer(Scorer):
     """Scores are the classifier's logits in float32.
 
     Where its tokenizer has a chat template it reads the prompt's messages followed by the response as the
@@ -42,8 +42,6 @@ class ModelScorer:
         UsageError: no such model, not one output, or a checkpoint without the output layer.
         EnvironmentFailure: the hub or the device cannot be reached.
     """
-
-    reads_answers = False
 
     def __init__(self, section: RewardSpec, device: torch.device) -> None:
         spec = section.model
@@ -86,10 +84,6 @@ class ModelScorer:
                 )
         return grades
 
-    def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Grades; the model reads no answers."""
-        return [(grade, None) for grade in self.grade(samples)]
-
     def _scores(self, batch: Any) -> list[float]:
         try:
             with torch.no_grad():
@@ -103,9 +97,6 @@ class ModelScorer:
             ) from error
         scores: list[float] = logits.float().squeeze(-1).tolist()
         return scores
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     def _tokens(self, sample: Sample) -> list[int] | Failure:
         tokenizer = self._tokenizer

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from rlctl.reward.grading_process import GradingProcess, is_ours
-from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample
+from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 
 DEADLINE_S = 5.0
 #: Seconds for one call of a user's function: it may ask a server, or import a library when first called.
@@ -25,7 +25,7 @@ _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
 _MAX_TESTED = 100_000
 
 
-class GradingPool:
+class GradingPool(Scorer):
     """Grades samples in child processes, started when first needed.
 
     A grading that runs into its deadline or the memory limit, or brings its process down, is a `Failure`

@@ -60,25 +60,24 @@ Grade = float | Failure
 GradeAndAnswer = tuple[Grade, str | None]
 
 
-class Scorer(Protocol):
+class Scorer:
     """One term of a reward."""
 
     @property
     def reads_answers(self) -> bool:
         """Whether it can say what responses answer."""
-        ...
+        return False
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """A finite score or a `Failure` for each sample, in order."""
-        ...
+        raise NotImplementedError
 
     def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
         """Grades, and what each response answers: text that is equal for equal answers; None: nothing."""
-        ...
+        return [(grade, None) for grade in self.grade(samples)]
 
     def close(self) -> None:
-        """End what it started: processes, threads."""
-        ...
+        """End what it started: processes, threads. A later call starts them again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlctl.registry import GRADERS
 from rlctl.reward.grading_process import is_ours
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlctl.spec.reward import RewardSpec
 
+Graded = TypeVar("Graded")
 #: Those that `auto` chooses from.
 SourceGrader = Literal["exact", "maths", "multiple_choice", "countdown", "code"]
 #: Graders that compute too little to need a process of their own.
@@ -67,20 +67,18 @@ def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    if is_ours(name):
-        function = GRADERS[name]
-        if isinstance(function, type):
-            scorer: Scorer = function(spec, device)
-            return scorer
-        if name in _IN_THIS_PROCESS:
-            return LocalScorer(name)
-        return GradingPool(name)
+    if is_ours(name) and isinstance(GRADERS[name], type):
+        scorer: Scorer = GRADERS[name](spec, device)
+        return scorer
+    if name in _IN_THIS_PROCESS:
+        return LocalScorer(name)
     pool = GradingPool(name, params)
-    pool.check()
+    if not is_ours(name):
+        pool.check()
     return pool
 
 
-class LocalScorer:
+class LocalScorer(Scorer):
     """Calls a grader in this process."""
 
     reads_answers = True
@@ -97,15 +95,11 @@ class LocalScorer:
         read: Callable[[str], str | None] = self._part.answer_of or (lambda _: None)
         return [(self._grade(sample), read(sample.response)) for sample in samples]
 
-    def close(self) -> None:
-        """It started nothing."""
-
     def _grade(self, sample: Sample) -> Grade:
         try:
-            score = float(self._part.function(sample.response, sample.ground_truth))
+            return float(self._part.function(sample.response, sample.ground_truth))
         except Exception:
             return Failure(traceback.format_exc())
-        return score if math.isfinite(score) else Failure(f"the grader returned {score}")
 
 
 @GRADERS.register(
@@ -113,42 +107,39 @@ class LocalScorer:
     label="by each row's source",
     formula="what the grader of the row's `data_source` says; `maths` for a source that none is known for",
 )
-class SourceScorer:
+class SourceScorer(Scorer):
     """Grades each row with the grader of its data source; a grader is started when first needed."""
 
     reads_answers = True
 
     def __init__(self, spec: RewardSpec, device: torch.device) -> None:
-        self._spec = spec
-        self._device = device
+        self._start: Callable[[SourceGrader], Scorer] = lambda grader: scorer_of(grader, {}, spec, device)
         self._scorers: dict[SourceGrader, Scorer] = {}
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """One grade per sample, in order."""
-        return [grade for grade, _ in self._map(samples, read_answers=False)]
+        return self._by_source(samples, lambda scorer, some: scorer.grade(some))
 
     def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
         """Grades, and what the responses answer."""
-        return self._map(samples, read_answers=True)
+        return self._by_source(samples, lambda scorer, some: scorer.grade_and_read(some))
 
     def close(self) -> None:
         """End the grading processes."""
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[GradeAndAnswer]:
+    def _by_source(
+        self, samples: Sequence[Sample], grade: Callable[[Scorer, Sequence[Sample]], list[Graded]]
+    ) -> list[Graded]:
+        """`grade` of each source's samples with its scorer, in the order of the samples."""
         places: dict[SourceGrader, list[int]] = {}
         for place, sample in enumerate(samples):
             places.setdefault(grader_for(sample.data_source), []).append(place)
-        graded: list[GradeAndAnswer] = [(0.0, None)] * len(samples)
+        graded: dict[int, Graded] = {}
         for grader, rows in places.items():
             if grader not in self._scorers:
-                self._scorers[grader] = scorer_of(grader, {}, self._spec, self._device)
-            scorer, asked = self._scorers[grader], [samples[row] for row in rows]
-            if read_answers:
-                found = scorer.grade_and_read(asked)
-            else:
-                found = [(grade, None) for grade in scorer.grade(asked)]
-            for row, one in zip(rows, found, strict=True):
-                graded[row] = one
-        return graded
+                self._scorers[grader] = self._start(grader)
+            found = grade(self._scorers[grader], [samples[row] for row in rows])
+            graded |= zip(rows, found, strict=True)
+        return [graded[place] for place in range(len(samples))]

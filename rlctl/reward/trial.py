@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from rlctl.reward.protocol import Failure, Sample, Scorer
 from rlctl.reward.round_trip import right_answer, wrong_answer
 from rlctl.reward.sources import grader_for
@@ -24,7 +26,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A response and what a reward should say of it.
+    """A response and the score that it should get.
 
     Attributes:
         kind: where the response comes from.
@@ -67,25 +69,14 @@ class Disagreement:
     got: float
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """Seconds of one response's grading, all terms together."""
-
-    num: int
-    mean: float
-    p50: float
-    p99: float
-    max: float
-
-
 @dataclass(slots=True)
 class Trial:
-    """What a reward made of the cases; of disagreements and errors the first `MAX_SHOWN`."""
+    """Grades of the cases; of disagreements and errors the first `MAX_SHOWN`."""
 
     tallies: list[Tally] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # `term, row: text`
-    durations: Durations | None = None
+    durations: dict[str, float] = field(default_factory=dict)  # seconds per response, all terms together
 
     @property
     def num_disagreements(self) -> int:
@@ -102,7 +93,7 @@ class Trial:
         return {
             "num_disagreements": self.num_disagreements,
             "num_errors": self.num_errors,
-            "seconds_per_call": asdict(self.durations) if self.durations else None,
+            "seconds_per_call": self.durations or None,
             "tallies": [asdict(tally) for tally in self.tallies],
             "disagreements": [asdict(one) for one in self.disagreements],
             "errors": self.errors,
@@ -145,6 +136,8 @@ def try_reward(
         is_stored = case.kind == "stored response"
         total = 0.0
         for name, grade in grades.items():
+            if isinstance(grade, Failure) and grade.kind == "inapplicable":
+                continue
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
             tally.num += 1
             if isinstance(grade, Failure) and grade.score is not None:  # wrong: it ended its own grading
@@ -166,7 +159,10 @@ def try_reward(
             _compare(trial, tally, case, total)
     progress(len(cases), len(cases))
     trial.tallies = sorted(tallies.values(), key=lambda tally: (tally.kind, tally.data_source, tally.term))
-    trial.durations = _durations(seconds)
+    if seconds:
+        p50, p99 = np.quantile(seconds, (0.5, 0.99), method="higher").tolist()
+        mean = sum(seconds) / len(seconds)
+        trial.durations = {"num": len(seconds), "mean": mean, "p50": p50, "p99": p99, "max": max(seconds)}
     return trial
 
 
@@ -182,7 +178,7 @@ def _key(term: str, case: Case) -> tuple[str, Kind, str]:
 
 
 def _sample(grader: str, case: Case) -> Sample | None:
-    """What a grader is asked; None: the case says nothing of it."""
+    """What a grader is given; None: the case does not apply to it."""
     answers = {"ground truth": right_answer, "number changed": wrong_answer}
     if case.kind not in answers:
         return case.sample
@@ -205,15 +201,3 @@ def _compare(trial: Trial, tally: Tally, case: Case, got: float) -> None:
                 tally.term, case.kind, sample.data_source, case.where, end, truth, case.expected, got
             )
         )
-
-
-def _durations(seconds: Sequence[float]) -> Durations | None:
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    last = len(ordered) - 1
-
-    def quantile(share: float) -> float:
-        return ordered[math.ceil(share * last)]
-
-    return Durations(len(ordered), sum(ordered) / len(ordered), quantile(0.5), quantile(0.99), ordered[-1])

@@ -106,6 +106,13 @@ def test_a_reward_for_nothing_disagrees(data, mine, capsys):
     assert "expected 0, got 1" in capsys.readouterr().out
 
 
+def test_a_response_that_a_function_does_not_grade_is_no_error(data, tmp_path, capsys):
+    (tmp_path / "trl.py").write_text("def some(completions, **kwargs): return [None for _ in completions]\n")
+    found = document(capsys, f"{tmp_path}/trl.py:some", "--data", data(row(0, "72")))
+    assert found["num_errors"] == 0
+    assert found["tallies"] == []
+
+
 def test_stored_responses_are_compared_with_their_rewards(data, mine, tmp_path, capsys):
     path = data(row(0, "72"), row(1, "72"))
     samples = stored(

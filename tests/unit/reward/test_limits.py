@@ -105,35 +105,24 @@ SMALL = [
 
 @pytest.mark.parametrize("formula", TOO_LARGE)
 def test_too_large(formula):
-    assert is_too_large(f"\\boxed{{{formula}}}")
-    assert is_too_large(f"so it is $\\frac12$, no, it is ${formula.strip()}$.")
+    assert is_too_large(formula)
 
 
 @pytest.mark.parametrize("formula", SMALL)
 def test_not_too_large(formula):
-    assert not is_too_large(f"\\boxed{{{formula}}}")
-
-
-def test_only_the_formula_that_counts_is_looked_at():
-    assert not is_too_large("As $9^{9^{9}}$ is large, \\boxed{9^{9^9}} is wrong: \\boxed{7}")
-    assert not is_too_large("$9^{9^{9}}$ ends with $9$")
-    assert not is_too_large("9^(9^9) is more than 7")
-    assert is_too_large("It is 9^(9^9).")
-    assert not is_too_large("Many (words), signs - and (brackets; more, and more) " * 100)
+    assert not is_too_large(formula)
 
 
 def test_nothing_labelled_is_too_large():
     with LABELLED.open(encoding="utf-8") as lines:
         cases = [json.loads(line) for line in lines]
-    assert [c["ground_truth"] for c in cases if is_too_large(f"\\boxed{{{c['ground_truth']}}}")] == []
-    assert [c["response"] for c in cases if is_too_large(c["response"])] == []
+    assert [c["ground_truth"] for c in cases if is_too_large(c["ground_truth"])] == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789x+-*/^!_(){}[]|,.=\\ $&%", max_size=300))
 def test_any_text_has_an_answer(text):
     assert is_too_large(text) in {True, False}
-    assert is_too_large(f"\\boxed{{{text}}}") in {True, False}
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,7 +138,7 @@ def test_any_text_has_an_answer(text):
 )
 def test_what_passes_has_few_digits(expression):
     """The estimate is an upper bound: exact arithmetic never finds more digits than the limit."""
-    if is_too_large(f"\\boxed{{{expression}}}"):
+    if is_too_large(expression):
         return
     try:
         value = eval(expression)

@@ -1,4 +1,4 @@
-"""torch, imported when it is first used.
+"""Modules that are imported when they are first used: torch, and others that take long.
 
 The parts in `rlctl.registry` are registered where they are defined, and the spec, `--help` and the docs read
 their names and formulas. `from rlctl.lazy import torch` lets them do so without the seconds that torch takes.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["torch"]
+__all__ = ["LazyModule", "torch"]
 
 
-class _LazyModule:
+class LazyModule:
     """Imports the module at the first attribute asked of it."""
 
     def __init__(self, name: str) -> None:
@@ -25,4 +25,4 @@ class _LazyModule:
 if TYPE_CHECKING:
     import torch
 else:
-    torch = _LazyModule("torch")
+    torch = LazyModule("torch")

@@ -1,4 +1,4 @@
-"""Where in a response the answer stands. What it means is `rlctl.reward.maths`' business."""
+"""Finds the place of the answer in a response; `rlctl.reward.maths` reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.reward.numbers import legible, plain
 
 #: Characters read of one place; patterns backtrack on long texts.
 MAX_CHARS = 2000
-#: What stands in a box or tag and is longer is prose.
+#: Longer content of a box or tag is prose.
 MAX_LABELLED_CHARS = 200
 #: Words of an answer without a sentence around it, as in "18 dollars per day".
 MAX_WORDS = 4
@@ -27,7 +27,7 @@ class Place:
     Attributes:
         text: the piece.
         is_whole: it is nothing but the answer; False: it is prose around it.
-        is_marked: it stands in a box, in a tag or after `####`: nothing else of the response counts.
+        is_marked: it is in a box, in a tag or after `####`: the rest of the response is not read.
     """
 
     text: str
@@ -98,7 +98,7 @@ MATHS = re.compile(
 
 
 def places(response: str) -> Iterator[Place]:
-    """Where the answer may stand, the likeliest first.
+    """The places where the answer may be, the most likely first.
 
     Explicit marks win over prose, and later ones over earlier ones. What a model writes after its answer,
     such as the next exercise of a few-shot prompt, does not count.
@@ -123,7 +123,7 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
 
     Args:
         response: of a model.
-        evidence: what must stand before another exercise for it to be another one.
+        evidence: what must come before a further exercise; else it is the first one.
     """
     text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
     if text.lstrip().startswith("<think>") and "</think>" not in text:

@@ -131,7 +131,7 @@ class CodeTests:
     source: str
 
     def run(self, program: str, limits: Limits) -> Grade:
-        """Two processes; what the one with the tests says counts."""
+        """Two processes; the one with the tests decides."""
         outcome = run_program(program, limits, tests=self.source)
         return _broken(outcome) if outcome.refused else float(outcome.passed)
 
@@ -139,7 +139,7 @@ class CodeTests:
 Tests = ScriptTests | CallTests | CodeTests
 
 
-@lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
+@lru_cache(maxsize=1024)  # the responses to a prompt share one ground truth
 def parse_tests(ground_truth: str) -> Tests:
     """Tests in one of three forms; see docs/how-to/rewards.md.
 

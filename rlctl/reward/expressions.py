@@ -2,14 +2,20 @@
 
 Its parser is asked for one expression at a time, and that expression is kept whole: a text that does not
 parse as a whole has no reading. math-verify's own search for an answer would take a number out of it.
+
+Importing this takes most of a second: sympy.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from functools import cache
 from typing import Any
+
+import latex2sympy2_extended
+import sympy  # type: ignore[import-untyped]
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify import grader
 
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import Number
@@ -31,16 +37,24 @@ _UNITS = re.compile(
     r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
-#: What cannot stand before a unit.
+#: What cannot come before a unit.
 _OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
+# Units of math-verify's own list are not removed: they include single letters, so that 3t were 3.
+_NORMALIZATION = latex2sympy2_extended.NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_CONVERSION = ConversionConfig(lowercase_symbols=False)  # R is not r
+# It warns that its own time limits are off. They are: they need the main thread, and cannot interrupt integer
+# arithmetic anyway.
+logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 #: Values closer than this, relative to the larger one, are equal if math-verify says so.
 RELATIVE_TOLERANCE = 1e-4
 
 
 def read(latex: str) -> Any | None:
-    """The expression that all of the text says.
+    """The expression that all of the text is.
 
-    None when it says none, one without a value (1/0), or one that is too large to be computed.
+    None when it is none, one without a value (1/0), or one that is too large to be computed.
     """
     text = _SEPARATOR.sub("", latex.strip().strip("$").rstrip(". "))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
@@ -51,15 +65,14 @@ def read(latex: str) -> Any | None:
     expression = _parsed(text)
     if expression is None and text.count("\\pm") == 1:  # inside of a fraction the parser knows none
         both = [_parsed(re.sub(r"\\pm(?![a-z])", sign, text)) for sign in "+-"]
-        return None if None in both else _sympy().FiniteSet(*both)
+        return None if None in both else sympy.FiniteSet(*both)
     return expression
 
 
 def _parsed(text: str) -> Any | None:
-    parser, sympy = _parser(), _sympy()
     try:
-        expression = parser.latex2sympy(
-            text, is_real=True, normalization_config=_normalization(), conversion_config=_conversion()
+        expression = latex2sympy2_extended.latex2sympy(
+            text, is_real=True, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION
         )
         return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:
@@ -83,7 +96,6 @@ def equal(gold: Any, answer: Any) -> bool:
         answer: likewise. An equation counts for its right side only where the left side names what was
             asked ("m + n = 7") or is equal to the gold; "y - 3 = 0" is not 0.
     """
-    sympy = _sympy()
     is_relation = _is_relation(gold)
     if is_relation and not _is_relation(answer) and not _has_value(gold, answer):
         return False
@@ -102,21 +114,19 @@ def equal(gold: Any, answer: Any) -> bool:
 
 def is_closed_number(expression: Any) -> bool:
     """Whether it is a number without symbols, and neither a set, a matrix nor a relation."""
-    return bool(getattr(expression, "is_number", False)) and isinstance(expression, _sympy().Expr)
+    return bool(getattr(expression, "is_number", False)) and isinstance(expression, sympy.Expr)
 
 
 def from_number(number: Number) -> Any:
     """A number of prose as math-verify has it: decimals as floats, percent as a product."""
-    sympy = _sympy()
     value = sympy.Rational(number.value.numerator, number.value.denominator)
     if number.is_decimal:
         value = sympy.Float(value, 30)
-    return _parser().convert_to_pct(value) if number.is_percent else value
+    return latex2sympy2_extended.convert_to_pct(value) if number.is_percent else value
 
 
 def as_text(expression: Any) -> str:
     """The expression as text that is equal for equal numbers: "1/2" for 0.5, percent without its sign."""
-    sympy = _sympy()
     if isinstance(expression, sympy.Eq) and not expression.rhs.free_symbols:  # x = 5
         expression = expression.rhs
     if is_closed_number(expression):
@@ -128,28 +138,26 @@ def as_text(expression: Any) -> str:
 
 
 def _verify(gold: Any, answer: Any) -> bool:
-    return bool(_library().verify(gold, answer, timeout_seconds=None))
+    return bool(grader.verify(gold, answer, timeout_seconds=None))
 
 
 def _is_relation(expression: Any) -> bool:
-    if isinstance(expression, _sympy().FiniteSet):
+    if isinstance(expression, sympy.FiniteSet):
         return any(map(_is_relation, expression.args))
-    return bool(_library().grader.is_relation(expression))
+    return bool(grader.is_relation(expression))
 
 
 def _equations(answer: Any) -> list[Any]:
     """Left sides of an answer's equations; of a chain "20 + 6 = 26 = …" the first."""
-    sympy = _sympy()
     if isinstance(answer, sympy.FiniteSet):
         return [left for one in answer.args for left in _equations(one)]
     if isinstance(answer, sympy.Eq):
         return [answer.lhs]
-    return [answer._unsorted_args[0].lhs] if _library().grader.is_equation(answer) else []
+    return [answer._unsorted_args[0].lhs] if grader.is_equation(answer) else []
 
 
 def _names(left: Any) -> bool:
     """Whether an equation's left side only names something: no number is added to or multiplied with it."""
-    sympy = _sympy()
     if left.is_number and isinstance(left, sympy.Expr):
         return False
     if isinstance(left, sympy.Add | sympy.Mul):
@@ -159,7 +167,6 @@ def _names(left: Any) -> bool:
 
 def _has_value(gold: Any, answer: Any) -> bool:
     """Whether a relation may equal what is none: it has one name at its left, or an interval of solutions."""
-    sympy = _sympy()
     parts = gold.args if isinstance(gold, sympy.FiniteSet) else [gold]
     if not all(isinstance(part, sympy.Eq) for part in parts):
         return not isinstance(gold, sympy.FiniteSet) and not isinstance(answer, sympy.FiniteSet)
@@ -173,65 +180,24 @@ def _has_value(gold: Any, answer: Any) -> bool:
 
 
 def _is_pair(expression: Any) -> bool:
-    value = expression.rhs if isinstance(expression, _sympy().Eq) else expression
-    return isinstance(value, _sympy().Interval | _sympy().Tuple)
+    value = expression.rhs if isinstance(expression, sympy.Eq) else expression
+    return isinstance(value, sympy.Interval | sympy.Tuple)
 
 
 def _is_list(expression: Any) -> bool:
     """Whether it is a set, or numbers one after the other; not of pairs."""
-    return isinstance(expression, _sympy().FiniteSet) and not any(map(_is_pair, expression.args))
+    return isinstance(expression, sympy.FiniteSet) and not any(map(_is_pair, expression.args))
 
 
 def _is_scalar(equation: Any) -> bool:
-    return all(isinstance(side, _sympy().Expr) for side in equation.args)
+    return all(isinstance(side, sympy.Expr) for side in equation.args)
 
 
 def _is_close(gold: Any, answer: Any) -> bool:
     """False for decimals that are equal only because math-verify rounds to six places: 1e-7 and 2e-7."""
-    sympy = _sympy()
     if not (is_closed_number(gold) and is_closed_number(answer) and (gold - answer).has(sympy.Float)):
         return True
     if (gold - answer).has(sympy.UnevaluatedExpr):
         return True
     gap, size = abs((gold - answer).evalf()), max(abs(gold.evalf()), abs(answer.evalf()))
     return bool(gap <= RELATIVE_TOLERANCE * size)
-
-
-@cache
-def _sympy() -> Any:
-    import sympy  # type: ignore[import-untyped]
-
-    return sympy
-
-
-@cache
-def _parser() -> Any:
-    import latex2sympy2_extended
-
-    return latex2sympy2_extended
-
-
-@cache
-def _normalization() -> Any:
-    # Units of math-verify's own list are not removed: they include single letters, so that 3t were 3.
-    return _parser().NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
-    )
-
-
-@cache
-def _conversion() -> Any:
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-
-    return ConversionConfig(lowercase_symbols=False)  # R is not r
-
-
-@cache
-def _library() -> Any:
-    """math-verify, imported on first use: it takes most of a second."""
-    # It warns once that its own time limits are off. They are: they need the main thread, and cannot
-    # interrupt integer arithmetic anyway.
-    logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-    import math_verify.grader
-
-    return math_verify

@@ -44,7 +44,7 @@ _LETTER = (
     r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names none
 )
 _IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
-#: Where an option stands, the strongest first; of several of one kind the last one counts. First those that
+#: Places of an option, the most reliable first; of one kind the last one is taken. First those that
 #: name it as the answer, then one that is spoken of ("option A is wrong" may follow the answer), then a line
 #: that begins with one, then one in brackets.
 _OPTIONS = (
@@ -60,7 +60,7 @@ _CAPITAL = re.compile(r"\b[A-J]\b")
 
 
 def chosen_option(response: str) -> str | None:
-    """The letter of the option a response settles on; None when it names none."""
+    """The letter of the option that a response chooses; None when it names none."""
     text = own_part(response, evidence=_CAPITAL)
     for pattern in _OPTIONS:
         found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
@@ -71,12 +71,12 @@ def chosen_option(response: str) -> str | None:
 
 @GRADERS.register(
     label="the letter of an option",
-    formula="1 if the response settles on the ground truth's option, else 0",
+    formula="1 if the response chooses the ground truth's option, else 0",
     needs={"a ground truth such as `B` or `B. 26`"},
     answer_of=chosen_option,
 )
 def multiple_choice(response: str, ground_truth: str) -> float:
-    """1.0 when the response settles on the ground truth's option, else 0.0.
+    """1.0 when the response chooses the ground truth's option, else 0.0.
 
     Raises:
         ValueError: the ground truth begins with no letter from A to J.
@@ -137,7 +137,7 @@ def countdown(response: str, ground_truth: str) -> float:
     return 0.0
 
 
-@lru_cache(maxsize=1024)  # the siblings of a prompt share one ground truth
+@lru_cache(maxsize=1024)  # the responses to a prompt share one ground truth
 def countdown_task(ground_truth: str) -> tuple[list[Fraction], Fraction]:
     """The numbers in ascending order, and the target.
 

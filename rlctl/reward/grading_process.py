@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class GradingProcess:
     """A process as in `rlctl.reward.worker`: started when first asked, and again after each end.
 
     Attributes:
-        reads_answers: the grader can say what responses answer.
+        reads_answers: the grader can read the answers of responses.
     """
 
     def __init__(self, grader: str, params: dict[str, Any], deadline_s: float) -> None:
@@ -126,6 +126,8 @@ class GradingProcess:
             self.start()
         except UsageError as error:  # it could be loaded when the run began
             return [(Failure(str(error), "machine"), None)] * len(samples)
+        if not self._takes_groups:  # no other form of function reads tokens
+            samples = [replace(sample, response_ids=()) for sample in samples]
         asked = {"samples": [asdict(sample) for sample in samples]}
         reply = self._ask(asked, self._deadline_s * len(samples), MAX_REPLY_BYTES * len(samples))
         if isinstance(reply, Failure):
@@ -205,7 +207,7 @@ class GradingProcess:
         return left if left > 0.0 else Failure(f"the grading took longer than {deadline_s:g} s", "time-out")
 
     def _reply(self, line: bytes) -> dict[str, Any] | Failure | None:
-        """What a line says to the request of now; None: nothing."""
+        """The line as a reply to the current request; None: it is none."""
         try:
             reply = json.loads(line)
         except ValueError:  # something else wrote to the pipe
@@ -232,7 +234,7 @@ def _write(fd: int, waiting: bytes) -> bytes:
         return waiting[os.write(fd, waiting) :]
     except BlockingIOError:
         return waiting
-    except BrokenPipeError:  # the end of the other pipe says so, too
+    except BrokenPipeError:  # the other pipe has ended, too
         return b""
 
 

@@ -1,12 +1,12 @@
 r"""Mathematical answers: equal to the ground truth, read in the kind of the ground truth.
 
 A ground truth is one of three kinds. A *number* ("$1,234", "12 apples", "50\%", also 3\pi) equals numbers,
-which may stand in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other
+which may be in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other
 *expression*, such as a matrix, an interval or an equation, is kept whole and compared with whole expressions
 by math-verify. What cannot be read, or is too large to be computed (`rlctl.reward.limits`), equals itself.
 
-Where in a response the answer stands is `rlctl.reward.answer`'s business, how numbers are written in prose
-that of `rlctl.reward.numbers`, and what expressions mean that of `rlctl.reward.expressions`. Nothing here has
+`rlctl.reward.answer` finds the answer in a response, `rlctl.reward.numbers` reads numbers in prose, and
+`rlctl.reward.expressions` reads and compares expressions. Nothing here has
 a time limit, and not everything that takes sympy for ever is found from its text, so untrusted responses go
 through `rlctl.reward.pool`.
 """
@@ -16,12 +16,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
-from rlctl.reward import expressions
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, places
 from rlctl.reward.numbers import Number, legible, measure, number_in, plain, units_of
+
+if TYPE_CHECKING:
+    from rlctl.reward import expressions
+else:
+    expressions = LazyModule("rlctl.reward.expressions")
 
 ANSWER_MARK = "####"
 _WRAPPER = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
@@ -119,7 +124,7 @@ def _final(ground_truth: str) -> str:
     return ground_truth.rpartition(ANSWER_MARK)[2].strip()
 
 
-@lru_cache(maxsize=4096)  # the siblings of a prompt share one ground truth
+@lru_cache(maxsize=4096)  # the responses to a prompt share one ground truth
 def _gold(ground_truth: str) -> _Gold:
     text = legible(_final(ground_truth)).strip().strip("$").strip()
     is_prose = "\\" not in text and len(re.findall(r"[A-Za-z]{2,}", text)) > MAX_WORDS
@@ -155,7 +160,7 @@ def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
 
 
 def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
-    """What a place says: as a number first where `is_number`, else as an expression; None: nothing."""
+    """The content of a place: as a number first where `is_number`, else as an expression; None: neither."""
     if place.is_whole:
         return _whole(place.text, is_number=is_number)
     return _prose(place.text, is_number=is_number)
@@ -205,7 +210,7 @@ def _number(text: str) -> Number | None:
 
 
 def _amount(text: str) -> Number | None:
-    """The number of an answer that says nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
+    """The number of an answer that has nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
     shown = text.strip().strip("$")
     if not _SEVERAL.search(plain(shown)):
         *left, shown = _EQUALS.split(shown)

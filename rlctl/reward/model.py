@@ -35,8 +35,8 @@ class ModelScorer(Scorer):
     other. Beyond `max_length` tokens the start is cut off.
 
     Args:
-        section: `reward`; its `model` says which one, and how it runs.
-        device: where, unless the spec says.
+        section: `reward`; its `model` names the model and how it runs.
+        device: where it runs, unless the spec names another.
 
     Raises:
         UsageError: no such model, not one output, or a checkpoint without the output layer.
@@ -146,11 +146,11 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
-    _settle_padding(model, tokenizer, where)
+    _set_padding(model, tokenizer, where)
     return model, tokenizer
 
 
-def _settle_padding(model: Any, tokenizer: Any, where: str) -> None:
+def _set_padding(model: Any, tokenizer: Any, where: str) -> None:
     """Classifiers find a sequence's last token by its not being padding."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -132,7 +132,7 @@ _DENIED = re.compile(
     r"|cannot)\b(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
     re.IGNORECASE,
 )
-#: Before a number: an equation that does not say what its letter is, such as 2x + 3 = 7; 5 m = 500 cm does.
+#: Before a number: an equation that does not solve for its letter, such as 2x + 3 = 7; 5 m = 500 cm does.
 _UNSOLVED = re.compile(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
@@ -153,7 +153,7 @@ _FEW = (
     r"|\$)\s*)*$"
 )
 _MAY_BE = r"(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )"
-#: Before a number that is there for the circumstances ("in 5 days") or for a purpose ("to make 2 robes").
+#: Before a number that describes the circumstances ("in 5 days") or a purpose ("to make 2 robes").
 _ASIDE = re.compile(
     r"\b(?:(?:in|after|for|per|every|over|on|by|at|from|during|within|than|with|between|until|before|of|when)"
     rf"(?:\s+[a-z]+ing)?|or|{_MAY_BE}to\s+[a-z]+|from\b[^,]*\bto|day|week|month|year|step|part|question|grade|page"
@@ -162,7 +162,7 @@ _ASIDE = re.compile(
 )
 #: After one of these: "4 years from now", "5 PM".
 _ASIDE_OF = re.compile(r"\s*(?:[ap]\.?m\b|\w+\s+(?:ago|later|from now|earlier)\b)|-[A-Za-z]", re.IGNORECASE)
-#: Unless it says how much it comes to.
+#: Except where the amount follows.
 _AMOUNT = re.compile(
     r"\b(?:total|sum|average|cost|price|profit|loss|amount|earnings|savings|speed|rate|balance|maximum|minimum"
     rf"|equal|comes?|came|amounts?|adds? up|up|left|ends? up)\s+(?:of|at|to|with|by)\s+{_FEW}",
@@ -184,7 +184,7 @@ _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
-    """The text with odd characters (full width, invisible, typographic minus, ½) as plain ones."""
+    """The text with unusual characters (full width, invisible, typographic minus, ½) as plain ones."""
     return text.translate(_CHARACTERS)
 
 
@@ -196,9 +196,9 @@ def plain(text: str) -> str:
 
 
 def number_in(sentence: str, *, words: bool = False) -> Number | None:
-    """The number a sentence ends up with; None when there is none, or one of two as good as each other.
+    """The number that a sentence states; None when there is none, or two are equally likely.
 
-    Not an operand ("20 + 6 = 26"), nor one in passing ("in 5 days", "(24 hours)") if there is another, nor
+    Not an operand ("20 + 6 = 26"), nor a circumstance ("in 5 days", "(24 hours)") if there is another, nor
     a bound ("> 5") or one that is denied ("is not 5").
 
     Args:
@@ -214,7 +214,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
         rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
         previous = rank
-        # Of those in passing the first, of the others the last.
+        # Of circumstances the first, of the others the last.
         key = (rank, place if rank == _LESS else -place)
         if rank != _NEVER and (best is None or key < best[:2]):
             best = (*key, match)
@@ -250,7 +250,7 @@ def units_of(text: str) -> tuple[str, ...]:
 
 
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
-    """How much a number looks like what the sentence says; `found` and `previous`: the best and last rank."""
+    """How likely the sentence states this number; `found` and `previous`: the best and last rank."""
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])

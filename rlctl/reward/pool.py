@@ -1,4 +1,4 @@
-"""Gradings in child processes, and whose fault it is when one fails."""
+"""Gradings in child processes, and what a response gets whose grading fails."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class GradingPool(Scorer):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether the grader says what responses answer; of a user's function known after `check`."""
+        """Whether the grader reads answers; of a user's function known after `check`."""
         return self._workers[0].reads_answers
 
     def check(self) -> None:
         """Start one process, to see that the grader can be loaded.
 
         Raises:
-            UsageError: it cannot; says why.
+            UsageError: it cannot, with the reason.
         """
         self._workers[0].start()
 

@@ -43,7 +43,7 @@ class Failure:
         text: why, a traceback or one line.
         kind: `error`: the grader raised an exception; `machine`: its process could not be started or got
             too little processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died;
-            `inapplicable`: the grader says that it does not grade this sample, other terms may.
+            `inapplicable`: the grader does not grade this sample, other terms may.
         score: what the response gets because it caused the failure; None: the grader or the ground truth
             did, and the response is excluded, not scored 0.
     """
@@ -65,7 +65,7 @@ class Scorer:
 
     @property
     def reads_answers(self) -> bool:
-        """Whether it can say what responses answer."""
+        """Whether it can read the answers of responses."""
         return False
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
@@ -114,7 +114,7 @@ class Reward(Protocol):
 
         Args:
             rollouts: B responses and what they are graded by.
-            read_answers: also say what each response answers, see `RewardResult.answers`.
+            read_answers: also read the answer of each response, see `RewardResult.answers`.
         """
         ...
 

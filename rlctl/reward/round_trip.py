@@ -22,7 +22,7 @@ MAX_CHARS = 60
 _TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": countdown_task}
 #: The first number that is no subscript, and any.
 _NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
-#: Numbers that need no process: the tests show that all of them go round.
+#: Numbers that need no process: the tests show that the grader reads all of them.
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 
 

@@ -48,7 +48,7 @@ def main(grader: str, params: dict[str, Any]) -> None:
 def _wait(child: int, requests: int) -> int | None:
     """The exit code of the child, negative for a signal; None: the pool has gone away."""
     poll = select.poll()
-    poll.register(requests, 0)  # says only that nobody can write to it any more
+    poll.register(requests, 0)  # reports only that nobody can write to it any more
     poll.register(os.pidfd_open(child), select.POLLIN)
     while True:
         events = poll.poll(1000)
@@ -106,7 +106,7 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
             asked = json.loads(line)
             if "answer_of" in asked:
                 answer = None
-                with contextlib.suppress(Exception):  # the score stands
+                with contextlib.suppress(Exception):  # the score is valid
                     answer = loaded.answer_of(asked["answer_of"]) if loaded.answer_of else None
                 reply(asked["number"], answer=answer)
                 continue

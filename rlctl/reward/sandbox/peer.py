@@ -2,7 +2,7 @@
 
 Values of plain types cross as copies; a list, set or dictionary that the other side changes is changed here
 too. Any other object stays where it is, and the other side has a `Remote` of it. Operators and comparisons do
-not mix a `Remote` with a value: what an object of the program says of itself decides nothing.
+not mix a `Remote` with a value: an object of the program decides nothing about itself.
 
 Standard library only. Messages are pickles that may name nothing but the types in `_PLAIN`.
 """

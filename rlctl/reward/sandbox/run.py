@@ -1,6 +1,6 @@
 """Run a program nobody trusts in a process of its own, and see what it did. Linux only.
 
-What the process may do is written in `confine.py` and `seccomp.py`; `docs/how-to/rewards.md` says what that
+`confine.py` and `seccomp.py` define what the process may do; `docs/how-to/rewards.md` lists what that
 does not prevent.
 """
 
@@ -134,7 +134,7 @@ def check_sandbox(limits: Limits) -> None:
     """Run a program that tries the network, to see that it runs and that it cannot.
 
     Raises:
-        EnvironmentFailure: responses cannot be run safely on this machine; says why.
+        EnvironmentFailure: responses cannot be run safely on this machine, with the reason.
     """
     outcome = run_program(PROBE, limits)
     why = outcome.refused

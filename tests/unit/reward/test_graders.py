@@ -95,7 +95,7 @@ def test_a_number_is_found_however_it_is_announced(number, way, separators):
 
 
 @pytest.mark.parametrize(
-    "hostile",
+    "repetitive",
     [
         "\\boxed{" * 20_000,
         "\n" * 200_000 + "5",
@@ -109,11 +109,11 @@ def test_a_number_is_found_however_it_is_announced(number, way, separators):
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_long_and_repetitive_responses_take_no_time(hostile):
+def test_long_and_repetitive_responses_take_no_time(repetitive):
     """Looking for the answer must not backtrack; generous, for machines that do other things."""
     maths.grade("1", "1")
     start = time.process_time()
-    maths.grade(hostile, "7")
+    maths.grade(repetitive, "7")
     assert time.process_time() - start < 2.0
 
 
@@ -164,12 +164,12 @@ def test_multiple_choice_reads_the_letter(response, letter):
 
 
 @pytest.mark.parametrize(
-    "hostile", ["answer" + " " * 20_000 + "z", "####" + "*" * 20_000, "option\n" * 9_000]
+    "repetitive", ["answer" + " " * 20_000 + "z", "####" + "*" * 20_000, "option\n" * 9_000]
 )
-def test_multiple_choice_takes_no_time_for_long_and_repetitive_responses(hostile):
+def test_multiple_choice_is_fast_for_long_and_repetitive_responses(repetitive):
     """It runs in the trainer's own process, where nothing would end it."""
     start = time.process_time()
-    assert chosen_option(hostile) is None
+    assert chosen_option(repetitive) is None
     assert time.process_time() - start < 2.0
 
 

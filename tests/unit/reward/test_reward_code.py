@@ -1,4 +1,4 @@
-"""Programs graded by their tests: right, wrong, without tests; nothing a program says of itself counts."""
+"""Programs graded by their tests: right, wrong, without tests; a program cannot change its own grade."""
 
 import json
 
@@ -56,7 +56,7 @@ WRONG = [
     ("def f(x): return 1", "assert f(1) != 1"),
     (RIGHT_F.replace("0.5", "0.6"), ASSERTS),
 ]
-#: Programs that would rather not be tested.
+#: Programs that try to pass without a solution.
 FORGERIES = [
     "import os\nos._exit(0)",
     "import sys\nsys.exit(0)",

@@ -1,4 +1,4 @@
-"""Programs that mean harm, in the real sandbox."""
+"""Harmful programs in the real sandbox."""
 
 import os
 import struct

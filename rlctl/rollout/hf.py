@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -79,12 +79,13 @@ class HFRollout:
             self._sample(prompt_ids[rows], prompt_mask[rows], uniforms[rows], sampling)
             for rows in _chunks(len(places), self._max_num_seqs)
         ]
-        width = max(tokens.shape[1] for tokens, _ in chunks)
-        responses = torch.cat([_widen(tokens, width, self._pad_id) for tokens, _ in chunks])
-        log_probs = torch.cat([_widen(values, width, 0.0) for _, values in chunks])
-
-        lengths, finish_reason = ends(responses, self._eos_ids)
-        sampled = Sampled(responses, log_probs, lengths, finish_reason)
+        width = max(chunk.tokens.shape[1] for chunk in chunks)
+        sampled = Sampled(
+            tokens=torch.cat([_widen(chunk.tokens, width, self._pad_id) for chunk in chunks]),
+            log_probs=torch.cat([_widen(chunk.log_probs, width, 0.0) for chunk in chunks]),
+            lengths=torch.cat([chunk.lengths for chunk in chunks]),
+            finish_reason=torch.cat([chunk.finish_reason for chunk in chunks]),
+        )
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @torch.no_grad()
@@ -103,10 +104,10 @@ class HFRollout:
 
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, Tensor]:
-        """Responses (B, T) int64 and their log-probs (B, T) of one chunk; T ends with its longest row."""
+    ) -> Sampled:
+        """Responses of one chunk; T ends with its longest row."""
         prompt_length = prompt_ids.shape[1]
-        sampler = RecordingSampler(uniforms, prompt_length, sampling.greedy)
+        sampler = RecordingSampler(uniforms, prompt_length, sampling.greedy, self._eos_ids)
         config = GenerationConfig(
             max_new_tokens=sampling.max_response_length,
             do_sample=False,  # the sampler has already chosen
@@ -121,7 +122,14 @@ class HFRollout:
             past_key_values=self._prefix(prompt_ids, prompt_mask),
         )
         responses = sequences[:, prompt_length:]
-        return responses, sampler.log_probs[:, : responses.shape[1]]
+        return Sampled(
+            tokens=responses,
+            log_probs=sampler.log_probs[:, : responses.shape[1]],
+            lengths=sampler.lengths,
+            finish_reason=torch.where(
+                sampler.stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
+            ).to(torch.int8),
+        )
 
     @torch.no_grad()
     def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
@@ -157,18 +165,6 @@ def _round_to_int8(model: nn.Module) -> None:
             weight = module.weight.float()
             step = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
             module.weight.copy_((weight / step).round() * step)
-
-
-def ends(tokens: Tensor, eos_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Lengths (B,) int64 and finish reasons (B,) int8 of what `generate` returns.
-
-    It ends a row at its first end-of-sequence token, or at the length limit, and says neither.
-    """
-    is_end = torch.isin(tokens, torch.tensor(list(eos_ids), device=tokens.device))
-    until = is_end.cumsum(dim=1) - is_end.long() == 0  # up to and including the first end
-    stopped = (is_end & until).any(dim=1)
-    reason = torch.full_like(stopped, FINISH_REASONS.index("length"), dtype=torch.int8)
-    return until.sum(dim=1), reason.masked_fill(stopped, FINISH_REASONS.index("stop"))
 
 
 def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:

@@ -7,6 +7,8 @@ which other rows share the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -30,11 +32,16 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
     Attributes:
         log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution;
             columns not generated stay 0. Never holds more than one step's (B, V).
+        lengths: (B,) int64, tokens chosen for each row up to its end, the end included.
+        stopped: (B,) bool, the row has chosen an end of sequence.
     """
 
-    def __init__(self, uniforms: Tensor, prompt_length: int, greedy: bool) -> None:
+    def __init__(self, uniforms: Tensor, prompt_length: int, greedy: bool, end_ids: Sequence[int]) -> None:
         """Take (B, T) float64 `uniforms` in [0, 1); `prompt_length` counts padding."""
         self.log_probs = torch.zeros(uniforms.shape, dtype=torch.float32, device=uniforms.device)
+        self.lengths = torch.zeros(len(uniforms), dtype=torch.int64, device=uniforms.device)
+        self.stopped = torch.zeros(len(uniforms), dtype=torch.bool, device=uniforms.device)
+        self._end_ids = torch.tensor(list(end_ids), device=uniforms.device)
         self._uniforms = uniforms
         self._prompt_length = prompt_length
         self._greedy = greedy
@@ -48,6 +55,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         else:
             tokens = draw(log_probs, self._uniforms[:, position, None])
         self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
+        self.lengths += ~self.stopped
+        self.stopped |= torch.isin(tokens.squeeze(1), self._end_ids)
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
 
 

@@ -6,8 +6,8 @@ import torch
 
 from rlctl.batch import FINISH_REASONS
 from rlctl.rollout.assemble import assemble
-from rlctl.rollout.hf import ends
 from rlctl.rollout.protocol import Sampled
+from rlctl.rollout.sampler import RecordingSampler
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, take
 
 EOS = TOKENIZER.eos_token_id
@@ -29,7 +29,11 @@ def test_an_end_token_inside_a_response_ends_nothing() -> None:
     assert rollouts.response_texts[1] == TOKENIZER.decode([5, 6])
 
 
-def test_generate_ends_a_row_at_its_first_end_token() -> None:
-    lengths, reasons = ends(torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9]]), [9, 8])
-    assert lengths.tolist() == [2, 3, 1]
-    assert [FINISH_REASONS[reason] for reason in reasons.tolist()] == ["stop", "length", "stop"]
+def test_the_sampler_counts_what_it_chose_and_says_why_a_row_ended() -> None:
+    """Tokens chosen for a row after its end are not counted, whatever they are."""
+    chosen = torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9]])
+    sampler = RecordingSampler(torch.zeros(3, 3, dtype=torch.float64), 0, greedy=True, end_ids=[9, 8])
+    for place in range(3):
+        sampler(chosen[:, :place], torch.nn.functional.one_hot(chosen[:, place], 10).float())
+    assert sampler.lengths.tolist() == [2, 3, 1]
+    assert sampler.stopped.tolist() == [True, False, True]

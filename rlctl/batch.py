@@ -33,7 +33,7 @@ class Prompts:
     prompt_ids: Tensor  # (N, P) int64, left-padded
     prompt_mask: Tensor  # (N, P) bool
     group_ids: Tensor  # (N,) int64, the prompt's place in the whole batch, over all ranks
-    data_sources: tuple[str, ...]  # (N,) which grader judges the answer
+    data_sources: tuple[str, ...]  # (N,) which grader grades the answer
     ground_truths: tuple[str, ...]  # (N,)
     texts: tuple[str, ...]  # (N,) the prompt as the model reads it, for dumps and graders
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (N,) or none: the row's `extra_info`, JSON-able

@@ -1,4 +1,4 @@
-"""Every metric a run may log: name, unit, definition, and what the neighbours call the same quantity.
+"""Every metric a run may log: name, unit, definition, and what other frameworks call the same quantity.
 
 Tracking writes these keys, diagnosis reads them, `docs/reference/metrics.md` is printed from them. No torch.
 
@@ -129,19 +129,19 @@ def _criteria() -> Iterator[Metric]:
         name = f"{CORRECTION}rollout_rs_<criterion>_{ending}"
         return Metric(name, unit, definition, {_VERL_DIALECT: name})
 
-    judged = (
+    of_criterion = (
         "of the criterion's statistic (ρ_t, max ρ_t, Π ρ or its mean under dialect rlctl; verl's k1, k2 or "
         "k3 under dialect verl), over the tokens or sequences it is compared for"
     )
     one = "this criterion alone rejects"
     yield metric("seq_masked_fraction", "fraction", f"share of sequences in which {one} a token")
     yield metric("masked_fraction", "fraction", f"share of response tokens that {one}")
-    yield metric("fraction_high", "fraction", f"share {judged}, above the upper bound")
-    yield metric("fraction_low", "fraction", f"share {judged}, below the lower bound")
-    yield metric("mean", "of the statistic", f"mean {judged}")
-    yield metric("std", "of the statistic", f"population standard deviation {judged}")
-    yield metric("max", "of the statistic", f"maximum {judged}")
-    yield metric("min", "of the statistic", f"minimum {judged}")
+    yield metric("fraction_high", "fraction", f"share {of_criterion}, above the upper bound")
+    yield metric("fraction_low", "fraction", f"share {of_criterion}, below the lower bound")
+    yield metric("mean", "of the statistic", f"mean {of_criterion}")
+    yield metric("std", "of the statistic", f"population standard deviation {of_criterion}")
+    yield metric("max", "of the statistic", f"maximum {of_criterion}")
+    yield metric("min", "of the statistic", f"minimum {of_criterion}")
 
 
 def _training() -> Iterator[Metric]:
@@ -293,7 +293,7 @@ def _guardrails() -> Iterator[Metric]:
     yield Metric("guardrails/alarms", "1", f"{beyond}, plus {tail}")
     done = "updates scaled or withheld, plus 1 for a batch with tightened bounds, plus 1 for ending the run"
     yield Metric("guardrails/interventions", "1", done)
-    yield Metric("guardrails/updates", "updates", "updates the batch was to make, each of them judged")
+    yield Metric("guardrails/updates", "updates", "updates the batch was to make, each of them checked")
     yield Metric("guardrails/skipped", "updates", "updates the guardrails withheld")
     yield Metric("guardrails/lr_scale", "1", "factor with which the next batch's learning rate starts")
     limit = "limit of that factor: below 1 while a critical level is forecast and `on_forecast` acts"

@@ -20,7 +20,7 @@ _TOLERANCE = 0.05
 
 
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-    """Keys and values of rows' first K tokens, computed once for equal neighbours.
+    """Keys and values of rows' first K tokens, computed once for equal rows next to each other.
 
     Args:
         body: a causal language model without its head.
@@ -57,7 +57,7 @@ def can_share_prefix(model: Any) -> bool:
     """Whether the model goes on from repeated keys and values as it reads whole rows.
 
     Recurrent states and unusual caches cannot simply be repeated. Rather than know all
-    architectures, look at the cache and try a short probe both ways.
+    architectures, read the cache and try a short probe both ways.
     """
     body = getattr(model, model.base_model_prefix, None)
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

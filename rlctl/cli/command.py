@@ -30,7 +30,7 @@ class Group(TyperGroup):
 
 
 class CommandWithSubcommands(Command):
-    """A command with arguments of its own that hands over if the first word is one of `subcommands`.
+    """A command with arguments of its own that runs a subcommand if the first word names one.
 
     Attributes:
         subcommands: name → function that returns the command's function, so that only the one asked for is
@@ -40,7 +40,7 @@ class CommandWithSubcommands(Command):
     subcommands: ClassVar[dict[str, Callable[[], Callable[..., None]]]]
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Hand over to a subcommand when that is the first word."""
+        """The subcommand's context when the first word names one."""
         if not args or args[0] not in self.subcommands:
             return super().make_context(info_name, args, parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)

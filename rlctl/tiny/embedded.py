@@ -1,7 +1,7 @@
 """`ensure_embedded`: the embedded model and task on disk, built once and cached.
 
 An entry of the cache appears by one rename, complete, or not at all. A lock makes a second process
-wait for the first; whoever holds it sweeps up what a killed builder left behind.
+wait for the first; its holder removes what a killed builder left.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ensure_embedded(
     Args:
         seed: seeds initialisation and warm start; each seed is its own model.
         cache_dir: root of the cache; None: `cache_root()`.
-        progress: hears how the build goes; never called when the cache has everything.
+        progress: is told how far the build is; never called when the cache has everything.
         recipe: what to build; tests pass a smaller one.
 
     Raises:

@@ -19,7 +19,7 @@ def _wide_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def faulty(function: str, *, module: str = "json", absent: str | None = None) -> EngineTrial:
-    return EngineTrial(function, module, f"tests.unit.doctor.faults:{function}", 60, "mend it", absent)
+    return EngineTrial(function, module, f"tests.unit.doctor.faults:{function}", 60, "repair it", absent)
 
 
 def test_a_report_as_data_is_the_one_on_the_terminal(capsys, monkeypatch) -> None:
@@ -44,7 +44,7 @@ def test_whatever_is_broken_has_a_cross_a_fix_and_exit_code_4(capsys, monkeypatc
     at = next(index for index, line in enumerate(lines) if "segfaults" in line)
     assert lines[at].split()[0] == "✗"
     assert "SIGSEGV" in lines[at]
-    assert lines[at + 1].split() == ["fix", "mend", "it"]
+    assert lines[at + 1].split() == ["fix", "repair", "it"]
     assert lines[at + 3].split() == ["fix", "install", "it"]  # the error's own
     assert lines[at + 4].split()[:2] == ["✓", "works"]  # the crash stopped nothing
     assert "2 of these" in lines[-1]

@@ -1,4 +1,4 @@
-"""Each look at the machine: what it says when all is well, and when something real is amiss."""
+"""Each check of the machine: what it reports on a good one, and where something is wrong."""
 
 from __future__ import annotations
 

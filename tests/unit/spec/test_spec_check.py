@@ -14,7 +14,7 @@ RC = "algorithm.rollout_correction."
 REAL = ("model.path=a/b", "data.train_files=t.parquet")
 
 
-def verdict(*overrides: str) -> dict[str, str]:
+def problems_of(*overrides: str) -> dict[str, str]:
     """Key → severity of everything found."""
     try:
         problems = load_spec([], [], list(overrides)).warnings
@@ -25,8 +25,8 @@ def verdict(*overrides: str) -> dict[str, str]:
 
 
 def test_defaults_are_clean():
-    assert verdict() == {}
-    assert verdict(*REAL) == {}
+    assert problems_of() == {}
+    assert problems_of(*REAL) == {}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_defaults_are_clean():
     ],
 )
 def test_contradictions(overrides, expected):
-    assert verdict(*overrides) == expected
+    assert problems_of(*overrides) == expected
 
 
 EST, GAE = "algorithm.adv_estimator=", "algorithm.adv_estimator=gae"
@@ -128,18 +128,18 @@ IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_groups_need_siblings(estimator):
-    found = verdict(f"{EST}{estimator}", "rollout.n=1")
+    found = problems_of(f"{EST}{estimator}", "rollout.n=1")
     alone = {"gae", "remax", "reinforce_plus_plus"}
     assert found == ({} if estimator in alone else {"rollout.n": "error"})
-    assert verdict(f"{EST}{estimator}") == {}
+    assert problems_of(f"{EST}{estimator}") == {}
 
 
 @pytest.mark.parametrize("estimator", [name for name in ADVANTAGE_ESTIMATORS if name != "gae"])
 @pytest.mark.parametrize("asked", ["critic.enable=true", "critic.path=a/b", "trainer.critic_warmup=3"])
 def test_estimators_without_values_get_no_critic(estimator, asked):
-    assert verdict(f"{EST}{estimator}", asked) == {asked.partition("=")[0]: "error"}
-    assert verdict(GAE, asked) == {}
-    assert verdict(f"{EST}{estimator}", "critic.enable=false") == {}
+    assert problems_of(f"{EST}{estimator}", asked) == {asked.partition("=")[0]: "error"}
+    assert problems_of(GAE, asked) == {}
+    assert problems_of(f"{EST}{estimator}", "critic.enable=false") == {}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_estimators_without_values_get_no_critic(estimator, asked):
     ],
 )
 def test_critic_and_discount(overrides, expected):
-    assert verdict(*overrides) == expected
+    assert problems_of(*overrides) == expected
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_critic_and_discount(overrides, expected):
     ],
 )
 def test_kl_penalties(overrides, expected):
-    assert verdict(*overrides) == expected
+    assert problems_of(*overrides) == expected
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_numbers_of_another_loss_have_no_effect(loss, number, has_effect):
     narrow = ["actor.clip_ratio=4e-4"] if loss == "gspo" else []
     is_chosen = ["actor.ppo_mini_batch_size=null", f"{RC}rollout_is=null", f"{RC}loss_type={loss}", *narrow]
     key = f"actor.{number.partition('=')[0]}"
-    assert verdict(*is_chosen, f"actor.{number}") == ({} if has_effect else {key: "warning"})
+    assert problems_of(*is_chosen, f"actor.{number}") == ({} if has_effect else {key: "warning"})
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_numbers_of_another_loss_have_no_effect(loss, number, has_effect):
     ],
 )
 def test_gspo_wants_a_narrow_clip(overrides, expected):
-    assert verdict(f"{RC}rollout_is=null", f"{RC}loss_type=gspo", *overrides) == expected
+    assert problems_of(f"{RC}rollout_is=null", f"{RC}loss_type=gspo", *overrides) == expected
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
@@ -243,10 +243,10 @@ def test_stale_data_want_correction(loss):
     stale = ["rollout.staleness=2", "actor.ppo_mini_batch_size=null", f"{RC}loss_type={loss}"]
     narrow = ["actor.clip_ratio=4e-4"] if loss == "gspo" else []
     expected = {"rollout.staleness": "warning"} if loss == "reinforce" else {}
-    assert verdict(*stale, *narrow, f"{RC}rollout_is=null") == expected
+    assert problems_of(*stale, *narrow, f"{RC}rollout_is=null") == expected
     rejecting = [f"{RC}rollout_is=null", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=2"]
-    assert verdict(*stale, *narrow, *rejecting) == {}
-    assert verdict(*stale, *narrow) == ({} if loss == "reinforce" else {f"{RC}rollout_is": "warning"})
+    assert problems_of(*stale, *narrow, *rejecting) == {}
+    assert problems_of(*stale, *narrow) == ({} if loss == "reinforce" else {f"{RC}rollout_is": "warning"})
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_stale_data_want_correction(loss):
     ],
 )
 def test_rewards_and_adapters(overrides, expected):
-    assert verdict(*overrides) == expected
+    assert problems_of(*overrides) == expected
 
 
 @pytest.mark.parametrize(

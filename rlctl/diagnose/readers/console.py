@@ -157,7 +157,8 @@ class Console:
         self._config = PrintedConfig(reading)
         self._exception = LastException()
         self._line = 0
-        self._wrapped: tuple[_Form, str] | None = None  # a row that the next line may continue
+        # A row that the next line may continue, and where its form was found in it.
+        self._wrapped: tuple[_Form, str, re.Match[str] | None] | None = None
         self._braces: dict[str, Braces] = {}  # by process
         self._listing = Listing()
         self._table: PrintedTable | None = None
@@ -224,7 +225,7 @@ class Console:
             if form.mark not in text or not (match := form.pattern.search(text)):
                 continue
             if form.kind == "verl" and "/" in match["body"]:
-                self._wrapped = form, text
+                self._wrapped = form, text, match
                 return True
             if self._row(form, match):
                 return True
@@ -246,18 +247,18 @@ class Console:
         """Join a row of verl's with the line that continues it; None if the line is another."""
         if self._wrapped is None:
             return None
-        form, before = self._wrapped
+        form, before, _ = self._wrapped
         if "step:" not in text and _continues_verl(before, text):
             lost_space = text.startswith("- ") or before.endswith(" -")
-            self._wrapped = form, before + " " * (lost_space and not text.startswith(" ")) + text
+            self._wrapped = form, before + " " * (lost_space and not text.startswith(" ")) + text, None
             return True
         self._end_wrapped()
         return None
 
     def _end_wrapped(self) -> None:
         if self._wrapped is not None:
-            (form, text), self._wrapped = self._wrapped, None
-            if match := form.pattern.search(text):
+            (form, text, match), self._wrapped = self._wrapped, None
+            if match or (match := form.pattern.search(text)):
                 self._row(form, match)
 
     # --- dictionaries ----------------------------------------------------------------------------

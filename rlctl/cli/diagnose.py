@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -47,8 +48,8 @@ def diagnose(
         list[Path] | None,
         typer.Argument(
             metavar="PATH…",
-            help="Run directories or logs, of rlctl, verl, TRL, OpenRLHF, slime, prime-rl or NeMo-RL; "
-            "`-` for standard input.",
+            help="Run directories or logs, of rlctl, verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, "
+            "prime-rl, NeMo-RL, SkyRL or AReaL; `-` for standard input: one pasted step is enough.",
             show_default=False,
         ),
     ] = None,
@@ -108,6 +109,8 @@ def diagnose(
       rlctl diagnose --selftest
 
       kubectl logs trainer | rlctl diagnose - --fail-on critical
+
+      rlctl diagnose -   (paste a step, a table or a part of a log, then Ctrl-D)
 
     Compare two runs: rlctl diagnose compare A B
     Why engine and trainer differ: rlctl diagnose mismatch --model PATH
@@ -173,6 +176,8 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
     """Refuse what cannot work before anything is read."""
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is given twice, and can be read once", where="-")
+    if Path("-") in paths and sys.stdin.isatty():
+        typer.echo("Paste a log, or a part of one; end it with Ctrl-D on a line of its own.", err=True)
     check_out(paths, out, is_page=output_format is DiagnosisFormat.HTML)
     if fix is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,15 @@ _KNOWN_LOGS = (
     "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL or AReaL print, or a "
     "table of steps (CSV, JSONL, Parquet, or with pipes)"
 )
+_PASTED = (
+    "paste a line of metrics as the trainer prints it, a printed dictionary, `name: value` lines, or a table "
+    "with its line of names and numbers only"
+)
 _NAMES_SHOWN = 8
 _FIRST_ROWS = 50
+_USAGE = re.compile(
+    r"time|timing|speed|throughput|per_(?:sec|gpu)|memory|mfu|seqlen|percentage|epoch|episode", re.I
+)
 _CONFIG_FILES = ("config.yaml", "args.json", ".hydra/config.yaml")
 _CONTROLS = bytes({*range(1, 8), *range(14, 27), *range(28, 32)})
 _BINARY_SHARE = 0.02
@@ -87,8 +95,13 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
 
 def _unread(collected: Collected, framework: FrameworkNames) -> tuple[str, ...]:
     """Names in the log that stand for no known metric."""
-    other = (name for name in collected.names if not is_step_or_time(name) and not framework.translate(name))
+    other = (name for name in collected.names if not framework.translate(name) and not _is_usage(name))
     return tuple(sorted(other))
+
+
+def _is_usage(name: str) -> bool:
+    """Whether it counts steps or samples, or measures time, speed or memory."""
+    return is_step_or_time(name) or _USAGE.search(name) is not None
 
 
 def _some(names: Sequence[str]) -> str:
@@ -111,7 +124,7 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Framewo
     if error := reading.exception:
         where = f" in {error.where}" if error.where else ""
         what += f"; it ends with {error.text}{where} (line {error.line})"
-    raise UsageError(what, where=str(log), fix=_KNOWN_LOGS)
+    raise UsageError(what, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
 
 
 def _content(candidate: Candidate) -> LogContent:

@@ -1,9 +1,12 @@
 """Console logs and what people paste, of every framework: synthetic, in the shapes that real ones have."""
 
+import io
 import json
+import sys
 
 import pytest
 
+from rlctl.cli.app import run
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.errors import UsageError
 from rlctl.metric_names import ELSEWHERE, METRICS
@@ -463,8 +466,7 @@ def test_nothing_to_read_is_one_clear_sentence(tmp_path, content):
 
 def test_names_that_stand_for_no_known_metric_are_kept(tmp_path):
     run = read(tmp_path, "step:1 - actor/entropy:0.5 - perf/mfu/actor:0.5 - my/own:1.0 - timing_s/x:2\n")
-    assert "my/own" in run.unread
-    assert ENTROPY not in run.unread
+    assert run.unread == ("my/own",)
 
 
 # --- W&B ---------------------------------------------------------------------------------------------
@@ -495,3 +497,37 @@ def test_output_log_with_the_configuration_next_to_it(tmp_path):
     assert "next to it" in run.fact_origins["kl_coef"]
     (tmp_path / "config.yaml").write_text("services: [web, db]\n")
     assert read(tmp_path, trl(0.5, 0.1), "output.log").facts.kl_coef is None
+
+
+# --- snapshots ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def diagnose(monkeypatch, capsys):
+    """`rlctl diagnose -` with that text on standard input: exit code, both outputs on one line each."""
+
+    def run_with(text, *options):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code = run(["diagnose", "-", *options])
+        return code, *(" ".join(shown.split()) for shown in capsys.readouterr())
+
+    return run_with
+
+
+PASTED = "{'loss': 0.0, 'grad_norm': 0.0, 'reward': 0.5, 'my_own': 1.0, 'global_step/max_steps': '5/90'}"
+
+
+def test_one_pasted_step(diagnose):
+    """Who wrote it, which step, and which names are not known."""
+    code, shown, _ = diagnose(f"> My gradient is 0:\n> ```\n> {PASTED}\n> ```\n")
+    assert code == 0
+    assert "steps 5–5, logged by ms-swift" in shown
+    assert "no known metric: my_own" in shown
+    _, shown, _ = diagnose(PASTED, "--format", "json")
+    assert json.loads(shown)["runs"][0]["steps"] == {"first": 5, "last": 5, "count": 1}
+
+
+def test_a_paste_without_a_row_says_what_to_paste(diagnose):
+    code, _, error = diagnose("Why is my reward so low? It is about 0.2 at step 100.\n")
+    assert code == 2
+    assert "paste a line of metrics" in error

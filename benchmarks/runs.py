@@ -121,7 +121,15 @@ def fork_server() -> Any:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlctl.train.setup", "rlctl.train.loop", "deepspeed"])
+    transformers = ("models.llama.modeling_llama", "models.auto.modeling_auto", "generation.utils")
+    context.set_forkserver_preload(
+        [
+            "rlctl.train.setup",
+            "rlctl.train.loop",
+            "deepspeed",
+            *(f"transformers.{one}" for one in transformers),
+        ]
+    )
     return context
 
 

@@ -22,6 +22,7 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.reward_range import SCORE, has_gained, has_learned, reward_span
 from rlctl.diagnose.rules_reward import ENTROPY, TRUNCATED
 from rlctl.diagnose.rules_update import REF_KL
+from rlctl.diagnose.rules_weights import ESS
 from rlctl.diagnose.table import RunLog, Series
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MIN_VALUES, MAX_POINTS = 12, 24
 #: Probability that the level is reached within the interval.
 COVERAGE = 0.8
 #: Standard error of the future slope as a share of the slope, and the standard errors by which a slope must
-#: differ from 0. Chosen on the development part of benchmarks/forecast.py.
+#: differ from 0. Chosen on simulated series (tests/unit/diagnose/test_forecast.py).
 SLOPE_WANDER, SLOPE_ERRORS = 0.35, 4.0
 #: Standard errors that a half's slope and the newest values may be off the line; a share of the slope may
 #: always.
@@ -54,12 +55,14 @@ class Level:
         value: the critical level.
         is_floor: the metric must stay above it, not below.
         bounds: between which the metric always lies; None: it has no upper bound.
+        is_absolute: the metric's absolute value is meant.
     """
 
     key: str
     value: float
     is_floor: bool = False
     bounds: tuple[float, float] | None = None
+    is_absolute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,11 @@ def forecasts(run: RunLog) -> tuple[Forecast, ...]:
 
 def levels_of(run: RunLog) -> Iterator[Level]:
     """The critical levels that apply to this run: those of the rules, and its own of length and reward."""
-    yield Level(th.RAW_ESS.key, th.RAW_ESS.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
+    ess = th.RAW_ESS if th.RAW_ESS.key in run.table.columns else ESS
+    yield Level(ess.key, ess.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
     is_penalised = run.facts.kl_coef != 0.0
     for one in (th.K3, th.KL, th.GRAD_NORM, *(REF_KL if is_penalised else ())):
-        yield Level(one.key, one.tiers[-1][1])
+        yield Level(one.key, one.tiers[-1][1], is_absolute=one.absolute)
     if not (has_gained(run.table) or has_learned(run.table)):  # otherwise it falls because the policy learns
         yield Level(ENTROPY.key, ENTROPY.tiers[-1][1], is_floor=True)
     yield Level(TRUNCATED.key, TRUNCATED.tiers[-1][1], bounds=(0.0, 1.0))
@@ -121,7 +125,7 @@ def forecast(series: Series, level: Level) -> Forecast | None:
     """When the series reaches the level; None where it has no trend towards it, or is past it."""
     from scipy.stats import t
 
-    values, count = series.values, len(series)
+    values, count = np.abs(series.values) if level.is_absolute else series.values, len(series)
     if count < MIN_VALUES:
         return None
     newest = float(np.median(values[-th.MIN_STEPS :]))

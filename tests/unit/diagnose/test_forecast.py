@@ -14,8 +14,9 @@ from rlctl.diagnose.diagnosis_report import diagnosis_document
 from rlctl.diagnose.forecast import MIN_VALUES, SLOPE_WANDER, Forecast, Level, forecast, forecasts, levels_of
 from rlctl.diagnose.output_markdown import as_markdown
 from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.diagnose.rules_weights import ESS
 from rlctl.diagnose.table import Facts, RunLog, Series, Table
-from rlctl.diagnose.thresholds import K3
+from rlctl.diagnose.thresholds import K3, KL, RAW_ESS
 
 RISING, FALLING = Level("rising", 1.0), Level("falling", 0.1, is_floor=True)
 SHARE = Level("share", 0.3, is_floor=True, bounds=(0.0, 1.0))
@@ -157,6 +158,22 @@ def test_a_reference_that_costs_nothing_may_be_left() -> None:
 
     assert [one.step for one in forecasts(run)] == [60]
     assert forecasts(replace(run, facts=Facts(kl_coef=0.0))) == ()
+
+
+def test_a_kl_that_falls_below_zero_is_as_far_as_one_that_rises() -> None:
+    run = RunLog(Path("log"), Table(np.arange(40), {KL.key: np.arange(40) / -60 * KL.tiers[-1][1]}))
+
+    assert [one.step for one in forecasts(run)] == [60]
+
+
+def test_the_logged_sample_size_counts_where_the_raw_one_is_unknown() -> None:
+    falling = 1.0 - 0.7 * np.arange(40) / 60
+    both = {RAW_ESS.key: np.full(40, 0.9), ESS.key: falling}
+
+    assert [one.step for one in forecasts(RunLog(Path("log"), Table(np.arange(40), {ESS.key: falling})))] == [
+        60
+    ]
+    assert forecasts(RunLog(Path("log"), Table(np.arange(40), both))) == ()
 
 
 def test_a_metric_that_is_logged_no_more_has_no_future() -> None:

@@ -154,12 +154,12 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
             values = orjson.loads(line)
         except orjson.JSONDecodeError:
             if line.strip():
-                yield _strange_line(block.path, number, line)
+                yield _json_or_why(block.path, number, line)
             continue
         yield _checked(block.path, number, values, line)
 
 
-def _strange_line(path: Path, number: int, line: bytes) -> Record:
+def _json_or_why(path: Path, number: int, line: bytes) -> Record:
     """What orjson refuses: `json` takes NaN and huge numbers, and says better what is wrong."""
     bad = partial(Record, path, number, None, source=line)
     whole = line

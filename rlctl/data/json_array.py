@@ -164,7 +164,7 @@ class _Text:
                 value, end = self._parse(self._window, self.at)
             except RecursionError:
                 raise self.wrong("nested too deeply", self.at) from None
-            except ValueError as error:  # wrong, or not all there yet: only more text tells
+            except ValueError as error:  # wrong, or incomplete: more text decides
                 held = len(self._window) - self.at
                 if held > MAX_LINE_BYTES or not self._more(max(READ_BYTES, held)):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self.at

@@ -233,7 +233,7 @@ class Layout:
     Attributes:
         about: what it is, in one line.
         prompt_key, answer_key: columns read; a dot reaches inside, `|` separates alternatives.
-        recognises: whether a record looks like it.
+        recognises: whether a record has it.
         read: (record, prompt_key, answer_key) → what it asks; raises RowError.
         data_source: of its rows where the record names none; "": the file's name.
         instruction: put after the question unless the user says otherwise.

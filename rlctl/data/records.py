@@ -106,7 +106,7 @@ def check_text(text: str) -> str:
     Raises:
         RowError: it has bytes that were not UTF-8, or half a surrogate pair.
     """
-    if text.isascii():  # known without looking, unlike the rest
+    if text.isascii():  # Python knows this without a search
         return text
     try:
         text.encode()

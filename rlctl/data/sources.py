@@ -51,7 +51,7 @@ class Source:
 
     Attributes:
         path: the file.
-        name: what its rows are called where neither they nor the request say so.
+        name: data source of rows where neither they nor the request name one.
     """
 
     path: Path
@@ -216,11 +216,11 @@ def read_blocks(source: Source) -> Iterator[Block]:
     reader = _reader(source.path)
     if reader is None:
         raise UsageError("the file's format is not known by its name", where=str(source.path), fix=_FORMATS)
-    number = told = 0
+    number = reported = 0
     try:
         for first_number, last_number, content, position in reader(source.path):
-            yield Block(source.path, source.name, first_number, content, position - told)
-            number, told = last_number, position
+            yield Block(source.path, source.name, first_number, content, position - reported)
+            number, reported = last_number, position
     except (OSError, EOFError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -273,7 +273,7 @@ def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
 
 
 def _read_json(path: Path) -> Iterator[Piece]:
-    """JSON Lines, an array of objects, or an object: each goes by the names of the others too."""
+    """JSON Lines, an array of objects, or an object: the suffix does not say which."""
     with open_text(path) as text:
         if is_json_lines(text):
             yield from _line_pieces(text.file, text.position, in_place=text.in_place)
@@ -289,7 +289,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
     csv.field_size_limit(MAX_LINE_BYTES)
     with open_text(path) as opened:
         delimiter = csv_delimiter(path, opened.head)
-        # Bytes that are not UTF-8 come through as lone surrogates, which the row checks refuse by row.
+        # Bytes that are not UTF-8 become lone surrogates, which the row checks refuse by row.
         text = TextIOWrapper(opened.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = _csv_rows(text, delimiter)
         line, header, problem = next(rows, (1, [], ""))

@@ -1,4 +1,4 @@
-"""Text files as UTF-8 bytes, whatever they are compressed or encoded with, and what their beginning says."""
+"""Text files as UTF-8 bytes, decompressed and recoded; their format, recognised by their beginning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlctl.errors import UsageError
 
 BOM = b"\xef\xbb\xbf"
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-#: Bytes at the beginning of a file that are looked at.
+#: Bytes at the beginning of a file by which its format is recognised.
 HEAD_BYTES = 1 << 16
 #: Names under which files keep a list of rows.
 CONTAINERS = {"data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems"}

@@ -98,7 +98,7 @@ def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
 
 @contextmanager
 def staged_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its name when the block ends well, and vanishes when it does not.
+    """A directory next to `out` that takes its name when the block succeeds, and is removed when it fails.
 
     A previous `out` is replaced; whether it may be is for the caller to decide.
 

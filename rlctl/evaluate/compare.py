@@ -195,7 +195,7 @@ def _verdict(figure: Figure) -> str:
         if figure.is_share and found.deviation:
             count = questions_needed(found.deviation, WORTH_SEEING)
             needed = f"; about {count:,} questions would be needed to see {WORTH_SEEING * 100:.0f} points"
-        return f"no difference can be told{needed}"
+        return f"no difference detected{needed}"
     low, high = sorted((sign * scale * found.low, sign * scale * found.high))
     value = sign * scale * found.value
     return f"{better} is better by {value:{number}} {unit} (95 %: {low:{number}} to {high:{number}})"

@@ -67,7 +67,7 @@ class RegradeRequest:
         directory: of the evaluation.
         ks: of pass@k; None: those of 1, 4, 8 that n allows.
         reward: a grader's name or `file.py:function`; None: the evaluation's own.
-        out: directory to write, new or empty; None: beside the evaluation, named after the time.
+        out: directory to write, new or empty; None: next to the evaluation, named after the time.
     """
 
     directory: Path

@@ -49,10 +49,10 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
         chunk = samples[start : start + _AT_ONCE]
         result = reward.score(_as_rollouts(chunk), read_answers=True)
         answers = result.answers or [None] * len(chunk)
-        judged = zip(chunk, result.graded.tolist(), result.valid.tolist(), answers, strict=True)
+        graded_chunk = zip(chunk, result.graded.tolist(), result.valid.tolist(), answers, strict=True)
         graded += [
             replace(sample, reward=score if is_valid else None, answer=answer)
-            for sample, score, is_valid, answer in judged
+            for sample, score, is_valid, answer in graded_chunk
         ]
         errors += result.errors[: MAX_ERRORS_KEPT - len(errors)]
         timeouts.update(result.timeouts)

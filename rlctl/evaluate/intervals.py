@@ -72,7 +72,7 @@ class Difference:
 
     Attributes:
         value: the mean difference.
-        low, high: the interval; None where all differences are alike and cannot tell.
+        low, high: the interval; None where all differences are equal.
         p_value: chance of a mean this far from 0 if there were no difference; None without interval.
         deviation: standard deviation of the differences; None for a single question.
         num_questions: differences it is made of.

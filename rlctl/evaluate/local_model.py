@@ -140,7 +140,7 @@ class LocalModel:
         rows, prompts: the questions that fit, and each as the model reads it.
         identities: of each question, what its responses depend on.
         num_overlong: questions left out for their length.
-        settings: what responses depend on beside question and seed; JSON.
+        settings: what responses depend on, question and seed excepted; JSON.
         model: as in `results.json`.
         sampling: the distribution to draw from.
 
@@ -195,7 +195,7 @@ class LocalModel:
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:
-    """SHA-256 over names and contents of a model's files, whatever the directory is called.
+    """SHA-256 over names and contents of a model's files, independent of the directory's name.
 
     Args:
         directory: weights, config, generation config, tokenizer.

@@ -94,22 +94,15 @@ def as_samples(
 
 
 _TEXT = pa.large_string()
+_REQUIRED = {
+    **{"question_index": pa.int64(), "sample_index": pa.int64(), "data_source": _TEXT, "prompt": _TEXT},
+    **{"response": _TEXT, "ground_truth": _TEXT, "truncated": pa.bool_(), "num_tokens": pa.int64()},
+    **{"messages": _TEXT, "extra_info": _TEXT},
+}
 #: One row per response, the siblings of a question adjacent.
 SCHEMA = pa.schema(
-    [
-        pa.field("question_index", pa.int64(), nullable=False),
-        pa.field("sample_index", pa.int64(), nullable=False),
-        pa.field("data_source", _TEXT, nullable=False),
-        pa.field("prompt", _TEXT, nullable=False),
-        pa.field("response", _TEXT, nullable=False),
-        pa.field("ground_truth", _TEXT, nullable=False),
-        pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("num_tokens", pa.int64(), nullable=False),
-        pa.field("messages", _TEXT, nullable=False),
-        pa.field("extra_info", _TEXT, nullable=False),
-        pa.field("reward", pa.float64()),
-        pa.field("answer", _TEXT),
-    ],
+    [pa.field(name, kind, nullable=False) for name, kind in _REQUIRED.items()]
+    + [pa.field("reward", pa.float64()), pa.field("answer", _TEXT)],
     metadata={"rlctl.samples": "2"},
 )
 

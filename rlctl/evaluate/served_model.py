@@ -40,7 +40,7 @@ _CONNECT_S = 10.0
 #: Seconds until an interruption is noticed.
 _STOP_S = 0.5
 _RETRIED = {408, 409, 425, 429}
-#: Answers that were not finished, whatever the text says.
+#: Finish reasons of answers that are incomplete.
 _UNFINISHED = {None, "abort", "error"}
 #: Switches off a server's own defaults: vLLM takes generation_config.json's, llama.cpp has top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -64,7 +64,7 @@ class ServedModel:
         rows, prompts: the questions, and their text without any chat template.
         identities: of each question, what its responses depend on.
         num_overlong: questions left out before sampling: none, since the server counts the tokens.
-        settings: what responses depend on beside question and seed; JSON.
+        settings: what responses depend on, question and seed excepted; JSON.
         model: as in `results.json`.
         sampling: the distribution to draw from.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ RESPONSES_FILE = "responses.jsonl"
 SETTINGS_FILE = "settings.json"
 
 #: SHA-256 of the rendered prompt, the question's place, the response's number, the seed: what a response
-#: follows from, beside the settings. Two places in the data are two questions, also if they read alike.
+#: depends on, in addition to the settings. Two places in the data are two questions, also with equal text.
 Key = tuple[str, int, int, int]
 #: Of a line: those of the key, then those of the response.
 _FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed": int} | {
@@ -56,7 +57,7 @@ class ResponseStore:
 
     Args:
         root: of the cache.
-        settings: what responses depend on beside question and seed; JSON.
+        settings: what responses depend on, question and seed excepted; JSON.
 
     Raises:
         RunFailure: another process has it open.
@@ -109,7 +110,7 @@ class ResponseStore:
         return {wanted[key]: response for key, response, _ in self._lines() if key in wanted}
 
     def forget(self, unwanted: Mapping[Key, Pair]) -> None:
-        """Remove these responses, all in one go; the others stay.
+        """Remove these responses atomically; the others stay.
 
         Raises:
             RunFailure: a line is not what this program writes.
@@ -155,15 +156,10 @@ class ResponseStore:
         if not self._file.exists():
             return
         with self._file.open("rb+") as file:
-            end = start = file.seek(0, os.SEEK_END)
-            while start > 0:
-                start = max(0, start - (1 << 16))
-                file.seek(start)
-                newline = file.read(1 << 16).rfind(b"\n", 0, end - start)
-                if newline >= 0:
-                    file.truncate(start + newline + 1)
-                    return
-            file.truncate(0)
+            if file.seek(0, os.SEEK_END):
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    end = content.rfind(b"\n") + 1
+                file.truncate(end)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

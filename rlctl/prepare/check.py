@@ -1,4 +1,4 @@
-"""A report on data as it is: everything found at once, in one pass, whatever wrote the files.
+"""A report on data as it is: everything wrong is found in one pass.
 
 Memory holds one block of rows, and about 40 bytes of hashes and numbers per row.
 """

@@ -86,7 +86,7 @@ def decide(
         request: what was asked for.
         staging: all rows.
         bad_places: places of rows that turned out to be bad after they were staged.
-        progress: told of the phases.
+        progress: receives the phases.
 
     Raises:
         UsageError: too many duplicates.
@@ -165,7 +165,7 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
 def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     is_left = decision.is_kept
     num_rows = int(is_left.sum())
-    # Equal rows are near too: only the first of each takes part, or they would be counted twice.
+    # Equal rows are near too: only the first of each is compared, else they would be counted twice.
     here = np.flatnonzero(is_left)
     is_left[here[repeated(staging.key("exact")[here])[0]]] = False
     bands = [staging.file(name) for name in BAND_KEYS]

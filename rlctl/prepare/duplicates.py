@@ -5,8 +5,8 @@ account. Other punctuation stays: in mathematics it is the question.
 
 Near: Jaccard similarity of at least `SIMILARITY` between the sets of 8-byte pieces of the normalised
 texts, estimated by MinHash (Broder 1997) in bands (Leskovec et al., Mining of Massive Datasets, 3.4): two
-texts of similarity s meet in one of b bands of r values with probability 1 − (1 − s^r)^b: 0.998 at 0.8,
-0.40 at 0.5. Those that meet are compared by their signatures, of each value the lowest 8 bits (Li & König
+texts of similarity s agree in one of b bands of r values with probability 1 − (1 − s^r)^b: 0.998 at 0.8,
+0.40 at 0.5. Those that agree are compared by their signatures, of each value the lowest 8 bits (Li & König
 2010), which estimates s with a standard deviation of at most 0.05.
 """
 
@@ -127,14 +127,14 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
         keys <<= np.uint64(32)
         keys |= rows
         keys.sort()
-        for later, earlier in _meetings(keys, like):
+        for later, earlier in _candidates(keys, like):
             alike = _similarity(signature, later, earlier) >= SIMILARITY
             like[later[alike]] = earlier[alike]
     found = np.flatnonzero(like != NONE).astype(np.uint32)
     return found, like[found]
 
 
-def _meetings(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[Pairs]:
+def _candidates(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[Pairs]:
     """Pairs (later, earlier) of rows whose band is equal, where nothing is known of the later one.
 
     Args:

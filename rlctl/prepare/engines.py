@@ -92,13 +92,13 @@ _shared: Any
 def _start_worker(function: Callable[[Any, Any], Any], shared: Any) -> None:
     global _function, _shared
     _function, _shared = function, shared
-    # Ctrl-C is for the parent, which ends the pool: workers that died of it would look like a failure.
+    # Ctrl-C is handled by the parent, which ends the pool: workers ended by it would count as failures.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, and they would wait for tasks for ever."""
+    """A killed parent cannot end its workers, and they would wait for tasks without end."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -152,7 +152,7 @@ def _opened(held: Any) -> Any:
     import ray
 
     function, shared, directory = pickle.loads(ray.get(held))
-    os.chdir(directory)  # relative paths; a running cluster's workers stand where it was started
+    os.chdir(directory)  # relative paths: a cluster's workers have the directory it was started in
     return function, pickle.loads(shared)
 
 
@@ -160,7 +160,7 @@ def _ray_work(row: dict[str, bytes], held: Any) -> dict[str, bytes]:
     try:
         function, shared = _opened(held)
         result = function(shared, pickle.loads(row["task"]))
-    except RlctlError as error:  # Ray would hand on its text, among much else
+    except RlctlError as error:  # Ray would wrap it
         result = error
     return {"result": pickle.dumps(result)}
 

@@ -136,7 +136,7 @@ def row_finding(
         kind: a key of `_ROW_FINDINGS`.
         count: rows it holds for.
         examples: the first few.
-        total: rows there are, where the share is worth saying.
+        total: all rows, where the share is reported.
         values: what the sentence names.
     """
     if not count:

@@ -22,7 +22,7 @@ from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transfor
 
 QUARANTINE = "quarantine.jsonl"
 PROBLEMS_SHOWN = 5
-#: Inputs up to this size are not worth processes of their own.
+#: Inputs up to this size are read in this process.
 SMALL_BYTES = 16 << 20
 
 

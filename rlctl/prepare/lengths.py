@@ -39,7 +39,7 @@ class Measured:
 class PromptLengths:
     """Measures rows, and cuts those that are too long.
 
-    Made once per worker; where it is pickled only its arguments travel.
+    Made once per worker: pickling keeps only its arguments.
 
     Args:
         model: directory or hub id of the model whose tokenizer and template will be used.

@@ -102,7 +102,7 @@ def write_split(
         staging: all rows.
         is_in: (rows,) those of the split.
         stage: the directory to write to.
-        progress: told of the rows.
+        progress: receives the rows written.
 
     Returns:
         Names of the files: none if there are no rows.

@@ -48,7 +48,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
 
     Args:
         request: what to prepare.
-        progress: told of the progress.
+        progress: receives phases and amounts.
 
     Larger inputs start processes of their own: a script that calls this needs
     `if __name__ == "__main__":`, as everywhere with `multiprocessing`.

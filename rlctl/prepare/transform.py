@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: What is known of each row: name → type. Each is a file of its own, so that one at a time is in memory.
 KEYS: dict[str, Any] = {
-    "number": np.uint64,  # where it stands in its file
+    "number": np.uint64,  # its line or row in the file
     "split": np.uint64,  # hash of the question and the seed
     "exact": np.uint64,  # hash of the normalised question
     "answer": np.uint32,  # hash of the ground truth
@@ -63,7 +63,7 @@ class BadRow:
     """A row that cannot be used.
 
     Attributes:
-        number: where it stands in its file.
+        number: its line or row in the file.
         reason: why.
         raw: its text.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Hashes = NDArray[np.uint64]
     Places = NDArray[np.int64]
 
-#: Words of an n-gram; also the fewest words beside numbers of a text that is compared without its numbers:
+#: Words of an n-gram; also the fewest words, numbers not counted, of a text compared without its numbers:
 #: shorter ones ("How much is # + #?") are alike without being known.
 NGRAM = 13
 
@@ -52,7 +52,7 @@ def mixed(values: Hashes) -> Hashes:
 
 
 def _odd(first: int, count: int) -> Hashes:
-    """Fixed numbers that look random; odd, so that multiplying by them loses nothing."""
+    """Fixed pseudo-random numbers; odd, so that multiplication by them is invertible."""
     return mixed(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)
 
 

@@ -109,7 +109,7 @@ def test_no_telling_says_how_many_questions_would_tell(stored, make_samples):
     a, b = make_samples("s", rewards(40, 1, 0.5, 1)), make_samples("s", rewards(40, 1, 0.5, 2))
     [found] = compare(stored("a", a), stored("b", b)).comparisons
     count = questions_needed(found.figures[0].difference.deviation, 0.02)
-    expected = f"no difference can be told; about {count:,} questions would be needed to see 2 points"
+    expected = f"no difference detected; about {count:,} questions would be needed to see 2 points"
     assert found.verdict == expected
 
 

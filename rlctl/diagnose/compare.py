@@ -178,11 +178,12 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     left, right = float(np.median(values_a[inside])), float(np.median(values_b[inside]))
     sides = (values_a[inside] * left > 0.0, values_b[inside] * right > 0.0)
     has_ratio = left * right > 0.0 and min(map(np.mean, sides)) > _ONE_SIDED
-    # Medians of a window may part before the values themselves do.
-    first = start + int(np.argmax(values_a[inside] != values_b[inside]))
+    # Medians of a window, or of consecutive steps, may part before the values themselves do.
+    parted = a.steps[(a.columns[key] != b.columns[key]) & np.isfinite(a.columns[key] + b.columns[key])]
+    first_step = int(parted[np.searchsorted(parted, steps[start])])
     return MetricChange(
         key=key,
-        first_step=int(steps[first]),
+        first_step=first_step,
         last_step=int(steps[start + length - 1]),
         lasts=start + length == len(steps),
         a=left,
@@ -286,10 +287,11 @@ def sentences(found: RunComparison) -> Iterator[str]:
         return
     last = found.shared[1]
     if found.identical_until == last:
-        yield f"Every training metric is identical up to step {last}."
+        yield f"Every training metric is identical up to step {last} (times and memory aside)."
         return
     if found.identical_until is not None:
-        yield f"Every training metric is identical up to step {found.identical_until}."
+        until = found.identical_until
+        yield f"Every training metric is identical up to step {until} (times and memory aside)."
     lasting = [change for change in found.metrics if change.lasts]
     if not found.metrics:
         yield f"No metric differs by more than the runs' own noise, up to step {last}."

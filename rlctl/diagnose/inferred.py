@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Relative deviation up to which loss / KL counts as one number.
 SAME_RATIO = 0.05
+#: Decimals that a rounded log has at most (verl's older console has 3), and values of a metric to look at.
+DECIMALS, _LAST = 4, 100
 #: Rows that share the largest length to the digit: at least so many, and this share of all.
 AT_LIMIT_ROWS, AT_LIMIT_SHARE = 3, 0.05
 #: A limit is no shorter. Fixed answers of one length may be, so if all rows agree it is longer than those.
@@ -30,6 +32,13 @@ def with_inferred(run: RunLog) -> RunLog:
         return run
     origins = {**run.fact_origins, **{fact: how[fact] for fact in new}}
     return replace(run, facts=replace(run.facts, **new), fact_origins=origins)  # type: ignore[arg-type]
+
+
+def is_rounded(table: Table) -> bool:
+    """Whether the whole log is printed with few decimals: 0 then stands for small numbers, too."""
+    values = np.concatenate([np.empty(0), *(table.series(key).values[-_LAST:] for key in table.columns)])
+    scaled = np.unique(values[values % 1.0 != 0.0]) * 10**DECIMALS
+    return len(scaled) >= th.MIN_STEPS and bool((np.abs(scaled - np.round(scaled)) < 1e-6).all())
 
 
 def _kl_coefficient(table: Table) -> float | None:

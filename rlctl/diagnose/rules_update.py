@@ -10,6 +10,7 @@ import numpy as np
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
+from rlctl.diagnose.inferred import DECIMALS, is_rounded
 from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned, reward_span
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.signals import Crossing, crossing, spikes, together
@@ -156,6 +157,10 @@ def no_gradient(run: RunLog) -> Detection | None:
     elif dead is not None and dead > ALL_OF_THEM:
         evidence.append(Evidence(th.ZERO_SPREAD.key, "1 on these steps", first, last))
         why, fixes = "all responses of each group have the same reward", fix.larger_groups(run)
+    elif is_rounded(run.table):
+        what = f"the gradient is printed as 0 on {share:.0%} of the steps"
+        small = f"the log has {DECIMALS} decimals at most: 0 may be a small number"
+        return Detection("info", what, tuple(evidence), fixes=(), could_not_check=(small,))
     elif (live := _groups_differ(run, dead, steps)) is not None:
         evidence.append(live)
         what += ", although rewards differ within groups"

@@ -183,3 +183,15 @@ def test_a_figure_of_the_update_that_is_not_finite_is_critical_at_one_step(key):
     finding = finding_of(diagnosis_of({key: float("nan"), REWARD: 0.5}), "not-finite")
     assert finding.severity == "critical"
     assert key in finding.what
+
+
+def test_a_zero_of_a_rounded_log_may_be_a_small_number():
+    """verl's older console prints three decimals."""
+    rows = [{NORM: 0.0, REWARD: 0.512, "actor/entropy": 0.001 * step} for step in range(1, 30)]
+    finding = finding_of(diagnosis_of(*rows), "no-gradient")
+    assert finding.severity == "info"
+    assert "printed as 0" in finding.what
+    exact = [row | {REWARD: 0.51234567} for row in rows]
+    assert finding_of(diagnosis_of(*exact), "no-gradient").severity == "critical"
+    dead = [row | {DEAD: 1.0} for row in rows]  # where another figure shows it, no decimals are needed
+    assert finding_of(diagnosis_of(*dead), "no-gradient").severity == "critical"

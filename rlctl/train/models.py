@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
+from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, Settings
 from rlctl.engine.frozen import FrozenPolicy
 from rlctl.engine.lora import BasePolicy, add_lora
 from rlctl.engine.model import load_beside, load_policy
@@ -18,6 +19,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
+from rlctl.spec.actor import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,14 +59,7 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be had, or does not fit.
     """
-    model, tokenizer = load_policy(
-        model_path,
-        revision=spec.model.revision,
-        trust_remote_code=spec.model.trust_remote_code,
-        attn_implementation=spec.model.attn_implementation,
-        dtype=_DTYPES[spec.engine.dtype],
-        use_liger=spec.model.use_liger,
-    )
+    model, tokenizer = load_policy(model_path, revision=spec.model.revision, **_loading(spec))
     _check_context(model, spec)
     # Before the engine takes the policy over: the sampling copy and the other models start from the
     # same directory.
@@ -82,10 +77,22 @@ def build_models(
         )
     )
     stack.callback(rollout.close)
+    beside = partial(_beside, spec, model_path, tokenizer)
     ref: ReferencePolicy | None = None
-    if _has_own_reference(spec):
-        ref = _reference(spec, model_path, tokenizer, ranks)
-    critic = _critic(spec, model_path, tokenizer, ranks) if spec.trains_critic else None
+    # Under LoRA the base below the adapters is the policy as it started: no second copy is needed.
+    if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
+        ref = FrozenPolicy(
+            beside(spec.ref.path, "ref.path"),
+            ranks,
+            zero_stage=spec.engine.zero_stage,
+            dtype=_DTYPES[spec.engine.dtype],
+            temperature=spec.rollout.temperature,
+        )
+    critic = None
+    if spec.trains_critic:
+        critic = DeepSpeedCritic(
+            beside(spec.critic.path, "critic.path"), ranks, **_training(spec, spec.critic)
+        )
     if spec.model.lora_rank:
         add_lora(
             model,
@@ -93,19 +100,7 @@ def build_models(
             alpha=spec.model.lora_alpha,
             target_modules=spec.model.target_modules,
         )
-    actor = DeepSpeedEngine(
-        model,
-        ranks,
-        temperature=spec.rollout.temperature,
-        zero_stage=spec.engine.zero_stage,
-        dtype=_DTYPES[spec.engine.dtype],
-        weight_decay=spec.actor.weight_decay,
-        betas=spec.actor.betas,
-        grad_clip=spec.actor.grad_clip,
-        gradient_checkpointing=spec.model.enable_gradient_checkpointing,
-        offload=spec.engine.offload,
-        more_config=spec.engine.deepspeed,
-    )
+    actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **_training(spec, spec.actor))
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
         ref = base
@@ -114,52 +109,35 @@ def build_models(
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic)
 
 
-def _has_own_reference(spec: RunSpec) -> bool:
-    """Under LoRA the base below the adapters is the policy as it started: no second copy is needed."""
-    return spec.needs_reference and (spec.ref.path is not None or not spec.model.lora_rank)
-
-
-def _reference(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> FrozenPolicy:
-    model = _beside(spec, spec.ref.path, model_path, tokenizer, "ref.path")
-    _check_context(model, spec)
-    return FrozenPolicy(
-        model,
-        ranks,
+def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
+    return Settings(
         zero_stage=spec.engine.zero_stage,
         dtype=_DTYPES[spec.engine.dtype],
-        temperature=spec.rollout.temperature,
-    )
-
-
-def _critic(spec: RunSpec, model_path: str, tokenizer: Any, ranks: Ranks) -> DeepSpeedCritic:
-    model = _beside(spec, spec.critic.path, model_path, tokenizer, "critic.path")
-    _check_context(model, spec)
-    return DeepSpeedCritic(
-        model,
-        ranks,
-        zero_stage=spec.engine.zero_stage,
-        dtype=_DTYPES[spec.engine.dtype],
-        weight_decay=spec.critic.weight_decay,
-        betas=spec.critic.betas,
-        grad_clip=spec.critic.grad_clip,
+        weight_decay=of.weight_decay,
+        betas=of.betas,
+        grad_clip=of.grad_clip,
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
         offload=spec.engine.offload,
         more_config=spec.engine.deepspeed,
     )
 
 
-def _beside(spec: RunSpec, path: str | None, model_path: str, tokenizer: Any, key: str) -> Any:
+def _loading(spec: RunSpec) -> dict[str, Any]:
+    """How every model of the run is loaded."""
+    return {
+        "trust_remote_code": spec.model.trust_remote_code,
+        "attn_implementation": spec.model.attn_implementation,
+        "dtype": _DTYPES[spec.engine.dtype],
+        "use_liger": spec.model.use_liger,
+    }
+
+
+def _beside(spec: RunSpec, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
     """A model of its own path, or the policy's once more."""
-    return load_beside(
-        path or model_path,
-        tokenizer,
-        key=key,
-        revision=spec.model.revision if path in {None, spec.model.path} else None,
-        trust_remote_code=spec.model.trust_remote_code,
-        attn_implementation=spec.model.attn_implementation,
-        dtype=_DTYPES[spec.engine.dtype],
-        use_liger=spec.model.use_liger,
-    )
+    revision = spec.model.revision if path in {None, spec.model.path} else None
+    model = load_beside(path or model_path, tokenizer, key=key, revision=revision, **_loading(spec))
+    _check_context(model, spec)
+    return model
 
 
 def _check_context(model: Any, spec: RunSpec) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlctl.spec import hardware
 from rlctl.spec.load import dump_spec, load_spec
+from rlctl.train.start import _with_main_dtype
 
 MODEL = ("model.path=org/name", "data.train_files=train.parquet")
 GPUS = {"H100": "9.0", "T4": "7.5"}
@@ -64,3 +66,14 @@ def test_a_named_precision_stays_and_a_run_keeps_its_own(machine, tmp_path: Path
     file.write_text(dump_spec(load_spec([], [], [*MODEL]).spec))
     machine(flags="avx512_bf16")  # resumed on another machine
     assert load_spec([], [file], []).spec.engine.dtype == "fp32"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_all_ranks_have_the_precision_of_the_main_one(is_main: bool) -> None:
+    """Ranks on several machines load the spec each by itself, and may decide differently."""
+    spec = load_spec([], [], [*MODEL, "engine.dtype=bf16", "engine.zero_stage=2"]).spec
+    said = "bf16" if is_main else "fp32"  # by the main rank
+    ranks = SimpleNamespace(is_main=is_main, first=lambda text: text or said)
+    found = _with_main_dtype(spec, ranks)
+    assert found.engine.dtype == said
+    assert found.engine.zero_stage == 2

@@ -28,7 +28,9 @@ class Actor(SimpleNamespace):
 
 def restore(root: Path, *, saved_stage: int, stage: int, staleness: int = 0):
     checkpoints = root / CHECKPOINTS
-    publish(checkpoints, begin(checkpoints, 3), TrainerState(3, 6, 2, saved_stage), keep=None)
+    partial = begin(checkpoints, 3)
+    (partial / "engine" / "states").write_text("of two ranks")
+    publish(checkpoints, partial, TrainerState(3, 6, 2, saved_stage), keep=None)
     rollout = SimpleNamespace(sync_weights=lambda _weights, policy_version: None)
     models = SimpleNamespace(actor=Actor(zero_stage=stage), rollout=rollout, critic=None)
     stream = RolloutStream(None, ahead=staleness, last_step=9)

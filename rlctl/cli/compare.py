@@ -42,8 +42,8 @@ def compare(
 ) -> None:
     """Compare two evaluations, question by question.
 
-    Each question is compared with itself. This shows much smaller differences than comparing two separate
-    intervals.
+    Each question is compared with itself. This shows much smaller differences
+    than comparing two separate intervals.
 
       rlctl evaluate compare evaluations/before evaluations/after
 

@@ -64,49 +64,66 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        Recipe, typer.Option(help="How columns of files become questions; auto: recognised by the first row.")
+        Recipe,
+        typer.Option(
+            metavar="NAME",
+            help="How columns of files become questions, as in `prepare-data parquet`; auto: recognised by "
+            "the first row.",
+        ),
     ] = "auto",
     prompt_key: Annotated[
-        str | None, typer.Option(help="Column of the prompt.", show_default="the recipe's")
+        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt.", show_default="the recipe's")
     ] = None,
     answer_key: Annotated[
-        str | None, typer.Option(help="Column of the answer.", show_default="the recipe's")
+        str | None, typer.Option(metavar="COLUMN", help="Column of the answer.", show_default="the recipe's")
     ] = None,
     data_source: Annotated[
         str | None,
         typer.Option(
-            help="Name of the source, which chooses the grader.", show_default="by recipe or file name"
+            metavar="NAME",
+            help="Name of the source, which chooses the grader.",
+            show_default="by recipe or file name",
         ),
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="Put after each question of a file.", show_default="the recipe's")
+        str | None,
+        typer.Option(metavar="TEXT", help="Put after each question of a file.", show_default="the recipe's"),
     ] = None,
     benchmarks_dir: Annotated[
         Path | None,
         typer.Option(
             envvar="RLCTL_BENCHMARKS",
+            metavar="DIR",
             help="Directory of benchmark files.",
             show_default="the hub and its cache",
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Responses per question.")] = 8,
+    n: Annotated[int, typer.Option("--n", min=1, metavar="N", help="Responses per question.")] = 8,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,…", help="Of pass@k.", show_default="1,4,8, up to n")
+        str | None, typer.Option("--k", metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token, with --n 1.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1: all tokens.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="T", help="0: the likeliest token, with --n 1.")
+    ] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus sampling; 1: all tokens.")
+    ] = 1.0,
     max_response_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens.", show_default="the run's, or 512"),
+        typer.Option(
+            min=1, metavar="N", help="Tokens of a response at most.", show_default="the run's, or 512"
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first questions.", show_default="all")
+        int | None, typer.Option(min=1, metavar="N", help="Only the first questions.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
     reward: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE.py:FUNCTION", help="Who grades.", show_default="the run's, or by data source"
+            metavar="NAME|FILE",
+            help="Who grades: a grader's name, or FILE.py:FUNCTION.",
+            show_default="the run's, or by data source",
         ),
     ] = None,
     engine: Annotated[
@@ -119,17 +136,24 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Of the server, for example http://localhost:8000/v1; its key is read from OPENAI_API_KEY.",
+            help="Address of the server, such as http://localhost:8000/v1. Its key is read from "
+            "OPENAI_API_KEY.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The server's name for the model, like MODEL_OR_RUN.", show_default="its only one"),
+        typer.Option(
+            metavar="NAME",
+            help="The server's name for the model, like MODEL_OR_RUN.",
+            show_default="its only one",
+        ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests open at once at the server.")] = 32,
+    concurrency: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests open at once at the server.")
+    ] = 32,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds the server may take for one response.")
+        float, typer.Option(min=1.0, metavar="S", help="Seconds the server may take for one response.")
     ] = 600.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Sample again what is stored.")] = False,
     regrade: Annotated[
@@ -137,10 +161,14 @@ def evaluate(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory to write, new or empty.", show_default="evaluations/TIME in the run"),
+        typer.Option(
+            metavar="DIR",
+            help="Directory to write, new or empty.",
+            show_default="evaluations/TIME in the run",
+        ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences at once: memory and speed, never the result.")
+        int, typer.Option(min=1, metavar="N", help="Sequences at once: memory and speed, not the result.")
     ] = 256,
     as_json: AsJson = False,
 ) -> None:
@@ -153,11 +181,11 @@ def evaluate(
 
       rlctl evaluate runs/rlctl/rloo-seq-is-20260101-120000
 
-      rlctl evaluate Qwen/Qwen2.5-0.5B-Instruct --data gsm8k --data math500 --n 4 --limit 200
+      rlctl evaluate MODEL --data gsm8k --data math500 --n 4 --limit 200
 
-      rlctl evaluate --engine openai --base-url http://localhost:8000/v1 --data my_questions.jsonl
+      rlctl evaluate --engine openai --base-url URL --data questions.jsonl
 
-      rlctl evaluate evaluations/20260101-120000 --regrade --reward my_reward.py:grade
+      rlctl evaluate evaluations/A --regrade --reward my_reward.py:grade
 
     Two evaluations side by side: rlctl evaluate compare A B
     The benchmarks: rlctl evaluate list

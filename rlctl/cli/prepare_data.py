@@ -261,9 +261,11 @@ def check(
 ) -> None:
     """Report everything that is wrong with data files, worst first, with places and fixes.
 
-    Columns and types, rows that cannot be used, repeated questions and conflicting answers, data sources
-    without a grader, ground truths their grader cannot read, stray characters, lengths, the chat template,
-    questions shared between files or with a benchmark. Files are read once and never changed.
+    Columns and types, rows that cannot be used, repeated questions and
+    conflicting answers, data sources without a grader, ground truths their
+    grader cannot read, stray characters, lengths, the chat template, questions
+    shared between files or with a benchmark. Files are read once and never
+    changed.
 
       rlctl prepare-data check data/gsm8k/train.parquet data/gsm8k/test.parquet
 
@@ -300,8 +302,8 @@ def show(
 ) -> None:
     """Show prompts exactly as the model reads them, their answers, and how long prompts are.
 
-    With --model the chat template is applied and special tokens are in colour; without it messages are shown
-    as they are. Control characters are written out.
+    With --model the chat template is applied and special tokens are in colour;
+    without it messages are shown as they are. Control characters are written out.
 
       rlctl prepare-data show data/gsm8k/train.parquet --model MODEL
 

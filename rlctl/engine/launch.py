@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
+from rlctl.processes import end_with_parent
 
 _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
 _ERRORS = "RLCTL_RANK_ERRORS"
@@ -93,7 +95,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
 
 
 def _rank_main(target: Callable[..., int], *args: object) -> int:
-    """One rank: leave the error where the parent finds it, then die so that the others are stopped."""
+    """One rank: leave the error where the parent finds it, then end so that the others are stopped."""
+    end_with_parent(signal.SIGKILL, os.getppid())  # a killed launcher frees the run's lock: no rank may go on
     try:
         code = target(*args)
         if code > 128:  # stopped by a signal: so is the agent, which no longer takes return values

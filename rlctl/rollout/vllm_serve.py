@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import signal
-import sys
 from importlib import metadata
 
-_PR_SET_PDEATHSIG = 1
+from rlctl.processes import end_with_parent
 
 
 def main() -> None:
-    """Hand over to vLLM's command line."""
-    if sys.platform == "linux":  # a killed trainer leaves no server behind
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """Run vLLM's command line."""
+    end_with_parent(signal.SIGTERM, os.getppid())  # a killed trainer leaves no server behind
     _name_the_build()
     from vllm.entrypoints.cli.main import main as vllm_main
 

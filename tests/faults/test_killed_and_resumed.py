@@ -225,3 +225,18 @@ def test_asked_to_stop_while_starting_it_leaves_at_once_and_leaves_nothing(
     assert job.wait() == 143
     assert not (tmp_path / "run").exists()
     assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize("moment", ["starting", "running"])
+def test_ranks_end_with_their_launcher(tmp_path: Path, embedded: Path, moment: str) -> None:
+    run = tmp_path / "run"
+    two = "trainer.n_gpus_per_node=2"
+    if moment == "running":
+        job = running(run, two)
+    else:
+        job = runs.start_train(run, two)
+        job.wait_for(lambda: "importing torch" in job.output)
+    assert len(job.family()) >= 3
+    job.signal(signal.SIGKILL)
+    job.wait()
+    assert job.orphans(grace_s=2.0) == []

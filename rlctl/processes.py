@@ -1,0 +1,24 @@
+"""Processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals, parent: int) -> None:
+    """Let the kernel signal this process when its parent ends, even by SIGKILL. Does nothing outside Linux.
+
+    Args:
+        number: the signal.
+        parent: process id of the parent; if it has ended already, the signal is sent at once.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

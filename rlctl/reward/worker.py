@@ -49,9 +49,13 @@ def _wait(child: int, requests: int) -> int | None:
     """The exit code of the child, negative for a signal; None: the pool has gone away."""
     poll = select.poll()
     poll.register(requests, 0)  # reports only that nobody can write to it any more
-    poll.register(os.pidfd_open(child), select.POLLIN)
+    wait_ms = 1000
+    try:
+        poll.register(os.pidfd_open(child), select.POLLIN)
+    except OSError:  # a kernel before 5.3, or a container that refuses it
+        wait_ms = 50
     while True:
-        events = poll.poll(1000)
+        events = poll.poll(wait_ms)
         while (found := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans of the grader
             if found[0] == child:
                 return os.waitstatus_to_exitcode(found[1])
@@ -61,15 +65,15 @@ def _wait(child: int, requests: int) -> int | None:
 
 def _end_children() -> None:
     """End every process that the grader has started; those of ended ones become children of this one."""
-    import psutil
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                import psutil
 
-    while children := psutil.Process().children(recursive=True):
-        for child in children:
-            child.kill()
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+                for child in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
+                os.wait()
 
 
 def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:

@@ -220,11 +220,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Subclasses of plain types, and scalars of NumPy, cross as the plain type."""
-        if _is_scalar(obj):
-            obj = obj.item()
-        base: Any = next((base for base in _BASES if isinstance(obj, base)), None)
-        is_copied = base is None or type(obj).__module__ == "collections"
-        return NotImplemented if is_copied else (base, (base(obj),))
+        value = obj.item() if _is_scalar(obj) else obj
+        base: Any = next((base for base in _BASES if isinstance(value, base)), None)
+        is_copied = base is None or type(obj) is base or type(obj).__module__ == "collections"
+        return NotImplemented if is_copied else (base, (base(value),))
 
 
 class _Unpickler(pickle.Unpickler):

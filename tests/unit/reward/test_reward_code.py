@@ -175,11 +175,14 @@ except ValueError:
     ),
     "types": (
         """
-from collections import Counter, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from fractions import Fraction
 import math
 P = namedtuple('P', 'x y')
-def f(): return Counter('aab'), deque([1]), Fraction(1, 3), P(1, 2), {(1, 2): {3}}, 1j, range(3), True, None
+class Word(str): pass
+def f():
+    plain = Counter('aab'), deque([1]), Fraction(1, 3), P(1, 2), {(1, 2): {3}}, 1j, range(3), True, None
+    return *plain, Word('a'), frozenset({1}), defaultdict(int, a=1), OrderedDict(b=2)
 """,
         """
 from fractions import Fraction
@@ -187,8 +190,13 @@ x = f()
 assert x[0]['a'] == 2 and list(x[1]) == [1]
 assert x[2] == Fraction(1, 3) and x[3] == (1, 2) and x[4] == {(1, 2): {3}}
 assert x[5] == 1j and list(x[6]) == [0, 1, 2] and x[7] is True and x[8] is None
+assert x[9] == 'a' and x[10] == {1} and x[11] == {'a': 1} and list(x[12].items()) == [('b', 2)]
 assert math.isclose(math.pi, 3.14159, rel_tol=1e-3)
 """,
+    ),
+    "scalars of NumPy": (
+        "import numpy as np\ndef f(): return np.int64(3), np.float32(0.5), np.complex128(1j), np.bool_(True)",
+        "x = f()\nassert x == (3, 0.5, 1j, True) and x[3] is True",
     ),
     "generators": (
         "def f(n):\n    for i in range(n): yield i",
@@ -207,7 +215,8 @@ assert f(Node(1, Node(2))) == 3
 
 
 @pytest.mark.parametrize(("program", "tests"), TEST_CODE.values(), ids=TEST_CODE)
-def test_test_code_uses_the_program_from_its_own_process(scorer, program, tests):
+def test_test_code_uses_the_program_from_its_own_process(program, tests):
+    scorer = CodeScorer(RewardSpec(code=CodeSpec(timeout_s=60.0)))
     assert grade(scorer, program, tests) == 1.0
     assert grade(scorer, "raise SystemExit\n" + program, tests) == 0.0
     assert grade(scorer, "", tests) == 0.0

@@ -218,6 +218,7 @@ def odd(response, ground_truth):
     if response == "wait":
         time.sleep(60)
     return grade(response, ground_truth)
+odd.__module__ = grade.__module__  # a grader of ours: loaded before the clock starts
 GRADERS._parts["maths"] = replace(part, function=odd)
 """
 

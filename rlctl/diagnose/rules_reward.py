@@ -47,8 +47,9 @@ ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 MOSTLY_WRONG = 0.3
 #: Entropy that grew by this factor, beyond so many nats.
 ENTROPY_RISE = (2.0, 1.0)
-#: Steps that a run covers before a reward that stays is a fault, and rows it takes to see that.
-FLAT_STEPS, FLAT_ROWS = 500, 4
+#: Steps that a run covers before a reward that stays is a fault, where the rewards' range is known and where
+#: it is not; rows it takes to see that.
+FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
 #: A reward that grew by this factor is not flat, however small.
 FLAT_GROWTH = 1.25
 #: Validations that make up either end of a run, and those needed at least.
@@ -76,22 +77,19 @@ LENGTH_GROWTH = 1.5
 )  # fmt: skip
 def dead_groups(run: RunLog) -> Detection | None:
     """Groups contain better and worse responses."""
-    few = _dead_groups(run)
-    if few is None:
+    found = _dead_groups(run)
+    if found is None:
         return None
-    severity, what, seen, dead = few
+    severity, what, seen, dead = found
     steps, (score,) = run.table.aligned(SCORE)
-    inside = score[np.isin(steps, dead)]
-    position = _position_of_dead(run.table, inside)
+    position = _position_of_dead(run.table, score[np.isin(steps, dead)])
     cause, filtering = None, "filter out prompts that are always or never solved"
-    unknown: Sure | None = None
+    unknown: Sure = ("low", "the rewards that would separate right from wrong are not logged")
     if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
-        unknown = ("low", "the rewards that would separate right from wrong are not logged")
     elif position is None:  # all right would be success, so this is no more than a warning
         which, severity = "all right or all wrong", "warning"
-        unknown = ("low", "the rewards that would separate right from wrong are not logged")
     elif position >= LEARNED:
         which, severity = "mostly all right", "info"
         cause = "the policy has learned these prompts: stop, or add harder ones"
@@ -118,7 +116,7 @@ def dead_groups(run: RunLog) -> Detection | None:
         (seen,),
         cause,
         (*fix.larger_groups(run), filtered) if severity != "info" else (),
-        unknown,
+        unknown if position is None else None,
         (f"{SCORE}, {BEST} and {WORST} would separate right from wrong",) if position is None else (),
     )
 
@@ -457,7 +455,8 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
 
 @Rule(
     "flat-reward", source=th.OWN, needs=(SCORE,), uses=(BEST, WORST), min_steps=FLAT_ROWS,
-    thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps / —",
+    thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps, or {FLAT_STEPS_UNKNOWN} where the "
+    "range is not logged / —",
     signal="`critic/score/mean` that neither rises nor falls by 5 % of its range, from the first to the last "
     "fifth, unless learned³",
     cause="nothing is learned: the learning rate is too low, the reward does not depend on what the policy "
@@ -472,8 +471,9 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
     series, span = run.table.series(SCORE), reward_span(run.table)
     steps = int(series.steps[-1] - series.steps[0])
-    if steps < FLAT_STEPS:
-        return Skipped(f"the log covers {steps} steps, and a flat reward counts from {FLAT_STEPS}")
+    least = FLAT_STEPS if span else FLAT_STEPS_UNKNOWN
+    if steps < least:
+        return Skipped(f"the log covers {steps} steps, and a flat reward counts from {least}")
     values = series.values
     in_unit = span is None and values.min() >= 0.0 and values.max() <= 1.0
     low, high = span or ((0.0, 1.0) if in_unit else (0.0, float(np.abs(values).max())))

@@ -109,10 +109,10 @@ def group_std(values):
     return both(without("reward/zero_spread_groups"), always(reward__group_std=values))
 
 
-#: 60 rows that cover 600 steps.
+#: 60 rows that cover 1200 steps.
 def sparse(rows):
     for row in rows:
-        row["step"] *= 10
+        row["step"] *= 20
 
 
 slow = always(timing_s__reward=lambda s: 30.0 if s % 10 == 0 else 1.0, timing_s__step=lambda s: 50.0)
@@ -308,7 +308,7 @@ def test_rule_finds_what_it_is_for(rule, severity, spoil, overrides):
     assert finding.cause
     assert finding.source
     assert finding.confidence_reason
-    last = STEPS * (10 if rule == "flat-reward" else 1)
+    last = STEPS * (20 if rule == "flat-reward" else 1)
     for evidence in finding.evidence:
         if evidence.first_step is not None:
             assert describe(evidence.metric) or "<" in evidence.metric

@@ -29,6 +29,8 @@ _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
 _BARE_PAIRS = re.compile(r"['\"][\w/().-]+['\"]:\s")
 _FEWEST_PAIRS = 3
 _MOST_PROCESSES = 100
+#: Longer lines hold no table, no list and no setting.
+_LONGEST = 10_000
 _CELL = re.compile(
     rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
     re.IGNORECASE,
@@ -272,6 +274,8 @@ class Console:
             found := self._dictionaries(prefix, text, step)
         ) is not None:
             return found
+        if len(text) > _LONGEST:
+            return self._end_listing()
         if self._take_table(text):
             return True
         if not self._listing.is_empty and self._listing.is_other(text):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 from rlctl.diagnose.readers.collect import STEP_KEYS
 from rlctl.diagnose.readers.printed_rows import Row
-from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
+from rlctl.diagnose.readers.values import pairs, printed_number
 
 _OPENING = re.compile(r"\s*(?:\{\s*['\"][^'\"]+['\"]\s*:|\{\s*$)")
 _CONTINUES = re.compile(r"[\s'\"}]|[\w/.()-]+['\"]: |[\d.e+-]+['\"]?[,}]")
@@ -57,7 +58,8 @@ class Braces:
     def value(self) -> dict[str, Any]:
         """It as a configuration; empty if it is not a literal."""
         try:
-            value = ast.literal_eval("\n".join(self._lines))
+            with warnings.catch_warnings(action="ignore"):
+                value = ast.literal_eval("\n".join(self._lines))
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
@@ -155,11 +157,8 @@ def column_name(cell: str) -> str:
 
 # --- lists -------------------------------------------------------------------------------------------
 
-_ENTRY = re.compile(
-    rf"\s*(?:wandb:\s+)?[•*·|-]?\s*['\"`]?(?P<name>[A-Za-z][\w .@/()-]*?)['\"`]?\s*(?:[:=|]|\s)\s*"
-    rf"(?P<number>{NUMBER})(?P<percent>%?)(?:\s*(?:tokens|nats))?\s*[,|]?\s*$",
-    re.IGNORECASE,
-)
+_ENTRY_NAME = re.compile(r"[A-Za-z][\w .@/()-]{0,100}")
+_LONGEST_NUMBER = 40
 _SECTION = re.compile(r"\W*(Validation) Results:?\s*$")
 
 
@@ -192,8 +191,8 @@ class Listing:
             values = [printed_number(cell) for cell in cells[1::2]]
             if len(cells) == 2 * len(values) and None not in values and not any(map(_is_number, cells[::2])):
                 found = dict(zip(cells[::2], values, strict=True))
-        elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _ENTRY.match(text)):
-            found = {self._section + entry["name"]: printed_number(entry["number"] + entry["percent"])}
+        elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _entry(text)):
+            found = {self._section + entry[0]: entry[1]}
         elif "Results" in text and (section := _SECTION.match(text)):
             self._section = f"{section[1].lower()}/"
         if not found and self._row and _is_border(text):
@@ -207,6 +206,17 @@ class Listing:
         """All entries since the last end, and how they are marked."""
         row, self._row, self._section = self._row, {}, ""
         return self._style, row
+
+
+def _entry(text: str) -> tuple[str, float] | None:
+    """Name and value of `name: value`, `name = value` or `name value`, marked or quoted; else None."""
+    text = text.strip().removeprefix("wandb:").rstrip(",").removesuffix(" tokens").removesuffix(" nats")
+    place = max(text.rfind(mark) for mark in " \t:=")
+    name, last = text[:place].strip(" \t:=•*·-'\"`"), text[place + 1 :]
+    if place < 1 or len(last) > _LONGEST_NUMBER or not _ENTRY_NAME.fullmatch(name):
+        return None
+    number = printed_number(last)
+    return None if number is None else (name, number)
 
 
 def _style(text: str) -> str:

@@ -19,7 +19,7 @@ _TRAINER_KEYS = frozenset(
 #: Of a configuration as well as of a row.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
-_BAR = re.compile(r"(?P<what>(?:[^%|\]]|\](?=:))*?)\s*\d+%\|[^|]*\|\s*(?P<done>\d+)/(?P<all>\d+) \[")
+_BAR = re.compile(r"\d{1,3}%\|[^|]*\|\s*(?P<done>\d{1,18})/(?P<all>\d{1,18}) \[[^\]]*\]?")
 _MOST_BARS = 8
 
 
@@ -65,9 +65,10 @@ class PrintedRows:
 
     def progress(self, text: str) -> bool:
         """Note where a progress bar of the trainer stands; True if it is full."""
-        is_full = False
+        is_full, end = False, 0
         for bar in _BAR.finditer(text):
-            if (bar["what"].strip() == "" or "train" in bar["what"].lower()) and len(self._bars) < _MOST_BARS:
+            what, end = text[end : bar.start()].strip(), bar.end()
+            if (not what or "train" in what.lower()) and len(self._bars) < _MOST_BARS:
                 self._bars[int(bar["all"])] = int(bar["done"])
                 is_full = bar["all"] == bar["done"]
         return is_full

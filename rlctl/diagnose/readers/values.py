@@ -14,7 +14,10 @@ NUMBER = (
     r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b"
 )
 #: A number as Python prints it: bare, quoted, or inside `np.float64(…)` and `tensor(…, device=…)`.
-_VALUE = rf"(?:(?:\w+\.)*\w+\(|['\"])?(?P<number>{NUMBER}|True|False)(?=['\"),\s}}\]%]|$)"
+_VALUE = (
+    rf"(?:(?:\w{{1,20}}\.){{0,3}}\w{{1,20}}\(|['\"])?"
+    rf"(?P<number>{NUMBER}|True|False)(?=['\"),\s}}\]%]|$)"
+)
 _WHOLE_VALUE = re.compile(_VALUE + r"(?P<percent>%?)", re.IGNORECASE)
 _PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}(?!%)", re.IGNORECASE)
 #: A step of so many, as a text.
@@ -61,7 +64,9 @@ def printed_number(text: str) -> float | None:
         return float(text)  # nearly always, and many times faster than a regular expression
     except ValueError:
         match = _WHOLE_VALUE.match(text)
-        return None if match is None else _plain(match["number"]) * (0.01 if match["percent"] else 1.0)
+        return (
+            None if match is None else as_number(_plain(match["number"])) * (0.01 if match["percent"] else 1)
+        )
 
 
 def pairs(text: str) -> dict[str, float | int | None]:

@@ -456,6 +456,32 @@ def test_a_cut_trainer_state_is_read_as_far_as_it_goes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "9" * 60_000,
+        "x" * 60_000 + ": 5",
+        " " * 60_000 + "5",
+        "a " * 30_000 + "1",
+        "9 | " * 20_000,
+        "step: " * 20_000 + "= 5",
+        "%|" * 30_000,
+        "9%|" + "|" * 30_000,
+        "{'a': " * 2_000,
+        "'loss': 9" + "9" * 60_000 + "}",
+        "a.b" * 20_000 + "(",
+        "--a" * 20_000,
+        "> " * 30_000,
+        "[36m" * 20_000,
+    ],
+)
+def test_a_hostile_line_costs_no_row_and_no_time(tmp_path, line):
+    """Were a search more than linear, one of these would take minutes."""
+    rows = [trl(0.25, 0.1), trl(0.5, 0.2)]
+    run = read(tmp_path, f"{rows[0]}\n{line}\n{rows[1]}\n")
+    assert logged(run, SCORE) == {1: 0.25, 2: 0.5}
+
+
+@pytest.mark.parametrize(
     "content", [b"", b"\n\n \n", b"\0" * 100, b"{", b"[", b'{"log_history": [{"st', b"\xff\xfe\x00"]
 )
 def test_nothing_to_read_is_one_clear_sentence(tmp_path, content):
@@ -521,7 +547,7 @@ def test_one_pasted_step(diagnose):
     """Who wrote it, which step, and which names are not known."""
     code, shown, _ = diagnose(f"> My gradient is 0:\n> ```\n> {PASTED}\n> ```\n")
     assert code == 0
-    assert "steps 5–5, logged by ms-swift" in shown
+    assert "step 5, logged by ms-swift" in shown
     assert "no known metric: my_own" in shown
     _, shown, _ = diagnose(PASTED, "--format", "json")
     assert json.loads(shown)["runs"][0]["steps"] == {"first": 5, "last": 5, "count": 1}

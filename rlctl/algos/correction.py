@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlctl.algos.correction_records import Correction, CorrectionSums, CriterionResult, LogRatio, Weights
 from rlctl.algos.row_blocks import (
+    CorrectedRows,
     as_bits,
     as_float,
     check_inputs,
@@ -21,7 +22,7 @@ from rlctl.algos.row_blocks import (
     zero_outside,
 )
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
-from rlctl.algos.statistics import correction_sums
+from rlctl.algos.statistics import correction_sums, row_sums
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 
 
@@ -49,20 +50,21 @@ def correct(
     """
     inputs = (log_probs, rollout_log_probs, response_mask, advantages, rules)
     check_inputs(*inputs)
-    return in_row_blocks(correct_rows, *inputs)
+    weights, keep, rows = in_row_blocks(correct_rows, *inputs)
+    nonfinite = (rows.length > 0) & (rows.finite == 0)
+    return Correction(weights, keep, nonfinite, correction_sums(rows, rules))
 
 
 def correct_rows(
     train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None, rules: CorrectionRules
-) -> Correction:
-    """`correct` of checked inputs. Every row is corrected by itself."""
+) -> CorrectedRows:
+    """Every row by itself: its weights, its rejection mask, and what the metrics need of it."""
     log_ratio = masked_log_ratio(train, rollout, mask, advantages)
     criteria = [check_criterion(log_ratio, rule) for rule in rules.reject]
     keep = rejection_mask(log_ratio, criteria)
     weights = importance_weights(log_ratio, keep, rules.weight)
-    sums = correction_sums(log_ratio, criteria, keep, weights, rules)
-    applied = None if weights is None else weights.applied
-    return Correction(applied, keep, ((log_ratio.length > 0) & ~log_ratio.finite)[:, 0], sums)
+    rows = row_sums(log_ratio, criteria, keep, weights, rules)
+    return None if weights is None else weights.applied, keep, rows
 
 
 # --- ratio ----------------------------------------------------------------------------------------

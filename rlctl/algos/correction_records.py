@@ -65,6 +65,70 @@ class CriterionResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSums(Additive):
+    """Of one value per token, in each row: (B,)."""
+
+    total: Tensor
+    squares: Tensor
+    offset: Tensor  # Σ (value − 1)
+    offset_squares: Tensor
+    low: Tensor
+    high: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeightRows(Additive):
+    """Of weights per token, in each row: (B,)."""
+
+    raw: TokenSums
+    described: TokenSums
+    above: Tensor  # tokens over the upper bound
+    below: Tensor
+    applied: Tensor  # Σ w of kept tokens
+    unrejected: Tensor  # Σ w of all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceWeightRows(Additive):
+    """The weight of each row's sequence: (B,)."""
+
+    raw: Tensor
+    excess: Tensor  # raw − 1
+    bounded: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionRows(Additive):
+    """Of one criterion in each row, (B,)."""
+
+    tokens: TokenSums | None  # of a statistic of tokens
+    value: Tensor | None  # a statistic of the sequence
+    above: Tensor
+    below: Tensor
+    rejected: Tensor | None  # the whole sequence; None: single tokens are rejected
+    held: Tensor | None  # for a metric convention
+    held_squares: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums(Additive):
+    """What the metrics need of each row, (B,). Of rows that are not `finite` only the length is meant."""
+
+    finite: Tensor  # 1 or 0
+    length: Tensor
+    kept: Tensor  # tokens
+    sequence: Tensor  # Σ log ρ, not clamped
+    train: Tensor  # Σ log π_train
+    clamped: Tensor  # Σ of the clamped log ρ
+    excess: Tensor  # Σ (ρ − 1)
+    excess_squares: Tensor
+    ratio: TokenSums | None  # without a weight
+    weights: TokenWeightRows | SequenceWeightRows | None
+    criteria: tuple[CriterionRows, ...]
+    probabilities: tuple[Tensor, ...]  # in the order of `ProbabilitySums`
+
+
+@dataclass(frozen=True, slots=True)
 class UnitMoments(Additive, Generic[V]):
     """Moments of weights by unit."""
 

@@ -43,6 +43,17 @@ class Additive:
         merged = torch.stack(sums).sum(0).unbind(), torch.stack(maxima).amax(0).unbind()
         return cast(Self, parts[0].with_values(*merged))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The record of the rows of all parts, in float64; fields are (B,)."""
+        rows = torch.cat([torch.stack([x.double() for x, _ in _leaves(part)]) for part in parts], 1)
+        return cast(Self, _rebuilt(parts[0], iter(rows.unbind())))
+
+    def where(self, chosen: Tensor) -> Self:
+        """The record with 0.0 in all other rows; fields are (B,)."""
+        rows = torch.where(chosen, torch.stack([x for x, _ in _leaves(self)]), 0.0)
+        return cast(Self, _rebuilt(self, iter(rows.unbind())))
+
     def over_rows(self) -> Self:
         """The record of a batch, from the one of its rows, whose fields are (B,)."""
         sums, maxima = self.as_vectors()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction_records import Correction, CorrectionSums, LogRatio
+from rlctl.algos.correction_records import LogRatio, RowSums
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules
 from rlctl.registry import Registry
 
@@ -24,7 +24,9 @@ from rlctl.registry import Registry
 BLOCK_CPU = 1 << 17
 BLOCK_CUDA = 1 << 24
 
-CorrectRows = Callable[[Tensor, Tensor, Tensor, Tensor | None, CorrectionRules], Correction]
+#: Weights (B, T) or None, rejection mask (B, T), and the sums of each row.
+CorrectedRows = tuple[Tensor | None, Tensor, RowSums]
+CorrectRows = Callable[[Tensor, Tensor, Tensor, Tensor | None, CorrectionRules], CorrectedRows]
 
 
 def as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,24 +57,25 @@ def in_row_blocks(
     mask: Tensor,
     advantages: Tensor | None,
     rules: CorrectionRules,
-) -> Correction:
+) -> CorrectedRows:
     """`correct_rows` of each block, joined; all tensors (B, T)."""
     batch, horizon = mask.shape
     step = max(1, (BLOCK_CUDA if mask.is_cuda else BLOCK_CPU) // max(horizon, 1))
     if batch <= step:
-        return correct_rows(log_probs, rollout_log_probs, mask, advantages, rules)
-    weights = None if rules.weight.level is None else torch.empty_like(log_probs, dtype=torch.float32)
-    keep, nonfinite = torch.empty_like(mask), torch.empty_like(mask[:, 0])
-    sums: list[CorrectionSums[Tensor]] = []
+        weights, keep, rows = correct_rows(log_probs, rollout_log_probs, mask, advantages, rules)
+        return weights, keep, RowSums.joined([rows])
+    all_weights = None if rules.weight.level is None else torch.empty_like(log_probs, dtype=torch.float32)
+    all_keep = torch.empty_like(mask)
+    all_rows: list[RowSums] = []
     for start in range(0, batch, step):
-        rows = slice(start, start + step)
-        given = None if advantages is None else advantages[rows]
-        part = correct_rows(log_probs[rows], rollout_log_probs[rows], mask[rows], given, rules)
-        keep[rows], nonfinite[rows] = part.keep_mask, part.nonfinite
-        if weights is not None and part.weights is not None:
-            weights[rows] = part.weights
-        sums.append(part.sums)
-    return Correction(weights, keep, nonfinite, CorrectionSums.merged(sums))
+        part = slice(start, start + step)
+        given = None if advantages is None else advantages[part]
+        weights, keep, rows = correct_rows(log_probs[part], rollout_log_probs[part], mask[part], given, rules)
+        all_keep[part] = keep
+        if all_weights is not None and weights is not None:
+            all_weights[part] = weights
+        all_rows.append(rows)
+    return all_weights, all_keep, RowSums.joined(all_rows)
 
 
 def check_inputs(

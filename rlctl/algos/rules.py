@@ -58,6 +58,11 @@ class WeightRule:
         """Whether each token has its own weight; without a level True, ratios are then described by token."""
         return self.level is None or CORRECTION_WEIGHTS.part(self.level).unit == "token"
 
+    @property
+    def lower_edge(self) -> float:
+        """Where `ratio_fraction_low` starts: the lower bound, or 1/c for a truncation at c."""
+        return 1.0 / self.upper if self.bound == "truncate" else self.lower
+
     def band(self) -> tuple[float, float]:
         """Interval of w outside which the bound changes the weight."""
         return (0.0, self.upper) if self.bound == "truncate" else (self.lower, self.upper)

@@ -18,16 +18,21 @@ from torch import Tensor
 from rlctl.algos.correction_records import (
     CorrectionSums,
     CriterionResult,
+    CriterionRows,
     CriterionSums,
     GapSums,
     LogRatio,
     ProbabilitySums,
+    RowSums,
+    SequenceWeightRows,
+    TokenSums,
+    TokenWeightRows,
     UnitMoments,
     Weights,
     WeightSums,
 )
 from rlctl.algos.metric_sums import Moments, ratio
-from rlctl.algos.row_blocks import as_float, count
+from rlctl.algos.row_blocks import as_float
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.registry import METRIC_CONVENTIONS
 
@@ -54,100 +59,179 @@ def _convention(rule: WeightRule) -> MetricConvention | None:
     return None if rule.metrics is None else METRIC_CONVENTIONS[rule.metrics]()
 
 
-# --- on the device: every field is (B,), one number per row -----------------------------------------
+# --- on the device: from tokens to rows -------------------------------------------------------------
 
 
-def correction_sums(
+def row_sums(
     log_ratio: LogRatio,
     criteria: list[CriterionResult],
     keep: Tensor,
     weights: Weights | None,
     rules: CorrectionRules,
-) -> CorrectionSums[Tensor]:
-    """The sums of some rows. Overwrites the log-probs in `log_ratio`."""
-    rows = _Rows(log_ratio)
-    length, num_kept = log_ratio.length[:, 0], count(keep)[:, 0].double()
-    (train,) = rows.clean(log_ratio.train.sum(-1))
-    raw = _raw_moments(rows, weights, rules.weight)
-    product = log_ratio.sequence[:, 0]
-    return CorrectionSums(
-        tokens=length,
-        sequences=(length > 0).double(),
-        finite_tokens=rows.length,
-        finite_sequences=rows.is_finite,
-        kept_tokens=num_kept,
-        kept_sequences=(num_kept > 0).double(),
-        rejected_sequences=(num_kept < length).double(),
-        saturated=(product.abs() >= LOG_RATIO_CLAMP) * rows.is_finite,
-        gap=_gap_sums(rows, train, product),
-        raw=raw,
-        weights=None if weights is None else _weight_sums(rows, weights, raw, num_kept, rules.weight),
+) -> RowSums:
+    """What the metrics need of each row. Overwrites the log-probs in `log_ratio`."""
+    tokens = _Tokens(log_ratio)
+    return RowSums(
+        finite=log_ratio.finite[:, 0],
+        length=log_ratio.length[:, 0],
+        sequence=log_ratio.sequence[:, 0],
+        train=log_ratio.train.sum(-1),
+        clamped=log_ratio.token.sum(-1),
+        excess=tokens.excess,
+        excess_squares=tokens.excess_squares,
+        ratio=tokens.ratio if weights is None else None,
+        weights=None if weights is None else _weight_rows(tokens, weights, rules.weight),
         criteria=tuple(
-            _criterion_sums(rows, result, rule, rules.weight)
+            _criterion_rows(tokens, result, rule, rules.weight)
             for result, rule in zip(criteria, rules.reject, strict=True)
         ),
-        probabilities=_probability_sums(rows, log_ratio.train, log_ratio.rollout),
-    ).over_rows()
+        kept=keep.sum(-1),
+        probabilities=_probability_rows(log_ratio.train, log_ratio.rollout),
+    )
 
 
-class _Rows:
-    """What several statistics share. All are (B,) float64 and 0.0 of rows that are not finite.
+class _Tokens:
+    """What several statistics share.
 
     Attributes:
         response: (B, T) float32, 1 on response tokens, else 0: multiplying by it is fast.
-        length: response tokens.
-        is_finite: 1.0 or 0.0.
-        excess, excess_squares: sums of ρ − 1 over tokens.
-        clamped: sum of the clamped log ρ.
+        excess, excess_squares: (B,) sums of ρ − 1.
     """
 
     def __init__(self, log_ratio: LogRatio) -> None:
         self.log_ratio = log_ratio
         self.response = as_float(log_ratio.mask)
-        self.finite = log_ratio.finite[:, 0]
-        self.is_finite = self.finite.double()
-        self.length = log_ratio.length[:, 0] * self.is_finite
-        self.divisor = self.length.clamp(min=1)
-        excess = log_ratio.excess
-        self.excess, self.excess_squares, self.clamped = self.clean(
-            excess.sum(-1), _squares(excess), log_ratio.token.sum(-1)
-        )
+        self.excess, self.excess_squares = _powers(log_ratio.excess)
 
     @cached_property
     def padding(self) -> Tensor:
         """(B, T) float32: 0 on response tokens, else a number beyond all others."""
         return (1.0 - self.response).mul_(1e38)
 
-    def clean(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Figures (B,) of rows as float64, 0.0 of rows that are not finite."""
-        return torch.where(self.finite, torch.stack(values).double(), 0.0).unbind()
-
-    def token_moments(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> Moments[Tensor]:
-        """Of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
-        extremes = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
-        total, squares, low, high = self.clean(values.sum(-1), _squares(values), *extremes)
-        n = self.length
-        sums = offset or (total - n, squares - 2.0 * total + n)
-        return Moments(n, total, squares, *sums, *_extremes(low, high, self.finite))
-
     @cached_property
-    def ratio_moments(self) -> Moments[Tensor]:
-        """Of ρ over tokens."""
-        excess = self.excess, self.excess_squares
-        return self.token_moments(self.log_ratio.ratio * self.response, excess)
+    def ratio(self) -> TokenSums:
+        """Of ρ."""
+        ratios = self.log_ratio.ratio * self.response
+        return self.sums(ratios, (self.excess, self.excess_squares))
 
-    def row_moments(self, values: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
-        """Of one value (B,) per finite row; `offset`: value − 1, where it is known more exactly."""
-        return _moments(values, self.is_finite, offset)
+    def sums(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> TokenSums:
+        """Of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
+        total, squares = (x.double() for x in _powers(values))
+        n = self.log_ratio.length[:, 0]
+        low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
+        return TokenSums(total, squares, *(offset or (total - n, squares - 2.0 * total + n)), low, high)
 
 
-def _squares(values: Tensor) -> Tensor:
-    """(B,) Σ x² over tokens, exact for ones."""
-    return values.square().sum(-1)
+def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) Σ x and Σ x² over tokens, exact for ones."""
+    return values.sum(-1), values.square().sum(-1)
+
+
+def _excess(log_weight: Tensor) -> Tensor:
+    """w − 1, exact where w is near 1."""
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
+
+
+def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
+    """In the order of `ProbabilitySums`, of log-probs (B, T) that are 0 on padding and no longer needed."""
+    train, rollout = train.expm1_(), rollout.expm1_()
+    found = (*_powers(train), *_powers(rollout))
+    gap = train.sub_(rollout).abs_()
+    return (*found, *_powers(gap), gap.amax(-1))
+
+
+def _weight_rows(tokens: _Tokens, weights: Weights, rule: WeightRule) -> TokenWeightRows | SequenceWeightRows:
+    log_ratio = tokens.log_ratio
+    if not rule.by_token:
+        return SequenceWeightRows(weights.raw[:, 0], _excess(weights.log)[:, 0], weights.bounded[:, 0])
+    raw = tokens.ratio
+    if weights.log is not log_ratio.token:
+        raw = tokens.sums(weights.raw * tokens.response, _powers(_excess(weights.log)))
+    above, below = weights.raw > rule.upper, weights.raw < rule.lower_edge
+    unrejected = described = weights.applied
+    if rule.normalize_over == "all" or rule.metrics is not None:
+        unrejected = weights.bounded * tokens.response
+    if rule.metrics is not None:
+        described = unrejected
+    low, high = (described + tokens.padding).amin(-1), described.amax(-1)  # weights are never negative
+    distance = (described - 1.0).mul_(tokens.response)
+    return TokenWeightRows(
+        raw=raw,
+        described=TokenSums(*_powers(described), *_powers(distance), low, high),
+        above=(above & log_ratio.mask).sum(-1),
+        below=(below & log_ratio.mask).sum(-1),
+        applied=weights.applied.sum(-1),
+        unrejected=unrejected.sum(-1),
+    )
+
+
+def _criterion_rows(
+    tokens: _Tokens, result: CriterionResult, rule: RejectRule, weight: WeightRule
+) -> CriterionRows:
+    log_ratio = tokens.log_ratio
+    by_token = rule.reduction == "none"
+    held: tuple[Tensor | None, Tensor | None] = (None, None)
+    if convention := _convention(weight):
+        held = convention.held_rows(result.values, tokens.response, log_ratio.length[:, 0], rule)
+    found = None
+    if by_token:
+        found = tokens.ratio if rule.statistic == "ratio" else tokens.sums(result.values)
+    return CriterionRows(
+        found,
+        None if by_token else result.values[:, 0],
+        result.num_above[:, 0],
+        result.num_below[:, 0],
+        None if rule.scope == "token" else result.rejected[:, 0],
+        *held,
+    )
+
+
+# --- on the device: from rows to the batch ------------------------------------------------------------
+
+
+def correction_sums(found: RowSums, rules: CorrectionRules) -> CorrectionSums[Tensor]:
+    """The sums over rows. Of rows that are not finite only the lengths count, unless a comment says so."""
+    rows = _Rows(found)
+    length, kept, product = found.length, found.kept, rows.sums.sequence
+    raw = _raw_moments(rows, rules.weight)
+    return CorrectionSums(
+        tokens=length,
+        sequences=(length > 0).double(),
+        finite_tokens=rows.length,
+        finite_sequences=rows.is_finite,
+        kept_tokens=kept,
+        kept_sequences=(kept > 0).double(),
+        rejected_sequences=(kept < length).double(),
+        saturated=(product.abs() >= LOG_RATIO_CLAMP).double(),
+        gap=_gap_sums(rows),
+        probabilities=ProbabilitySums(*rows.sums.probabilities),
+        raw=raw,
+        weights=_weight_sums(rows, length, raw, rules.weight),
+        criteria=tuple(
+            _criterion_sums(rows, one, rule)
+            for one, rule in zip(rows.sums.criteria, rules.reject, strict=True)
+        ),
+    ).over_rows()
+
+
+class _Rows:
+    """The sums of the rows, all (B,) float64 and 0.0 of rows that are not finite."""
+
+    def __init__(self, found: RowSums) -> None:
+        self.is_finite = found.finite
+        self.finite = found.finite > 0
+        self.sums = found.where(self.finite)
+        self.length = self.sums.length
+        self.divisor = self.length.clamp(min=1)
+
+    def moments(self, sums: TokenSums) -> Moments[Tensor]:
+        """Over tokens."""
+        extremes = _extremes(sums.low, sums.high, self.finite)
+        return Moments(self.length, sums.total, sums.squares, sums.offset, sums.offset_squares, *extremes)
 
 
 def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
-    """Of values (B,) that count n times each."""
+    """Of values (B,) that count n times each; `offset`: value − 1, where it is known more exactly."""
     offset = values - 1.0 if offset is None else offset
     total, distance = values * n, offset * n
     extremes = _extremes(values, values, n > 0)
@@ -160,132 +244,100 @@ def _extremes(low: Tensor, high: Tensor, where: Tensor) -> tuple[Tensor, Tensor]
     return highest, negated_lowest
 
 
-def _raw_moments(rows: _Rows, weights: Weights | None, rule: WeightRule) -> UnitMoments[Tensor]:
+def _raw_moments(rows: _Rows, rule: WeightRule) -> UnitMoments[Tensor]:
     """Of the weights before bound, rejection and normalisation; of ρ_t without a level."""
-    if weights is None or weights.log is rows.log_ratio.token:
-        token, excess = rows.ratio_moments, rows.excess
-    else:
-        offset = weights.log.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
-        if not rule.by_token:
-            raw, exact = rows.clean(weights.raw[:, 0], offset[:, 0])
-            return UnitMoments(_moments(raw, rows.length, exact), rows.row_moments(raw, exact))
-        excess, squares = rows.clean(offset.sum(-1), _squares(offset))
-        token = rows.token_moments(weights.raw * rows.response, (excess, squares))
-    return UnitMoments(token, rows.row_moments(token.total / rows.divisor, excess / rows.divisor))
+    weights = rows.sums.weights
+    if isinstance(weights, SequenceWeightRows):
+        raw, offset = weights.raw, weights.excess
+        return UnitMoments(_moments(raw, rows.length, offset), _moments(raw, rows.is_finite, offset))
+    sums = rows.sums.ratio if weights is None else weights.raw
+    assert sums is not None
+    mean, offset = sums.total / rows.divisor, sums.offset / rows.divisor
+    return UnitMoments(rows.moments(sums), _moments(mean, rows.is_finite, offset))
 
 
-def _gap_sums(rows: _Rows, train: Tensor, product: Tensor) -> GapSums[Tensor]:
-    """`train`: Σ log π_train; `product`: Σ log ρ, not clamped."""
-    one = rows.is_finite
-    train_log_ppl, log_ppl_diff = -train / rows.divisor, -product / rows.divisor
+def _gap_sums(rows: _Rows) -> GapSums[Tensor]:
+    sums, one = rows.sums, rows.is_finite
+    train_log_ppl, log_ppl_diff = -sums.train / rows.divisor, -sums.sequence / rows.divisor
     rollout_log_ppl = train_log_ppl - log_ppl_diff  # log_ppl_diff: rollout's mean log-prob − trainer's
     return GapSums(
-        log_ratio=product * one,
-        k3=rows.excess - rows.clamped,
-        chi2_token=rows.excess_squares + 2.0 * rows.excess,
-        chi2_sequence=(2.0 * product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1() * one,
+        log_ratio=sums.sequence,
+        k3=sums.excess - sums.clamped,
+        chi2_token=sums.excess_squares + 2.0 * sums.excess,
+        chi2_sequence=(2.0 * sums.sequence.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1(),
         training_log_ppl=train_log_ppl,
         training_ppl=train_log_ppl.exp() * one,
         rollout_log_ppl=rollout_log_ppl,
         rollout_ppl=rollout_log_ppl.exp() * one,
         log_ppl_abs_diff=log_ppl_diff.abs(),
         ppl_ratio=log_ppl_diff.exp() * one,
-        log_ppl_diff=rows.row_moments(log_ppl_diff),
+        log_ppl_diff=_moments(log_ppl_diff, one),
     )
-
-
-def _probability_sums(rows: _Rows, train: Tensor, rollout: Tensor) -> ProbabilitySums[Tensor]:
-    """Of log-probs (B, T) that are 0 on padding and no longer needed."""
-    train, rollout = train.expm1_(), rollout.expm1_()
-    found = [total for x in (train, rollout) for total in (x.sum(-1), _squares(x))]
-    gap = train.sub_(rollout).abs_()
-    sums = rows.clean(*found, gap.sum(-1), _squares(gap), gap.amax(-1))
-    return ProbabilitySums(*sums)
 
 
 def _weight_sums(
-    rows: _Rows, weights: Weights, raw_moments: UnitMoments[Tensor], num_kept: Tensor, rule: WeightRule
-) -> WeightSums[Tensor]:
-    """Bounded weights by token and by sequence, what the bound does, and the normaliser."""
-    log_ratio = rows.log_ratio
-    length, over_all, is_plain = log_ratio.length[:, 0], rule.normalize_over == "all", rule.metrics is None
+    rows: _Rows, length: Tensor, raw_moments: UnitMoments[Tensor], rule: WeightRule
+) -> WeightSums[Tensor] | None:
+    """Weights by token and by sequence, what the bound does, and the normaliser.
+
+    A row that is not finite has the weight 0. `length`: (B,), that of such rows included.
+    """
+    weights, kept, over_all = rows.sums.weights, rows.sums.kept, rule.normalize_over == "all"
+    if weights is None:
+        return None
     nonempty = (length > 0).double()
-    edge = 1.0 / rule.upper if rule.bound == "truncate" else rule.lower  # where `fraction_low` starts
-    above, below = weights.raw > rule.upper, weights.raw < edge
-    if rule.by_token:
-        above, below = above & log_ratio.mask, below & log_ratio.mask
-        described = unrejected = weights.applied
-        if over_all or not is_plain:
-            unrejected = weights.bounded * rows.response
-            described = described if is_plain else unrejected
-        offset = (described - 1.0).mul_(rows.response)
-        found = [total for x in (described, offset) for total in (x.sum(-1), _squares(x))]
-        low, high = (described + rows.padding).amin(-1), described.amax(-1)  # weights are never negative
-        total, squares, low, high = rows.clean(*found[:2], low, high)
-        first, second = (
-            torch.where(rows.finite, x.double(), y) for x, y in zip(found[2:], (-length, length), strict=True)
+    if isinstance(weights, TokenWeightRows):
+        sums = weights.described
+        rejected = length - rows.length  # tokens of rows that are not finite
+        token = Moments(
+            length,
+            sums.total,
+            sums.squares,
+            sums.offset - rejected,
+            sums.offset_squares + rejected,
+            *_extremes(sums.low, sums.high, length > 0),
         )
-        token = Moments(length, total, squares, first, second, *_extremes(low, high, length > 0))
-        sequence = _moments(total / length.clamp(min=1), nonempty)
+        sequence = _moments(sums.total / length.clamp(min=1), nonempty)
         raw = raw_moments.token.total / rows.divisor
-        normalizer, n = total, num_kept
-        if over_all or described is not weights.applied:
-            (normalizer,) = rows.clean((unrejected if over_all else weights.applied).sum(-1))
-        if over_all:
-            n = rows.length
+        normalizer, count = (weights.unrejected, rows.length) if over_all else (weights.applied, kept)
     else:
-        raw, bounded = rows.clean(weights.raw[:, 0], weights.bounded[:, 0])
-        counted = num_kept if is_plain else rows.length
+        raw, bounded = weights.raw, weights.bounded
+        counted = kept if rule.metrics is None else rows.length
         value = bounded * (counted > 0)
         sequence = _moments(value, nonempty)
-        rejected = _moments(torch.zeros_like(value), length - counted)
-        token = _moments(value, counted) + rejected
-        n = rows.is_finite if over_all else (num_kept > 0).double()
-        normalizer = bounded * n
-    num_above, num_below = rows.clean(count(above)[:, 0], count(below)[:, 0])
+        token = _moments(value, counted) + _moments(torch.zeros_like(value), length - counted)
+        count = rows.is_finite if over_all else (kept > 0).double()
+        normalizer = bounded * count
+    above, below = (raw > rule.upper) * rows.is_finite, (raw < rule.lower_edge) * rows.is_finite
     return WeightSums(
         described=UnitMoments(token, sequence),
-        above=num_above,
-        below=num_below,
-        sequences_above=(raw > rule.upper) * rows.is_finite,
-        sequences_below=(raw < edge) * rows.is_finite,
+        above=weights.above if isinstance(weights, TokenWeightRows) else above,
+        below=weights.below if isinstance(weights, TokenWeightRows) else below,
+        sequences_above=above,
+        sequences_below=below,
         normalizer=normalizer,
-        normalizer_count=n,
+        normalizer_count=count,
     )
 
 
-def _criterion_sums(
-    rows: _Rows, result: CriterionResult, rule: RejectRule, weight: WeightRule
-) -> CriterionSums[Tensor]:
+def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> CriterionSums[Tensor]:
     """Its statistic, what is out of bounds, and what it rejects by itself."""
-    if rule.statistic == "ratio" and rule.reduction == "none":
-        moments = rows.ratio_moments
-        token_total = moments.total
-    elif rule.reduction == "none":
-        moments = rows.token_moments(result.values)
-        token_total = moments.total
+    if found.tokens is not None:
+        moments, token_total = rows.moments(found.tokens), found.tokens.total
     else:
-        (values,) = rows.clean(result.values[:, 0])
-        moments, token_total = rows.row_moments(values), values * rows.length
-    held = held_squares = torch.zeros_like(rows.length)
-    if convention := _convention(weight):
-        held, held_squares = rows.clean(
-            *convention.held_rows(result.values, rows.response, rows.length, rule)
-        )
-    num_above, num_below = result.num_above[:, 0], result.num_below[:, 0]
-    above, below = rows.clean(num_above, num_below)
-    masked = above + below
-    if rule.scope == "sequence":
-        masked = result.rejected[:, 0] * rows.length
+        assert found.value is not None
+        moments, token_total = _moments(found.value, rows.is_finite), found.value * rows.length
+    masked = found.above + found.below if found.rejected is None else found.rejected * rows.length
+    nothing = torch.zeros_like(masked)
     return CriterionSums(
         values=moments,
-        above=above,
-        below=below,
+        above=found.above,
+        below=found.below,
         masked_tokens=masked,
         masked_sequences=(masked > 0).double(),
         token_total=token_total,
-        held=held,
-        held_squares=held_squares,
+        held=nothing if found.held is None else found.held,
+        held_squares=nothing if found.held_squares is None else found.held_squares,
     )
 
 

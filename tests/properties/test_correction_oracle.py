@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 
-from rlctl.algos.correction import correct_rows
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from tests.properties.batches import Batch, factor_and_metrics, make_batch, reject_rules, weight_rules
 from tests.reference.correction import reference
@@ -119,18 +118,19 @@ def test_blocks_of_rows_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None
     assert_equals_reference(make_batch(5, rows=13), rules)
 
 
-def test_blocks_of_rows_equal_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`correct` in blocks of two rows against `correct_rows` on the whole batch."""
-    monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 12)
+def test_blocks_of_rows_equal_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`correct` in blocks of two rows against one block of all rows."""
     for weight in weight_rules()[::5]:
         rules = CorrectionRules(weight, (RULES[0], RULES[20]))
         batch = make_batch(6, rows=13)
+        monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 1 << 17)
+        whole = batch.correct(rules)
+        monkeypatch.setattr("rlctl.algos.row_blocks.BLOCK_CPU", 12)
         blocks = batch.correct(rules)
-        plain = correct_rows(batch.log_probs, batch.rollout_log_probs, batch.mask, batch.advantages, rules)
-        assert torch.equal(blocks.keep_mask, plain.keep_mask)
-        assert torch.equal(blocks.nonfinite, plain.nonfinite)
-        if plain.weights is not None:
-            assert torch.equal(blocks.weights, plain.weights)
-        _, expected = factor_and_metrics(plain, rules)
+        assert torch.equal(blocks.keep_mask, whole.keep_mask)
+        assert torch.equal(blocks.nonfinite, whole.nonfinite)
+        if whole.weights is not None:
+            assert torch.equal(blocks.weights, whole.weights)
+        _, expected = factor_and_metrics(whole, rules)
         _, found = factor_and_metrics(blocks, rules)
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -9,7 +9,7 @@ Notation: ρ_t = π_train(t) / π_rollout(t), per token; r = log ρ.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
@@ -51,7 +51,7 @@ class WeightRule:
     normalize: bool = False
     normalize_over: Literal["survivors", "all"] = "survivors"
     metrics: str | None = None
-    params: Any = None
+    params: Any = field(default=None, hash=False)
 
     @property
     def by_token(self) -> bool:
@@ -98,7 +98,7 @@ class RejectRule:
     upper: float | None
     scope: Scope
     negative_advantage_only: bool = False
-    params: Any = None
+    params: Any = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.scope == "token" and (self.reduction != "none" or self.negative_advantage_only):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,9 +61,9 @@ def judge(judged: RankedSetting) -> Tradeoff:
     elif groups < FEW_GROUPS:
         notes.append(f"only {groups} prompt groups: intervals are rough (32 and more are better)")
     places = [place for place, named in enumerate(judged.names) if named]
-    outcomes = {place: _outcome(judged, place, found, drawn) for place in places}
-    order = sorted(places, key=lambda p: float(found.error[0, p]) if found else 0.0)
-    plainest = min(places, key=lambda p: float(found.plain_error[0, p])) if found else None
+    outcomes = _folded({place: _outcome(judged, place, found, drawn) for place in places})
+    order = sorted(outcomes, key=lambda p: float(found.error[0, p]) if found else 0.0)
+    plainest = min(outcomes, key=lambda p: float(found.plain_error[0, p])) if found else None
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
         recommended=_recommend(outcomes, found) if found else None,
@@ -76,6 +76,20 @@ def judge(judged: RankedSetting) -> Tradeoff:
         trust=found.trust if found else 0.0,
         notes=tuple(notes),
     )
+
+
+def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
+    """Settings that do the same to these responses as one: the first, with the others' names."""
+    firsts: dict[tuple[str, ...], int] = {}
+    found: dict[int, SettingOutcome] = {}
+    for place, outcome in outcomes.items():
+        first = firsts.setdefault(outcome.figures(), place)
+        if first == place:
+            found[place] = outcome
+        else:
+            names = (*found[first].same_as, outcome.setting.name, *outcome.same_as)
+            found[first] = replace(found[first], same_as=names)
+    return found
 
 
 def _outcome(judged: RankedSetting, place: int, found: Proxies | None, drawn: Floats) -> SettingOutcome:
@@ -125,11 +139,12 @@ def _estimates(found: Proxies, place: int) -> tuple[IntervalEstimate, IntervalEs
 
 
 def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommendation:
-    """Smallest upper bound of the error; the run's own setting stays unless it is clearly beaten."""
+    """Smallest upper end of the error's sampling interval; the run's own stays unless clearly beaten."""
     high = interval(found.error)[1]
     best = min(outcomes, key=lambda place: float(high[place]))
     outcome = outcomes[best]
-    upper = f"{outcome.setting.name} has the smallest upper bound of the gradient's error, {high[best]:.3f}"
+    name = outcome.setting.name
+    upper = f"the sampling interval of {name}'s gradient error has the smallest upper end, {high[best]:.3f}"
     own = next((p for p, o in outcomes.items() if o.setting.family == "run"), None)
     if own is None:
         return Recommendation(outcome.setting.name, outcome.setting.overrides, upper, None)
@@ -137,7 +152,9 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommend
         return Recommendation(outcome.setting.name, (), f"{upper}: keep what the run has", False)
     better = float((found.error[1:, best] < found.error[1:, own]).mean())
     saved = 1.0 - float(found.error[0, best] / found.error[0, own])
-    against = f"{upper}; it saves {saved:.0%} of the run's own error, with {better:.0%} certainty"
+    against = (
+        f"{upper}; it saves {saved:.0%} of the run's own error and is better in {better:.0%} of resamples"
+    )
     if better < DECISIVE or saved < MATERIAL:
         why = f"{against}: too little to change anything, keep what the run has"
         return Recommendation(outcomes[own].setting.name, (), why, False)

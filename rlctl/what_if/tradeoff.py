@@ -11,7 +11,11 @@ from rlctl.what_if.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class IntervalEstimate:
-    """A figure and the interval that holds 90 % of its resamples."""
+    """A figure and its sampling interval, which holds 90 % of its resamples.
+
+    It says how much the figure depends on which responses were sampled. It does not hold the error of the
+    model behind the figure, and is no 90 % confidence interval of the truth.
+    """
 
     value: float
     low: float
@@ -24,7 +28,7 @@ class SettingOutcome:
 
     Attributes:
         setting: what was tried.
-        same_as: other names of the same rule.
+        same_as: other settings that do the same to these responses.
         raw_ess, applied_ess: effective sample size over number, before and after bound and rejection,
             in tokens at token level and for settings without a weight, else in sequences.
         kept_tokens, kept_sequences: share that survives rejection (a sequence: with all of its tokens).
@@ -51,10 +55,17 @@ class SettingOutcome:
     variance: IntervalEstimate | None
     plain_error: float | None
 
+    def figures(self) -> tuple[str, ...]:
+        """Every figure to six digits; equal for settings that do the same to these responses."""
+        estimates = (self.raw_ess, self.applied_ess, self.error, self.bias, self.variance)
+        values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
+        values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound, self.saturated]
+        return tuple(f"{value:.6g}" for value in values)
+
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The setting whose error has the smallest upper bound, or the run's own where that gains too little.
+    """The setting whose sampling interval of the error ends lowest, or the run's own.
 
     Attributes:
         name: of the setting.

@@ -28,7 +28,10 @@ COLUMNS = (
     Column(
         "error", "mean squared error of the gradient at its best scale; 0 is the wanted one, 1 a useless one"
     ),
-    Column("90 %", "holds the error of 90 % of resamples"),
+    Column(
+        "sampling\ninterval",
+        "holds the error of 90 % of resamples; the error of the estimate's own model is not in it",
+    ),
     Column("bias²", "squared tangent of the angle between the gradient expected and the one wanted"),
     Column("vari-\nance", "noise of a mini-batch's gradient over its useful signal, squared"),
     Column("ESS\nraw", "effective sample size over number, before bound and rejection"),
@@ -56,8 +59,10 @@ def cells(outcome: SettingOutcome) -> tuple[str, ...]:
 
 
 def name_of(outcome: SettingOutcome) -> str:
-    """The setting, and other names of the same rule."""
-    return outcome.setting.name + (f" (= {', '.join(outcome.same_as)})" if outcome.same_as else "")
+    """The setting, and others that do the same to these responses: two by name, the rest counted."""
+    named, more = outcome.same_as[:2], len(outcome.same_as) - 2
+    others = ", ".join((*named, f"{more} more") if more > 0 else named)
+    return outcome.setting.name + (f" (= {others})" if others else "")
 
 
 def about(tradeoff: Tradeoff) -> str:

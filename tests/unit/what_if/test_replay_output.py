@@ -19,11 +19,12 @@ from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
 from rlctl.what_if import draw
-from rlctl.what_if.replay import _SettingSums
-from rlctl.what_if.settings import frameworks, grid
+from rlctl.what_if.replay import WhatIfQuestion, _SettingSums, replay
+from rlctl.what_if.settings import Setting, frameworks, grid
 from rlctl.what_if.step import Step
 from rlctl.what_if.summary import Recommendation
 from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.what_if_report import name_of
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow
 from tests.unit.what_if.steps import make_step, write_part
@@ -76,6 +77,27 @@ def test_equal_rules_share_a_row(found: Tradeoff) -> None:
     assert found.outcome("SkyRL token TIS") is found.outcome("slime TIS")
     names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
     assert len(names) == len(set(names)) == len(grid(RolloutCorrectionSpec()))
+
+
+def test_settings_that_do_the_same_share_a_row_led_by_the_runs_own() -> None:
+    """Ratios so near 1 that no threshold binds: few rows are left, and no name is lost."""
+    settings = grid(RolloutCorrectionSpec())
+    found = replay([make_step(seed, groups=8, scale=1e-4) for seed in range(4)], settings, WhatIfQuestion())
+    assert len(found.outcomes) < len(settings) / 3
+    names = [n for outcome in found.outcomes for n in (outcome.setting.name, *outcome.same_as)]
+    assert sorted(names) == sorted(setting.name for setting in settings)
+    own = found.outcome("this run")
+    assert own.setting.name == "this run"
+    assert "sequence truncate 5.0" in own.same_as
+    assert name_of(own).endswith(" more)")
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_where_nothing_survives_the_largest_weight_is_zero(level: str | None) -> None:
+    spec = RolloutCorrectionSpec(rollout_is=level, rollout_rs="token_k1", rollout_rs_threshold="1_1.0000001")
+    found = replay([make_step(scale=0.6)], [Setting("nothing", "rlctl", spec)], WhatIfQuestion())
+    (outcome,) = found.outcomes
+    assert (outcome.kept_tokens, outcome.max_weight) == (0.0, 0.0)
 
 
 def test_a_loss_with_its_own_ratio_has_no_weights(tmp_path: Path) -> None:

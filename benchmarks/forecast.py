@@ -332,7 +332,7 @@ def _coverage_table(parts: dict[str, list[Run]]) -> str:
 
 
 #: `on_forecast` of the repetitions: the rules alone, and with forecasts.
-ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2, 3)
+ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2)
 
 
 def repetitions(runs: Iterable[Run], directory: Path) -> list[tuple[Planned, Path]]:

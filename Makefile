@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: help train test test-fast check docs setup setup-dev verl system bench mutants gpu clean
+.PHONY: help train test test-fast check docs setup setup-dev verl conformance system bench mutants gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,7 +16,7 @@ help:  ## Show this list
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
 
-test: setup-dev verl system check  ## Set everything up; lint, types, import directions, all tests
+test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up; lint, types, import directions, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
@@ -75,6 +75,15 @@ $(VENV)/.installed-verl: tests/reference/verl_requirements.txt | $(VENV)/.instal
 
 # Daemons only where no systemd would start them at the next boot, as in a container; RUNLEVEL=1 keeps the
 # installation itself from starting them. The tests start their own.
+conformance: $(VENV)/.installed-verl $(VENV)/.installed-peers  ## Run other frameworks' real loss and correction code beside ours
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -rs tests/properties/test_peers.py tests/properties/test_conformance.py \
+	  tests/properties/test_verl_agreement.py tests/unit/algos/test_agreement_with_verl.py tests/unit/convert/test_keys_exist.py
+
+$(VENV)/.installed-peers: tests/reference/peers_requirements.txt | $(VENV)/.installed-dev
+	@rm -rf $(VENV)/peers; \
+	if $(PIP) install -q --no-deps --target $(VENV)/peers -r $<; then touch $@; \
+	else rm -rf $(VENV)/peers; echo "no peers: the tests that compare with them will be skipped"; fi
+
 system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is possible without asking
 	@get() { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \

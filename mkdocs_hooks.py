@@ -172,6 +172,26 @@ def _parts(registry_name: str) -> str:
     return "\n".join(lines)
 
 
+def _import_keys(framework: str) -> str:
+    """What `rlctl import` makes of each key of one framework."""
+    from rlctl.convert.table import table
+
+    one = table(framework)
+    lines = [f"## {one.title}", "", one.note[:1].upper() + one.note[1:] + ".", ""]
+    lines += ["| key | becomes | differs, or why not |", "|---|---|---|"]
+    for key, rule in one.keys.items():
+        targets = [target for target in (rule.to, *one.read_by.get(key, [])) if target]
+        said = rule.differs
+        differs = said if isinstance(said, str) else "; ".join(f"{k}: {v}" for k, v in said.items() if v)
+        cells = (f"`{key}`", ", ".join(f"`{target}`" for target in targets), rule.unsupported or differs)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') or '—' for cell in cells)} |")
+    lines += [
+        f"| `{key}`{' and all below' if key[-1] in '._-' else ''} | — | {why} |"
+        for key, why in one.unsupported.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "graders": _graders,
     "spec keys": _spec_keys,
@@ -181,6 +201,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis rules": _diagnosis_rules,
     "correction weights": partial(_parts, "CORRECTION_WEIGHTS"),
     "rejection criteria": partial(_parts, "REJECTION_CRITERIA"),
+    **{
+        f"import keys of {framework}": partial(_import_keys, framework)
+        for framework in ("verl", "trl", "openrlhf", "slime", "prime-rl", "nemo-rl")
+    },
     **{
         f"names in logs of {framework}": partial(_log_names, framework)
         for framework in (

@@ -39,6 +39,9 @@ class _Anything(type):
     def __call__(cls, *args, **kwargs):
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else super().__call__()
 
+    def __getitem__(cls, item):
+        return cls
+
     def __or__(cls, other):
         return cls
 

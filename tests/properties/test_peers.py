@@ -1,4 +1,4 @@
-"""Other frameworks' loss and correction code and ours, on the same batches: values, weights, masks, gradients.
+"""Other frameworks' loss and correction code and ours on the same batches: values, weights, masks, gradients.
 
 `make conformance` installs the packages and runs this; without them the tests are skipped. What is equal here
 is the matrix in docs/reference/conformance.md.

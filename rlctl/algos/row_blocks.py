@@ -20,8 +20,8 @@ from rlctl.algos.correction_records import LogRatio, RowSums
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules
 from rlctl.registry import Registry
 
-#: Elements per block: half a MiB of float32 stays in a core's cache; a GPU wants large kernels.
-BLOCK_CPU = 1 << 17
+#: Elements per block: a quarter of a MiB of float32 stays in a core's cache; a GPU wants large kernels.
+BLOCK_CPU = 1 << 16
 BLOCK_CUDA = 1 << 24
 
 #: Weights (B, T) or None, rejection mask (B, T), and the sums of each row.

@@ -54,7 +54,7 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
         result, log = Path(directory) / "result.json", Path(directory) / "log"
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "rlctl.doctor.attempt", target, str(result)],
+                [sys.executable, "-P", "-m", "rlctl.doctor.attempt", target, str(result)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

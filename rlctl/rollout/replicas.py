@@ -211,7 +211,7 @@ class Replicas:
 
     def _launch(self, replica: _Replica) -> None:
         settings = self._settings
-        command = [sys.executable, "-m", "rlctl.rollout.vllm_serve", "serve"]
+        command = [sys.executable, "-P", "-m", "rlctl.rollout.vllm_serve", "serve"]
         command += [*settings.arguments(self._model()), "--host", HOST, "--port", str(replica.port)]
         environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
         # Weight sync is among the endpoints vLLM opens for development only; they listen on this host.

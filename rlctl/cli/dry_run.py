@@ -114,7 +114,8 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
         _print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
-        _print_indented(Text(f"ρ here: {band.bounds}; outside: {band.outside}", "dim"), 6, console)
+        said = "ρ here: " if band.symbol == "ρ" else ""
+        _print_indented(Text(f"{said}{band.bounds}; outside: {band.outside}", "dim"), 6, console)
     for note in notes(spec):
         _print_indented(Text(note), 2, console)
 

@@ -1,8 +1,8 @@
 """Rollout correction: importance weights and rejection between π_rollout and π_train.
 
-The formulas of docs/explanation/rollout-correction.md, in its order: ratio → weight → rejection →
-normalisation. Shapes: B sequences of up to T tokens; (B, 1) is one number per sequence. Log-ratios, and
-sums of them, are clamped to ±20 before `exp`. Nothing here moves data to the host.
+Formulas of docs/explanation/rollout-correction.md, in its order: ratio → weight → rejection → normalisation.
+Shapes: B sequences of up to T tokens; (B, 1) is one number per sequence. Log-ratios, and sums of them, are
+clamped to ±20 before `exp`. Nothing here moves data to the host.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rlctl.algos.row_blocks import (
     as_bits,
     as_float,
     check_inputs,
+    clamped_exp,
     count,
     evaluated,
     in_row_blocks,
@@ -51,8 +52,7 @@ def correct(
     inputs = (log_probs, rollout_log_probs, response_mask, advantages, rules)
     check_inputs(*inputs)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)
-    nonfinite = (rows.length > 0) & (rows.finite == 0)
-    return Correction(weights, keep, nonfinite, correction_sums(rows, rules))
+    return Correction(weights, keep, (rows.length > 0) & (rows.finite == 0), correction_sums(rows, rules))
 
 
 def correct_rows(
@@ -67,10 +67,7 @@ def correct_rows(
     return None if weights is None else weights.applied, keep, rows
 
 
-# --- ratio ----------------------------------------------------------------------------------------
-def masked_log_ratio(
-    train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None = None
-) -> LogRatio:
+def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, adv: Tensor | None = None) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
     bits = as_bits(mask, train.dtype)
     train, rollout = (zero_outside(x, mask, bits) for x in (train, rollout.to(train.dtype)))
@@ -85,16 +82,13 @@ def masked_log_ratio(
         mask=mask,
         train=train,
         rollout=rollout,
-        advantages=None if advantages is None else zero_outside(advantages, mask),
+        advantages=None if adv is None else zero_outside(adv, mask),
     )
 
 
 # --- weight ---------------------------------------------------------------------------------------
 def importance_weights(log_ratio: LogRatio, keep: Tensor, rule: WeightRule) -> Weights | None:
-    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered one; bounded; 0 where rejected.
-
-    None without a level.
-    """
+    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered one; bounded, 0 where rejected. No level: None."""
     if rule.level is None:
         return None
     log_weight = evaluated(CORRECTION_WEIGHTS, rule.level, log_ratio, rule.params)
@@ -123,9 +117,8 @@ def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
     """One criterion: its statistic, where that is out of bounds, and what it rejects."""
     values = criterion_values(log_ratio, rule)
     units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
-    nothing = torch.zeros_like(log_ratio.finite)
-    above = nothing if rule.upper is None else units & (values > rule.upper)
-    below = nothing if rule.lower is None else units & (values < rule.lower)
+    above = torch.zeros_like(log_ratio.finite) if rule.upper is None else units & (values > rule.upper)
+    below = torch.zeros_like(log_ratio.finite) if rule.lower is None else units & (values < rule.lower)
     num_above, num_below = count(above), count(below)
     rejected = above | below if rule.scope == "token" else num_above + num_below > 0
     if rule.negative_advantage_only and log_ratio.advantages is not None:
@@ -153,10 +146,4 @@ def normalization_factor(sums: CorrectionSums[float], rules: CorrectionRules) ->
     """Mean weight of the whole mini-batch, by which its weights are divided (1.0: nothing to do)."""
     if sums.weights is None or not rules.weight.normalize:
         return 1.0
-    mean = sums.weights.normalizer_mean
-    return mean if mean > 0.0 else 1.0
-
-
-def clamped_exp(log_weight: Tensor) -> Tensor:
-    """exp(clip(log w, ±20))."""
-    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return sums.weights.normalizer_mean if sums.weights.normalizer_mean > 0.0 else 1.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction_records import LogRatio, RowSums
-from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules
+from rlctl.algos.rules import BASIC_STATISTICS, LOG_RATIO_CLAMP, CorrectionRules
 from rlctl.registry import Registry
 
 #: Elements per block: a quarter of a MiB of float32 stays in a core's cache; a GPU wants large kernels.
@@ -27,6 +27,11 @@ BLOCK_CUDA = 1 << 24
 #: Weights (B, T) or None, rejection mask (B, T), and the sums of each row.
 CorrectedRows = tuple[Tensor | None, Tensor, RowSums]
 CorrectRows = Callable[[Tensor, Tensor, Tensor, Tensor | None, CorrectionRules], CorrectedRows]
+
+
+def clamped_exp(log_weight: Tensor) -> Tensor:
+    """exp(clip(log w, ±20))."""
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:

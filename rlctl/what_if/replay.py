@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import clamped_exp, correct, masked_log_ratio, normalization_factor
+from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
-from rlctl.algos.row_blocks import evaluated
+from rlctl.algos.row_blocks import clamped_exp, evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.errors import UsageError

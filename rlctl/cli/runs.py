@@ -195,13 +195,17 @@ def _print_runs(found: list[RunState], root: Path) -> None:
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         checked = ", ".join(f"{source} {value:.3f}" for source, value in run.validation.items())
         state = Text(run.state, _STYLES.get(run.state, ""))
-        place = run.path.relative_to(root) if run.path != root else run.path
+        place = _place(run, root)
         steps = f"{run.step}/{run.total_steps or '?'}"
-        table.add_row(str(place), run.preset, run.model, steps, state, reward, checked)
+        table.add_row(place, run.preset, run.model, steps, state, reward, checked)
     console.print(table)
     for run in found:
         if run.reason:
-            console.print(Text(f"{run.path.name} {run.state}: {run.reason}", "dim"), soft_wrap=True)
+            console.print(Text(f"{_place(run, root)} {run.state}: {run.reason}", "dim"), soft_wrap=True)
+
+
+def _place(run: RunState, root: Path) -> str:
+    return str(run.path.relative_to(root) if run.path != root else run.path)
 
 
 def _ranges(steps: list[int]) -> str:

@@ -165,7 +165,7 @@ def test_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "0.300",
     ]
     assert lines[2].split()[3:] == ["3/3", "finished", "0.500", "gsm8k", "0.300"]
-    assert lines[3] == "b failed: no room"
+    assert lines[3] == "p/b failed: no room"
     assert run(["runs", str(tmp_path), "--json"]) == 0
     assert [each["state"] for each in json.loads(capsys.readouterr().out)] == ["failed", "finished"]
     assert run(["runs", str(tmp_path / "gone")]) == 2

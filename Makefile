@@ -17,7 +17,7 @@ train: setup  ## Set everything up and train the built-in model (RLOO, sequence 
 	$(BIN)/rlctl train --preset rloo-seq-is
 
 test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up; lint, types, import directions, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties

@@ -78,7 +78,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            reported = _reported(Path(directory))
+            # A killed rank leaves no word; the others may have reported meanwhile that they lost it.
+            reported = _reported(Path(directory), but_lost=failure.exitcode < 0)
             if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
                 return int(failure.exitcode)
             raise reported or RunFailure(
@@ -137,9 +138,15 @@ def _keep_traceback() -> str:
     return f"the traceback is in {file.name}"
 
 
-def _reported(directory: Path) -> RlctlError | None:
-    """The error of the lowest rank that knew what was wrong; else a bug; else that ranks lost one another."""
+def _reported(directory: Path, *, but_lost: bool = False) -> RlctlError | None:
+    """The error of the lowest rank that knew what was wrong; else a bug; else that ranks lost one another.
+
+    Args:
+        directory: where ranks leave their errors.
+        but_lost: leave out that ranks lost one another.
+    """
     records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    records = [record for record in records if not but_lost or record["order"] != _LOST]
     if not records:
         return None
     record = min(records, key=lambda record: (record["order"], record["rank"]))

@@ -1,4 +1,4 @@
-"""AdamW that a training engine can tell to let a step pass."""
+"""AdamW with steps that a training engine can skip."""
 
 from __future__ import annotations
 

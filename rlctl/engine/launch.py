@@ -29,7 +29,7 @@ _OWN_FAULT, _BUG, _LOST = range(3)
 
 
 class LostRank(RunFailure):
-    """Another rank is gone or out of reach: the cause is in that rank's words, not in this one's."""
+    """Another rank has ended or cannot be reached: that rank's error is the cause, not this one."""
 
 
 def under_torchrun() -> bool:
@@ -78,7 +78,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            # A killed rank leaves no word; the others may have reported meanwhile that they lost it.
+            # A killed rank reports nothing; the others may have reported meanwhile that they lost it.
             reported = _reported(Path(directory), but_lost=failure.exitcode < 0)
             if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
                 return int(failure.exitcode)

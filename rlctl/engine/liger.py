@@ -85,7 +85,7 @@ def _on_gpus(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
 
 
 def _refuse_other_activation(model: Any) -> None:
-    """The library replaces feed-forward layers without a look at their activation."""
+    """The library replaces feed-forward layers whatever their activation."""
     config = model.config.get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     for kind in {module._get_name() for module in model.modules()} & _ACTIVATIONS.keys():

@@ -1,4 +1,4 @@
-"""Low-rank adapters: a few weights beside a frozen model (Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters: few trained weights next to a frozen model (Hu et al. 2021, arXiv:2106.09685).
 
 A layer W becomes W + (α/r)·B·A with A (r, in) random and B (out, r) zero, so that training starts at
 the model as it was. Only A and B are trained. They have the engine's dtype like every other weight:
@@ -74,7 +74,7 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A weight as it stands in the model without adapters, what they have learnt added in.
+    """A weight of the model without adapters plus what the adapters have learned.
 
     Attributes:
         name: as in the model before `add_lora`.

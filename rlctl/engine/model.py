@@ -1,4 +1,4 @@
-"""Loading the policy, its tokenizer and other models beside it, with errors that say what to do."""
+"""Load the policy, its tokenizer and the other models, with errors that say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's files: where they are, and errors in words for what cannot be read. No torch."""
+"""A model's files: where they are, and clear errors for what cannot be read. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlctl.errors import EnvironmentFailure, UsageError
 
-#: What a model directory holds beside its weights: configs, tokenizer, chat template, code.
+#: What a model directory holds apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -49,7 +49,7 @@ def config_directory(path: str) -> Path:
 
 @contextmanager
 def explained(path: str, where: str) -> Iterator[None]:
-    """What goes wrong while loading, in words."""
+    """Turn errors while loading into clear messages."""
     from safetensors import SafetensorError
 
     check_directory(path, where)

@@ -156,7 +156,7 @@ def refuse_idle_gpu() -> None:
 
 
 def current_ranks(device: torch.device) -> Ranks:
-    """The processes of torch's own process group, whoever initialised it; one rank without one."""
+    """The processes of torch's default process group, whichever code initialised it; one rank without one."""
     if not dist.is_initialized():
         return Ranks(0, 1, device)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)

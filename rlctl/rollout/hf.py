@@ -133,7 +133,7 @@ class HFRollout:
 
     @torch.no_grad()
     def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
-        """Keys and values of the prompts (B, P) but for their last token, or None; `generate` goes on."""
+        """Keys and values of the prompts (B, P) without their last token, or None; `generate` continues."""
         if not self._shares_prompts:
             return None
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]

@@ -1,4 +1,4 @@
-"""vLLM servers of this machine: started, watched, started again when they die, and ended.
+"""vLLM servers of this machine: started, watched, restarted when they end unexpectedly, and stopped.
 
 `vllm serve` itself runs in each process; nothing of it is imported here.
 """

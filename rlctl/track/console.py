@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-#: The panel redraws this often per second, by a thread of its own: a step only hands over its numbers.
+#: The panel redraws this often per second, by a thread of its own: a step only passes its numbers.
 REFRESH_PER_SECOND = 4
 #: Seconds between plain lines.
 PLAIN_INTERVAL = 2.0

@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
     metadata={"rlctl.rollouts": "1"},
 )
 
-#: A part is written after this many steps or bytes, besides at every checkpoint.
+#: A part is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
 FLUSH_BYTES = 64 * 2**20
 _PART = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")

@@ -43,7 +43,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run directory this process holds the lock of; a context manager that lets go of it."""
+    """A run directory this process holds the lock of; a context manager that releases it."""
 
     path: Path
     _lock: FileLock
@@ -170,7 +170,7 @@ def note_in_environment(run_dir: Path, **found: str) -> None:
 
 
 def _contents(path: Path) -> list[str]:
-    """What is in the directory besides the lock's own files."""
+    """What is in the directory apart from the lock's files."""
     return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, HOLDER_FILE}]
 
 

@@ -226,7 +226,7 @@ def build_tracker(
 
 @TRACKERS.register(label="live display on the terminal")
 def console(inputs: SinkInputs) -> Sink:
-    """Progress, reward, ESS and masked fraction while the run goes on."""
+    """Progress, reward, ESS and masked fraction while the run continues."""
     from rlctl.track.console import ConsoleSink
 
     title = f"{inputs.project}/{inputs.experiment}"

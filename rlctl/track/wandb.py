@@ -54,7 +54,7 @@ class WandbSink:
 
 
 def _settings() -> wandb.Settings:
-    """Bounded waits, our terminal left alone, and no record of the command line, which may hold secrets."""
+    """Bounded waits, no output on our terminal, and no record of the command line, which may hold secrets."""
     wanted = {
         "init_timeout": INIT_TIMEOUT,
         "login_timeout": LOGIN_TIMEOUT,

@@ -26,7 +26,7 @@ _MOMENTS = {
 def batch_sums(
     scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int
 ) -> MetricSums[Tensor]:
-    """Sums of this rank's rows; `policy_version` is the trainer's, to tell staleness from."""
+    """Sums of this rank's rows; `policy_version` is the trainer's; staleness is measured from it."""
     rollouts = scored.rollouts
     everyone = torch.ones_like(rollouts.truncated)
     lengths = rollouts.response_mask.sum(-1).double()

@@ -64,7 +64,7 @@ def train(run: Run) -> None:
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
-                run.kl = run.kl if hold else steered  # a policy that stands still says nothing about it
+                run.kl = run.kl if hold else steered  # an unchanged policy has no KL to steer by
                 metrics |= penalty
             with timer("adv"):
                 batch = with_advantages(scored, algorithm, ranks)
@@ -104,8 +104,8 @@ def train(run: Run) -> None:
             decisions=outcome.decisions,
             lr_scale=outcome.lr_scale,
         )
-        # Logged before it is saved: a checkpoint never knows of a step the log has lost. So the
-        # seconds of saving stand in the next line.
+        # Logged before it is saved: no checkpoint contains a step that the log lacks. The seconds of
+        # saving are therefore in the next line.
         log(run, step, metrics)
         saving = StepTimer(ranks.device, phases)
         stopping = ranks.max(float(run.stop.signal_number is not None)) > 0 or bool(run.stopped_because)

@@ -1,4 +1,4 @@
-"""Lines above the display while training goes on: few enough to be read."""
+"""Notices above the display during training: few enough to be read."""
 
 from __future__ import annotations
 

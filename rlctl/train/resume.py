@@ -14,8 +14,8 @@ from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
 
-#: Keys that change how long a run goes on or where it reports to, not what it computes. Guardrails act on
-#: a run that is no longer well, and whoever resumes one that they stopped must be able to overrule them.
+#: Keys that change how long a run is or where it reports to, not what it computes. Guardrails act on
+#: a run that is no longer healthy; a user who resumes one that they stopped must be able to overrule them.
 #: Servers are somewhere else after a preemption.
 _SAFE = frozenset(
     {

@@ -206,7 +206,7 @@ def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a resumed run goes on, and what the user should know about it."""
+    """Where a resumed run continues, and notes for the user."""
 
     step: int
     policy_version: int

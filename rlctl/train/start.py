@@ -1,4 +1,4 @@
-"""`rlctl train`, behind the command line: run directory, ranks, and the way out."""
+"""`rlctl train` without its command line: run directory, ranks, exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """How a run speaks before its live display exists.
+    """How a run shows messages before its live display exists.
 
     Attributes:
         note: shows one line.

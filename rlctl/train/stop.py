@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 #: A signal this soon after the first is the same one again: a terminal and Slurm reach every process,
-#: and the launcher passes it on to its ranks besides.
+#: and the launcher also passes it on to its ranks.
 _ECHO_S = 1.0
 _HEARD = b"\nstopping as soon as this step is done and saved; once more: leave at once\n"
 
@@ -42,8 +42,8 @@ def listening() -> Iterator[StopRequest]:
             request.signal_number, heard_at = number, time.monotonic()
             if (
                 os.environ.get("RANK", "0") == "0" and not request.is_shown
-            ):  # one rank speaks; a handler may only write, not print
-                with suppress(OSError):  # nobody reads any more, as behind ssh that was cut off
+            ):  # one rank prints; a handler may only write
+                with suppress(OSError):  # the reader is gone, for example a closed ssh session
                     os.write(2, _HEARD)
         elif time.monotonic() - heard_at > _ECHO_S:
             os._exit(128 + number)

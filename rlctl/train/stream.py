@@ -70,7 +70,7 @@ class RolloutStream:
         self._next_step -= len(self._waiting) - len(kept)
         self._waiting = deque(kept)
         for batch in kept:
-            batch.exception()  # waits; whoever takes the batch hears of it
+            batch.exception()  # waits; `take` raises it
 
     def save(self, directory: Path, rank: int) -> None:
         """Write what waits, after a `drain`, so that a resumed run trains on the same batches."""

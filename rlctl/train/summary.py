@@ -1,4 +1,4 @@
-"""What a run has come to, as `summary.json`: the last words on the terminal are read from it."""
+"""The result of a run as `summary.json`; the last lines on the terminal are read from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_summary(run: Run, run_dir: Path) -> None:
 
 
 def past_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """What a resumed run logged before, so that its summary tells the whole story."""
+    """What a resumed run logged before, so that its summary covers the whole run."""
     path = run_dir / METRICS_FILE
     rows = (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

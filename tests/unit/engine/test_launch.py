@@ -32,6 +32,16 @@ def killed() -> int:
     return 0
 
 
+def killed_and_lost() -> int:
+    """The other rank reports that it lost the killed one, and is slow to end, as a training rank is."""
+    from rlctl.engine.launch import LostRank
+
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise LostRank("another rank has ended or cannot be reached")
+
+
 def killed_and_missed() -> int:
     """The other rank fails too, for want of the killed one."""
     if os.environ["RANK"] == "1":
@@ -70,6 +80,7 @@ def launched(target) -> int:
         (usage_error_on_one, 2, "UsageError here: cannot do that (rank 1) (do this)"),
         (killed, 1, "RunFailure rank 1 ended without a word"),
         (killed_and_missed, 1, "rank 1 ended without a word"),
+        (killed_and_lost, 1, "rank 1 ended without a word"),
         (refused_and_missed, 2, "cannot do that"),
         (broken, 1, "RunFailure ZeroDivisionError: ours (rank"),
     ],

@@ -112,6 +112,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     with listening() as stop, Startup(is_shown=os.environ.get("RANK", "0") == "0") as startup:
+        stop.at_once = spec.world_size > 1  # else a rank may wait for one that the signal has ended
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
@@ -125,6 +126,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
                 ranks = join_ranks()
+                stop.at_once = False
                 spec = _with_main_dtype(spec, ranks)
                 with building(spec, Path(run_dir), ranks, stop, startup, resume=is_resumed) as run:
                     early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting

@@ -21,6 +21,8 @@ class StopRequest:
     """Which signal asked for the end, if any."""
 
     signal_number: int | None = None
+    at_once: bool = False
+    """End the process at the first signal: while ranks wait for one another there is nothing to save."""
     is_shown: bool = False
     """Whether a live display says that the run is stopping: a line in between would break it."""
 
@@ -38,6 +40,8 @@ def listening() -> Iterator[StopRequest]:
 
     def hear(number: int, _: FrameType | None) -> None:
         nonlocal heard_at
+        if request.at_once:
+            os._exit(128 + number)
         if request.signal_number is None:
             request.signal_number, heard_at = number, time.monotonic()
             if (

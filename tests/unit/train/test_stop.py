@@ -50,6 +50,17 @@ def test_heard_though_nobody_reads_the_answer(tmp_path: Path) -> None:
     assert Job(asked_with_nobody_reading, log=tmp_path / "log").wait(30) == 143
 
 
+def asked_while_ranks_wait() -> int:
+    with listening() as stop:
+        stop.at_once = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+
+def test_while_ranks_wait_for_one_another_the_first_signal_ends(tmp_path: Path) -> None:
+    assert Job(asked_while_ranks_wait, log=tmp_path / "log").wait(30) == 143
+
+
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_a_live_display_is_not_broken_by_a_line(is_shown: bool, capfd: pytest.CaptureFixture[str]) -> None:
     with listening() as stop:

@@ -21,7 +21,7 @@ ROW = re.compile(r"^\| *([\w.]+) *\| *([^|\n]+?) *\| *(.+?) *\|$", re.MULTILINE)
 
 
 def judged(log: Path) -> tuple[str, str, str]:
-    """The log's steps and rules, the verdict, and the findings that are warnings or worse."""
+    """The log's steps and rules, the conclusion, and the findings that are warnings or worse."""
     try:
         diagnosis = examine(read_run(log, metrics_read()))
     except RlctlError as error:

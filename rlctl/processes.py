@@ -1,13 +1,23 @@
-"""Processes that end with the one that started them."""
+"""Other processes: what a command prints, and ending with the parent."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
+
+
+def command_output(*command: str, timeout_s: float = 10.0) -> str:
+    """A command's standard output, stripped; empty if it is missing, fails or takes longer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:

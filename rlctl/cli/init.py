@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +81,7 @@ def _hardware(gpus: int, gib: float) -> str:
 def _gib(card: str) -> float:
     """Memory of a line of nvidia-smi (`…, 81559 MiB, …`); 80 where it says none."""
     words = card.replace(",", " ").split()
-    sizes = [float(size) for size, unit in zip(words, words[1:], strict=False) if unit == "MiB"]  # noqa: RUF007
+    sizes = [float(size) for size, unit in pairwise(words) if unit == "MiB"]
     return sizes[0] / 1024 if sizes else 80.0
 
 

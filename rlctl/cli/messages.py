@@ -30,14 +30,6 @@ def print_error(error: RlctlError) -> None:
         _print_details(console, error.where, error.fix)
 
 
-def printable(text: str) -> str:
-    """`text` with control characters, such as a terminal's escape codes, written as escapes."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
-        for each in text
-    )
-
-
 def print_problems(problems: Iterable[Problem], console: Console | None = None) -> None:
     """One paragraph per problem, errors first."""
     console = console or Console(stderr=True)

@@ -195,7 +195,7 @@ def _print_text(report: CheckReport) -> None:
             console.print(Text(f"    {visible(example)}", style="dim"), soft_wrap=True)
         if finding.fix:
             console.print(Text(f"    fix  {visible(finding.fix)}", style="cyan"), soft_wrap=True)
-    console.print(Text(_verdict(report.findings), style="bold"))
+    console.print(Text(_conclusion(report.findings), style="bold"))
 
 
 def _about(file: FileReport) -> str:
@@ -205,7 +205,7 @@ def _about(file: FileReport) -> str:
     return visible(f"{file.path}: {rows(file.num_rows)}, read as {file.recipe or 'nothing'} ({sources})")
 
 
-def _verdict(findings: Sequence[DataFinding]) -> str:
+def _conclusion(findings: Sequence[DataFinding]) -> str:
     counts = [
         (sum(finding.severity == severity for finding in findings), severity)
         for severity in ("error", "warning", "info")
@@ -240,7 +240,7 @@ def _markdown(report: CheckReport) -> Iterator[str]:
         yield f"\nPrompt lengths in {report.lengths.unit}: {summary}."
     for line in comparison_lines([one.to_json() for one in report.leakage]):
         yield f"\n{_cell(line)}"
-    yield f"\n**{_verdict(report.findings)}**\n"
+    yield f"\n**{_conclusion(report.findings)}**\n"
     if report.findings:
         yield "| | what | count | first | fix |"
         yield "| --- | --- | ---: | --- | --- |"

@@ -28,7 +28,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 #: Seconds between two readings of a watched log.
 _POLL_S = 0.5
-_EMBEDDED_TASK = "embedded/addition"
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "died": "red", "stopped": "yellow"}
 
 
@@ -71,25 +70,27 @@ def watch(
     rlctl watch runs/rlctl/rloo-seq-is-20260101-120000 --plain
     """
     from rlctl.track.console import ConsoleSink
+    from rlctl.track.jsonl import METRICS_FILE
     from rlctl.track.open_run import open_run
-    from rlctl.track.run_state import read_state
+    from rlctl.track.run_state import is_running, read_state
 
-    record = open_run(run_dir)
-    state = read_state(run_dir)
-    sink = ConsoleSink(str(run_dir), state.total_steps or 0, plain=plain)
-    num_rows = 0
+    record, log = open_run(run_dir), run_dir / METRICS_FILE
+    sink = ConsoleSink(str(run_dir), read_state(run_dir).total_steps or 0, plain=plain)
+    num_rows = num_bytes = 0
     try:
         while True:
-            state = read_state(run_dir)  # before the rows: the last ones are shown even if it ends meanwhile
-            rows = record.rows()[num_rows:] if state.state != "empty" or num_rows else []
+            running = is_running(run_dir)  # asked before the rows are read, so that none is missed
+            size = log.stat().st_size if log.exists() else 0
+            rows = record.rows()[num_rows:] if size != num_bytes else []
             for row in rows:
                 sink.log(int(row.pop("step")), {k: float(v) for k, v in row.items() if k != "timestamp"})
-            num_rows += len(rows)
-            if state.state != "running":
+            num_rows, num_bytes = num_rows + len(rows), size
+            if not running:
                 break
             time.sleep(_POLL_S)
     finally:
         sink.close("watched")
+    state = read_state(run_dir)
     typer.echo(f"{state.state} after step {state.step}" + (f": {state.reason}" if state.reason else ""))
 
 
@@ -163,7 +164,8 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rlctl.cli.messages import printable
+    from rlctl.tiny.task import DATA_SOURCE
+    from rlctl.user_code import visible
 
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal
@@ -173,9 +175,9 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
         head = f"step {step}  reward {reward}  {row['num_tokens']} tokens{cut}  log ρ {row['log_ratio']:+.4f}"
         console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
         for name in ("prompt", "response", "ground_truth"):
-            console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), printable(row[name])))
+            console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), visible(row[name])))
         console.print()
-    if any(row["data_source"] == _EMBEDDED_TASK for row in rows):
+    if any(row["data_source"] == DATA_SOURCE for row in rows):
         console.print(Text("The built-in task writes sums lowest digit first: 431 is 134.", "dim"))
 
 

@@ -10,7 +10,6 @@ import netrc
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 
 from rlctl.doctor.doctor_report import Check
 from rlctl.files import cache_root
+from rlctl.processes import command_output
 from rlctl.spec.hardware import gpus
 from rlctl.spec.model_size import hub_cache
 
@@ -28,7 +28,6 @@ _GIB = 2**30
 DISK_NEEDED, DISK_USUAL = 1 * _GIB, 10 * _GIB
 #: NCCL exchanges data between ranks through it; containers often have 64 MiB only.
 SHARED_MEMORY, SHARED_MEMORY_USUAL = Path("/dev/shm"), 1 * _GIB
-_COMMAND_S = 10
 _YES = {"1", "true", "yes", "on"}
 
 
@@ -96,7 +95,7 @@ def _shared_memory() -> Check:
 
 def _compiler() -> Check:
     command = os.environ.get("CXX") or "c++"
-    compiler = _output(*command.split(), "--version").partition("\n")[0]
+    compiler = command_output(*command.split(), "--version").partition("\n")[0]
     has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
     missing = [
         name for name, is_there in {command: bool(compiler), "ninja": has_ninja}.items() if not is_there
@@ -147,12 +146,3 @@ def _is_logged_in() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _output(*command: str) -> str:
-    """A command's standard output, empty if it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()

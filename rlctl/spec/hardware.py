@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Literal
+
+from rlctl.processes import command_output
 
 #: NVIDIA GPUs compute bf16 from this compute capability on (Ampere).
 _BF16_CAPABILITY = 8.0
 #: Flags of a CPU that computes bf16: without one of them torch emulates it, many times slower than fp32.
 _BF16_FLAGS = {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16"}
 _CPU_INFO = Path("/proc/cpuinfo")
-_COMMAND_S = 10
 
 
 def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:
@@ -50,9 +50,4 @@ def _cpu_flags() -> frozenset[str]:
 @cache
 def _driver_says(query: str) -> list[str]:
     """One line per GPU; empty without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
+    return command_output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").splitlines()

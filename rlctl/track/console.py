@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from rlctl.track.startup import wants_plain_lines
 
 #: The panel redraws this often per second, by a thread of its own: a step only passes its numbers.
 REFRESH_PER_SECOND = 4
@@ -107,7 +108,7 @@ class ConsoleSink:
         self._printed_step: int | None = None
         self._live: Live | None = None
         console = Console(file=self._stream)
-        is_plain = plain or os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
+        is_plain = plain or wants_plain_lines()
         if self._stream.isatty() and console.is_interactive and not is_plain:
             self._sparks = (console.encoding or "").lower().startswith("utf")
             live = Live(

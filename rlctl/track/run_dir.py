@@ -6,11 +6,11 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from rlctl.errors import RlctlError, UsageError
 from rlctl.files import write_text
+from rlctl.processes import command_output
 from rlctl.track.redact import redact_command, redact_lines
 
 SPEC_FILE = "spec.yaml"
@@ -26,6 +27,7 @@ ENVIRONMENT_FILE = "environment.json"
 SUMMARY_FILE = "summary.json"
 FAILURE_FILE = "failure.json"
 _LOCK, HOLDER_FILE = ".lock", ".lock.json"
+_output = partial(command_output, timeout_s=5.0)
 _PACKAGES = (
     "rlctl",
     "torch",
@@ -215,12 +217,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _output(*command: str) -> str:
-    """A command's standard output, empty if it is missing, fails or takes over five seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()

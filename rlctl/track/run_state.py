@@ -72,7 +72,7 @@ def read_state(run_dir: Path) -> RunState:
     stopped = summary.get("guardrails", {}).get("stopped_because")
     state: State
     reason = None
-    if _is_held(run_dir / HOLDER_FILE):
+    if is_running(run_dir):
         state = "running"
     elif failure:
         state, reason = "failed", str(failure.get("what", "unknown"))
@@ -149,8 +149,9 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     return last, {}
 
 
-def _is_held(path: Path) -> bool:
-    """Whether the process that wrote the lock's record lives; one of another host is taken to."""
+def is_running(run_dir: Path) -> bool:
+    """Whether the process that holds the run's lock lives; one of another host is taken to."""
+    path = run_dir / HOLDER_FILE
     holder = _mapping(path)
     if not holder:
         return False

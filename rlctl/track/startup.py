@@ -11,6 +11,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
+def wants_plain_lines() -> bool:
+    """Whether `RLCTL_PLAIN` asks for plain lines on a terminal too."""
+    return os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
+
+
 class Startup:
     """Shows one phase after another on stderr; a context manager that clears the spinner.
 
@@ -21,9 +26,8 @@ class Startup:
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
         console = Console(stderr=True)
-        is_plain = os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
         self._progress: Progress | None = None
-        if is_shown and console.is_interactive and sys.stderr.isatty() and not is_plain:
+        if is_shown and console.is_interactive and sys.stderr.isatty() and not wants_plain_lines():
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._progress = Progress(*columns, console=console, transient=True)
             self._task = self._progress.add_task("")

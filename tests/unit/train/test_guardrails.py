@@ -207,7 +207,7 @@ def test_what_decides_nothing_is_not_tightened() -> None:
 # --- batch by batch -----------------------------------------------------------------------------------
 
 
-WELL_VERDICT = UpdateDecision()
+WELL_DECIDED = UpdateDecision()
 #: What diagnosis says of a run that is well.
 NOTHING = SimpleNamespace(findings=())
 
@@ -229,7 +229,7 @@ def observed(guardrails, row, decisions):
     )
 
 
-def followed(rows, *overrides, decisions=(WELL_VERDICT, WELL_VERDICT), history=()):
+def followed(rows, *overrides, decisions=(WELL_DECIDED, WELL_DECIDED), history=()):
     """(guardrails, run, notes, metrics by step) after these steps, or until it stops."""
     notes: list[str] = []
     run = run_of(alone(), f"{G}mode=act", *overrides, history=history, notes=notes)
@@ -499,7 +499,7 @@ def test_what_lies_behind_the_end_of_the_run_is_left_alone() -> None:
     run.total_steps = 59
     guardrails = guardrails_of(run)
     for row in rows_with(45, **TOWARDS):
-        observed(guardrails, row, (WELL_VERDICT,))
+        observed(guardrails, row, (WELL_DECIDED,))
     assert guardrails.lr_scale == 1.0
     assert not any("at about step" in note for note in notes)
 

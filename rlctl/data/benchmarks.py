@@ -24,34 +24,20 @@ _FORMATS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv", ".arrow")
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    r"""One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        name: what `--data` and `--against` call it.
-        dataset: id of the data set on the Hugging Face hub; also the `data_source` of its rows.
-        revision: commit of that repository.
-        file: of the repository, with the questions.
-        num_questions: rows of the file.
-        sha256: of the file; None: not known.
-        split: of the data set.
-        columns: which its rows must have.
-        recipe: how a row becomes a prompt and a ground truth, see `rlctl.data.layouts`.
-        instruction: follows the question after a newline.
-        grader: grades the responses.
-        prompt_key, answer_key: columns the recipe reads; None: its own.
-    """
-
-    name: str
-    dataset: str
-    revision: str
-    file: str
-    num_questions: int
-    sha256: str | None = None
-    split: str = "test"
-    columns: tuple[str, ...] = ("problem", "answer")
-    recipe: RecipeName = "generic"
-    instruction: str = BOX_INSTRUCTION
-    grader: str = "maths"
+    name: str  # what `--data` and `--against` call it
+    dataset: str  # id of the data set on the Hugging Face hub; also the `data_source` of its rows
+    revision: str  # commit of that repository
+    file: str  # of the repository, with the questions
+    num_questions: int  # rows of the file
+    sha256: str | None = None  # of the file; None: not known
+    split: str = "test"  # of the data set
+    columns: tuple[str, ...] = ("problem", "answer")  # which its rows must have
+    recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.layouts`
+    instruction: str = BOX_INSTRUCTION  # follows the question after a newline
+    grader: str = "maths"  # grades the responses
+    #: prompt_key, answer_key: columns the recipe reads; None: its own
     prompt_key: str | None = "problem"
     answer_key: str | None = "answer"
 

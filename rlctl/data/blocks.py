@@ -52,39 +52,23 @@ Content = FileRange | bytes | list[Any] | CsvRows | ArrowRows | OversizedLine
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive rows of one file.
-
-    Attributes:
-        path: the file.
-        source: what rows without a `data_source` of their own are called.
-        first_number: line (text files) or row (the others) of the first one, from 1.
-        content: the rows, or where they are.
-        num_bytes: bytes of the file that were read for it, for progress.
-    """
+    """Consecutive rows of one file."""
 
     path: Path
-    source: str
-    first_number: int
-    content: Content
-    num_bytes: int
+    source: str  # what rows without a `data_source` of their own are called
+    first_number: int  # line (text files) or row (the others) of the first one, from 1
+    content: Content  # the rows, or where they are
+    num_bytes: int  # bytes of the file that were read for it, for progress
 
 
 class Record(NamedTuple):
-    """One row of input, readable or not.
-
-    Attributes:
-        path: the file.
-        number: line (text files) or row (JSON arrays, Parquet), from 1.
-        values: its columns; None when it could not be read.
-        problem: why not.
-        source: the text as it stood in the file, where there is one.
-    """
+    """One row of input, readable or not."""
 
     path: Path
-    number: int
-    values: dict[str, Any] | None
-    problem: str = ""
-    source: bytes | str | None = None
+    number: int  # line (text files) or row (JSON arrays, Parquet), from 1
+    values: dict[str, Any] | None  # its columns; None when it could not be read
+    problem: str = ""  # why not
+    source: bytes | str | None = None  # the text as it stood in the file, where there is one
 
     @property
     def where(self) -> str:

@@ -228,24 +228,17 @@ def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One column layout.
+    """One column layout."""
 
-    Attributes:
-        about: what it is, in one line.
-        prompt_key, answer_key: columns read; a dot reaches inside, `|` separates alternatives.
-        recognises: whether a record has it.
-        read: (record, prompt_key, answer_key) → what it asks; raises RowError.
-        data_source: of its rows where the record names none; "": the file's name.
-        instruction: put after the question unless the user says otherwise.
-    """
-
-    about: str
+    about: str  # what it is, in one line
+    #: prompt_key, answer_key: columns read; a dot reaches inside, `|` separates alternatives
     prompt_key: str
     answer_key: str
-    recognises: Callable[[Values], bool]
+    recognises: Callable[[Values], bool]  # whether a record has it
+    #: (record, prompt_key, answer_key) → what it asks; raises RowError
     read: Callable[[Values, str, str], ParsedRecord]
-    data_source: str = ""
-    instruction: str = ""
+    data_source: str = ""  # of its rows where the record names none; "": the file's name
+    instruction: str = ""  # put after the question unless the user says otherwise
 
 
 def _has_any(values: Values, *names: str) -> bool:

@@ -19,26 +19,17 @@ __all__ = ["Recipe", "RecipeName", "read_rows", "recognise"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How records become rows. None means the recipe's own default, see `LAYOUTS`.
+    """How records become rows. None means the recipe's own default, see `LAYOUTS`."""
 
-    Attributes:
-        name: the column layout.
-        prompt_key: column of the prompt; a dot reaches into nested values, `|` separates alternatives.
-        answer_key: column of the answer.
-        data_source: names the source, and so the grader; default: the record's own, the recipe's, else the
-            file's name.
-        system_prompt: put before the conversation.
-        instruction: put after the last user message.
-        source_key: column that names each record's data source.
-    """
-
-    name: RecipeName
+    name: RecipeName  # the column layout
+    #: column of the prompt; a dot reaches into nested values, `|` separates alternatives
     prompt_key: str | None = None
-    answer_key: str | None = None
+    answer_key: str | None = None  # column of the answer
+    #: names the source, and so the grader; default: the record's own, the recipe's, else the file's name
     data_source: str | None = None
-    system_prompt: str | None = None
-    instruction: str | None = None
-    source_key: str | None = None
+    system_prompt: str | None = None  # put before the conversation
+    instruction: str | None = None  # put after the last user message
+    source_key: str | None = None  # column that names each record's data source
 
     def resolve(self) -> Recipe:
         """The same with the recipe's defaults filled in.

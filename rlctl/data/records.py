@@ -23,27 +23,19 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRecord:
-    """The prompt and the answer of one record.
+    """The prompt and the answer of one record."""
 
-    Attributes:
-        messages: the prompt, without what the recipe's options add.
-        ground_truth: what the grader compares with.
-        answer: the original answer.
-        question: what is asked, where `messages` hold more than that (an instruction); "": all of them.
-        data_source: named by the record itself.
-        ability, style, extra: as in `Row`.
-        index: the record's own number; None: its place in the input.
-    """
-
-    messages: tuple[Message, ...]
-    ground_truth: str
-    answer: str = ""
+    messages: tuple[Message, ...]  # the prompt, without what the recipe's options add
+    ground_truth: str  # what the grader compares with
+    answer: str = ""  # the original answer
+    #: what is asked, where `messages` hold more than that (an instruction); "": all of them
     question: str = ""
-    data_source: str = ""
+    data_source: str = ""  # named by the record itself
+    #: ability, style, extra: as in `Row`
     ability: str = ""
     style: str = "rule"
     extra: Values = field(default_factory=dict)
-    index: int | None = None
+    index: int | None = None  # the record's own number; None: its place in the input
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:

@@ -30,33 +30,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt and how its answers are graded.
+    """A prompt and how its answers are graded."""
 
-    Attributes:
-        data_source: where it comes from; chooses the grader.
-        prompt: the conversation so far, at least one message.
-        ground_truth: what the grader compares with.
-        ability: kind of task, for reports.
-        style: `rule`, `model` or `code`: how it is graded.
-        split: `train` or `test`.
-        index: place in the original input, from 0.
-        question: the original prompt text, before any instruction was added.
-        answer: the original answer text, reasoning included.
-        extra: `extra_info` as user functions get it, JSON-able; a row that was read has all its fields there.
-        where: `file:row` it was read from, for messages; not written.
-    """
-
-    data_source: str
-    prompt: tuple[Message, ...]
-    ground_truth: str
-    ability: str = ""
-    style: str = "rule"
-    split: str = ""
-    index: int = 0
-    question: str = ""
-    answer: str = ""
+    data_source: str  # where it comes from; chooses the grader
+    prompt: tuple[Message, ...]  # the conversation so far, at least one message
+    ground_truth: str  # what the grader compares with
+    ability: str = ""  # kind of task, for reports
+    style: str = "rule"  # `rule`, `model` or `code`: how it is graded
+    split: str = ""  # `train` or `test`
+    index: int = 0  # place in the original input, from 0
+    question: str = ""  # the original prompt text, before any instruction was added
+    answer: str = ""  # the original answer text, reasoning included
+    #: `extra_info` as user functions get it, JSON-able; a row that was read has all its fields there
     extra: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""
+    where: str = ""  # `file:row` it was read from, for messages; not written
 
     @property
     def other(self) -> str:

@@ -47,15 +47,10 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file.
-
-    Attributes:
-        path: the file.
-        name: data source of rows where neither they nor the request name one.
-    """
+    """One input file."""
 
     path: Path
-    name: str
+    name: str  # data source of rows where neither they nor the request name one
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:

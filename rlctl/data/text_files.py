@@ -42,21 +42,13 @@ _CONTAINER = re.compile(rb'\s*\{\s*"(?i:' + "|".join(CONTAINERS).encode() + rb')
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """An open text file.
+    """An open text file."""
 
-    Attributes:
-        file: its bytes, decompressed, as UTF-8.
-        head: the first of them, at most about `HEAD_BYTES`.
-        is_whole: the head is the whole file.
-        position: how many bytes of the file on disk were read so far.
-        in_place: `file` has the bytes of the file on disk.
-    """
-
-    file: Any
-    head: bytes
-    is_whole: bool
-    position: Callable[[], int]
-    in_place: bool
+    file: Any  # its bytes, decompressed, as UTF-8
+    head: bytes  # the first of them, at most about `HEAD_BYTES`
+    is_whole: bool  # the head is the whole file
+    position: Callable[[], int]  # how many bytes of the file on disk were read so far
+    in_place: bool  # `file` has the bytes of the file on disk
 
 
 @contextmanager

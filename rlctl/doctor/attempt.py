@@ -29,17 +29,11 @@ _LONGEST = 300
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """How a trial ended.
+    """How a trial ended."""
 
-    Attributes:
-        works: whether it succeeded.
-        found: its result, or how it failed.
-        fix: the fix that its own error names, if any.
-    """
-
-    works: bool
-    found: str
-    fix: str | None = None
+    works: bool  # whether it succeeded
+    found: str  # its result, or how it failed
+    fix: str | None = None  # the fix that its own error names, if any
 
 
 def attempt(target: str, limit_s: float) -> TrialOutcome:

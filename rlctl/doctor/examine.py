@@ -14,23 +14,14 @@ from rlctl.doctor.machine import machine_checks
 
 
 class EngineTrial(NamedTuple):
-    """A function that is called in a separate process.
+    """A function that is called in a separate process."""
 
-    Attributes:
-        name: what it is called in the report.
-        module: without this package nothing is tried.
-        target: `module:function` to call.
-        limit_s: seconds it may take; the first start of an engine compiles.
-        fix: what to do if the failure itself names no fix.
-        absent: how to install an optional engine; None: every run needs it.
-    """
-
-    name: str
-    module: str
-    target: str
-    limit_s: float
-    fix: str
-    absent: str | None = None
+    name: str  # what it is called in the report
+    module: str  # without this package nothing is tried
+    target: str  # `module:function` to call
+    limit_s: float  # seconds it may take; the first start of an engine compiles
+    fix: str  # what to do if the failure itself names no fix
+    absent: str | None = None  # how to install an optional engine; None: every run needs it
 
 
 _REINSTALL = "reinstall it together with torch: pip install --force-reinstall"

@@ -27,42 +27,30 @@ _Identity = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of both evaluations over the questions they share.
+    """One figure of both evaluations over the questions they share."""
 
-    Attributes:
-        name: `avg`, `pass@4`, `maj@8` …
-        a, b: the means.
-        a_stderr, b_stderr: their standard errors over the shared questions; None for one question.
-        difference: B − A, paired by question.
-        is_share: whether all values lie in [0, 1], so that differences are points.
-    """
-
-    name: str
+    name: str  # `avg`, `pass@4`, `maj@8` …
+    #: a, b: the means
     a: float
     b: float
-    difference: Difference
-    is_share: bool
+    difference: Difference  # B − A, paired by question
+    is_share: bool  # whether all values lie in [0, 1], so that differences are points
+    #: a_stderr, b_stderr: their standard errors over the shared questions; None for one question
     a_stderr: float | None
     b_stderr: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One data source, or all questions together.
+    """One data source, or all questions together."""
 
-    Attributes:
-        data_source: its name, or `overall`.
-        num_shared, num_only_a, num_only_b: questions of both, and those left out.
-        figures: of those with a value on both sides.
-        verdict: the conclusion from the mean rewards, in one sentence.
-    """
-
-    data_source: str
+    data_source: str  # its name, or `overall`
+    #: num_shared, num_only_a, num_only_b: questions of both, and those left out
     num_shared: int
     num_only_a: int
     num_only_b: int
-    figures: list[Figure]
-    verdict: str
+    figures: list[Figure]  # of those with a value on both sides
+    verdict: str  # the conclusion from the mean rewards, in one sentence
 
 
 @dataclass(frozen=True, slots=True)

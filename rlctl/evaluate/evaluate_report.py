@@ -29,29 +29,20 @@ _PACKAGES = ("rlctl", "torch", "transformers", "math-verify", "scipy", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found.
+    """What an evaluation found."""
 
-    Attributes:
-        about: what was sampled, and how: `model`, `data` and `sampling`, as in `results.json`.
-        reward: who graded.
-        scores: one per data source; with several, the last is of all together.
-        grader_errors: the first few failures, as text.
-        seconds: of sampling and grading.
-        timeouts: kind (time-out, memory, crash) → responses that ended their own grading; they are wrong.
-        num_stored: responses that were sampled by an earlier evaluation.
-        regraded: what it was graded from, and what changed; None: it was sampled.
-        notes: what the user should know.
-    """
-
+    #: what was sampled, and how: `model`, `data` and `sampling`, as in `results.json`
     about: Mapping[str, Any]
-    reward: RewardSpec
-    scores: list[Score]
-    grader_errors: list[str]
-    seconds: float
-    num_stored: int = 0
+    reward: RewardSpec  # who graded
+    scores: list[Score]  # one per data source; with several, the last is of all together
+    grader_errors: list[str]  # the first few failures, as text
+    seconds: float  # of sampling and grading
+    num_stored: int = 0  # responses that were sampled by an earlier evaluation
+    #: kind (time-out, memory, crash) → responses that ended their own grading; they are wrong
     timeouts: Mapping[str, int] = field(default_factory=dict)
+    #: what it was graded from, and what changed; None: it was sampled
     regraded: Mapping[str, Any] | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = field(default_factory=tuple)  # what the user should know
 
     @property
     def n(self) -> int:

@@ -61,18 +61,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegradeRequest:
-    """What to grade again.
+    """What to grade again."""
 
-    Attributes:
-        directory: of the evaluation.
-        ks: of pass@k; None: those of 1, 4, 8 that n allows.
-        reward: a grader's name or `file.py:function`; None: the evaluation's own.
-        out: directory to write, new or empty; None: next to the evaluation, named after the time.
-    """
-
-    directory: Path
-    ks: Sequence[int] | None = None
-    reward: str | None = None
+    directory: Path  # of the evaluation
+    ks: Sequence[int] | None = None  # of pass@k; None: those of 1, 4, 8 that n allows
+    reward: str | None = None  # a grader's name or `file.py:function`; None: the evaluation's own
+    #: directory to write, new or empty; None: next to the evaluation, named after the time
     out: Path | None = None
 
 

@@ -23,17 +23,11 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Grades:
-    """What `grade` found.
+    """What `grade` found."""
 
-    Attributes:
-        samples: with rewards and answers.
-        errors: the first few failures of the grader, as text.
-        timeouts: kind → responses that ended their own grading, which are wrong.
-    """
-
-    samples: list[EvalSample]
-    errors: list[str]
-    timeouts: dict[str, int]
+    samples: list[EvalSample]  # with rewards and answers
+    errors: list[str]  # the first few failures of the grader, as text
+    timeouts: dict[str, int]  # kind → responses that ended their own grading, which are wrong
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:

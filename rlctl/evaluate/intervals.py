@@ -21,20 +21,14 @@ _ALIKE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class IntervalFigure:
-    """A mean over questions and its 95 % confidence interval.
+    """A mean over questions and its 95 % confidence interval."""
 
-    Attributes:
-        value: the mean.
-        low, high: the interval; None for one question, and for equal values outside [0, 1].
-        num_questions: values it is made of.
-        stderr: standard error of the mean; 0 for equal values, None for one question.
-    """
-
-    value: float
+    value: float  # the mean
+    #: low, high: the interval; None for one question, and for equal values outside [0, 1]
     low: float | None
     high: float | None
-    num_questions: int
-    stderr: float | None = None
+    num_questions: int  # values it is made of
+    stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
 def estimate(per_question: Sequence[float], *, is_length: bool = False) -> IntervalFigure | None:
@@ -68,24 +62,17 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Inter
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A mean of per-question differences, its 95 % interval, and Student's paired test.
+    """A mean of per-question differences, its 95 % interval, and Student's paired test."""
 
-    Attributes:
-        value: the mean difference.
-        low, high: the interval; None where all differences are equal.
-        p_value: chance of a mean this far from 0 if there were no difference; None without interval.
-        deviation: standard deviation of the differences; None for a single question.
-        num_questions: differences it is made of.
-        stderr: standard error of the mean difference, deviation / √num_questions.
-    """
-
-    value: float
+    value: float  # the mean difference
+    #: low, high: the interval; None where all differences are equal
     low: float | None
     high: float | None
+    #: chance of a mean this far from 0 if there were no difference; None without interval
     p_value: float | None
-    deviation: float | None
-    num_questions: int
-    stderr: float | None = None
+    deviation: float | None  # standard deviation of the differences; None for a single question
+    num_questions: int  # differences it is made of
+    stderr: float | None = None  # standard error of the mean difference, deviation / √num_questions
 
 
 def paired(differences: Sequence[float]) -> Difference | None:

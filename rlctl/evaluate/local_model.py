@@ -40,23 +40,16 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine: where it is, what it is, and what it runs in.
+    """A model on this machine: where it is, what it is, and what it runs in."""
 
-    Attributes:
-        directory: its files.
-        tokenizer: its tokenizer.
-        context: tokens of prompt and response it can read together; None: no limit is known.
-        sha256: of its files, see `files_hash`.
-        engine, dtype: what it runs in.
-        trust_remote_code, attn_implementation, engine_kwargs: as in the spec; the last one is vLLM's.
-    """
-
-    directory: Path
+    directory: Path  # its files
     tokenizer: Any
-    context: int | None
-    sha256: str
+    context: int | None  # tokens of prompt and response it can read together; None: no limit is known
+    sha256: str  # of its files, see `files_hash`
+    #: engine, dtype: what it runs in
     engine: EngineName
     dtype: Dtype
+    #: trust_remote_code, attn_implementation, engine_kwargs: as in the spec; the last one is vLLM's
     trust_remote_code: bool
     attn_implementation: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -23,31 +23,21 @@ _PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What is asked.
+    """What is asked."""
 
-    Attributes:
-        rows: prompts with ground truths, in the order of `--data`.
-        files: what they were read from.
-        benchmarks: entries of the table with the file read and its SHA-256; JSON-able.
-        notes: what the user should know.
-    """
-
-    rows: list[Row]
-    files: list[str]
+    rows: list[Row]  # prompts with ground truths, in the order of `--data`
+    files: list[str]  # what they were read from
+    #: entries of the table with the file read and its SHA-256; JSON-able
     benchmarks: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the user should know
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How files of other layouts than verl's are read; None: recognised by the first row.
+    """How files of other layouts than verl's are read; None: recognised by the first row."""
 
-    Attributes:
-        recipe: the column layout.
-        prompt_key, answer_key, data_source, instruction: as in `Recipe`.
-    """
-
-    recipe: RecipeName | None = None
+    recipe: RecipeName | None = None  # the column layout
+    #: prompt_key, answer_key, data_source, instruction: as in `Recipe`
     prompt_key: str | None = None
     answer_key: str | None = None
     data_source: str | None = None

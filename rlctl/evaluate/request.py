@@ -32,70 +32,46 @@ MIN_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class EvaluateRequest:
-    """What to evaluate, and how.
+    """What to evaluate, and how."""
 
-    Attributes:
-        model_or_run: run directory, model directory or hub id; with the engine `openai` the server's name
-            for the model, or None: the only one it serves.
-        data: benchmarks by name, and files; empty: the run's own validation files.
-        columns: how files are read that are not in verl's row schema.
-        benchmarks_dir: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub.
-        n: responses per question.
-        ks: of pass@k; None: those of 1, 4, 8 that n allows.
-        temperature: of sampling; 0: the likeliest token, which takes n = 1.
-        top_p: nucleus sampling.
-        max_response_length: tokens; None: the run's own, or 512, at most half of the model's context.
-        limit: questions at most, the first ones; None: all.
-        seed: of sampling.
-        reward: a grader's name or `file.py:function`; None: by data source if a benchmark is among the data,
-            else the run's own, or by data source.
-        engine: who samples; None: the run's own, or `hf`.
-        base_url: of the server behind the engine `openai`.
-        concurrency: requests open at once at that server.
-        timeout: seconds that server may take for one response.
-        fresh: replace stored responses.
-        out: directory to write, new or empty; None: `evaluations/<time>` in the run, or here.
-        batch_size: sequences generated at once.
-    """
-
+    #: run directory, model directory or hub id; with the engine `openai` the server's name for the model, or
+    #: None: the only one it serves
     model_or_run: str | None
+    #: benchmarks by name, and files; empty: the run's own validation files
     data: list[str] = field(default_factory=list)
-    columns: Columns = field(default_factory=Columns)
+    columns: Columns = field(default_factory=Columns)  # how files are read that are not in verl's row schema
+    #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
-    n: int = 8
-    ks: Sequence[int] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    n: int = 8  # responses per question
+    ks: Sequence[int] | None = None  # of pass@k; None: those of 1, 4, 8 that n allows
+    temperature: float = 1.0  # of sampling; 0: the likeliest token, which takes n = 1
+    top_p: float = 1.0  # nucleus sampling
+    #: tokens; None: the run's own, or 512, at most half of the model's context
     max_response_length: int | None = None
-    limit: int | None = None
-    seed: int = 1
+    limit: int | None = None  # questions at most, the first ones; None: all
+    seed: int = 1  # of sampling
+    #: a grader's name or `file.py:function`; None: by data source if a benchmark is among the data, else the
+    #: run's own, or by data source
     reward: str | None = None
-    engine: EngineName | None = None
-    base_url: str | None = None
-    concurrency: int = 32
-    timeout: float = 600.0
-    fresh: bool = False
+    engine: EngineName | None = None  # who samples; None: the run's own, or `hf`
+    base_url: str | None = None  # of the server behind the engine `openai`
+    concurrency: int = 32  # requests open at once at that server
+    timeout: float = 600.0  # seconds that server may take for one response
+    fresh: bool = False  # replace stored responses
+    #: directory to write, new or empty; None: `evaluations/<time>` in the run, or here
     out: Path | None = None
-    batch_size: int = 256
+    batch_size: int = 256  # sequences generated at once
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A request that has been checked.
+    """A request that has been checked."""
 
-    Attributes:
-        request: as given.
-        ks: of pass@k, ascending.
-        target: the model; its `model_path` is "" where a server is asked for its only model.
-        reward: who grades.
-        questions: what is asked, cut to the request's limit.
-    """
-
-    request: EvaluateRequest
-    ks: list[int]
-    target: Target
-    reward: RewardSpec
-    questions: Questions
+    request: EvaluateRequest  # as given
+    ks: list[int]  # of pass@k, ascending
+    target: Target  # the model; its `model_path` is "" where a server is asked for its only model
+    reward: RewardSpec  # who grades
+    questions: Questions  # what is asked, cut to the request's limit
 
 
 def check_request(request: EvaluateRequest) -> Plan:

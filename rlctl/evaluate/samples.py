@@ -26,34 +26,21 @@ _AS_JSON = ("messages", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class EvalSample:
-    """One response to one question.
+    """One response to one question."""
 
-    Attributes:
-        question_index: the question's place among those asked, from 0.
-        sample_index: 0 … n − 1.
-        data_source: the question's source.
-        prompt: as the model reads it.
-        response: what the model said.
-        ground_truth: what the grader compares with.
-        truncated: cut off at the length limit.
-        num_tokens: of the response, end of sequence included.
-        messages: the question as a conversation, before any chat template; () where it is not known.
-        extra_info: of the data, for graders.
-        reward: None where the grader failed, and before grading.
-        answer: what the response answers, for majority votes; None: no answer, or none is read.
-    """
-
-    question_index: int
-    sample_index: int
-    data_source: str
-    prompt: str
-    response: str
-    ground_truth: str
-    truncated: bool
-    num_tokens: int
+    question_index: int  # the question's place among those asked, from 0
+    sample_index: int  # 0 … n − 1
+    data_source: str  # the question's source
+    prompt: str  # as the model reads it
+    response: str  # what the model said
+    ground_truth: str  # what the grader compares with
+    truncated: bool  # cut off at the length limit
+    num_tokens: int  # of the response, end of sequence included
+    #: the question as a conversation, before any chat template; () where it is not known
     messages: Sequence[Mapping[str, str]] = ()
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    reward: float | None = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the data, for graders
+    reward: float | None = None  # None where the grader failed, and before grading
+    #: what the response answers, for majority votes; None: no answer, or none is read
     answer: str | None = None
 
 

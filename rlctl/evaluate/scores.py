@@ -63,19 +63,12 @@ def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The samples of one question.
+    """The samples of one question."""
 
-    Attributes:
-        data_source: the question's source.
-        samples: all of them.
-        graded: those the grader did not fail on.
-        has_votes: whether any response of its source gives an answer; without, maj@n means nothing.
-    """
-
-    data_source: str
-    samples: list[EvalSample]
-    graded: list[EvalSample]
-    has_votes: bool
+    data_source: str  # the question's source
+    samples: list[EvalSample]  # all of them
+    graded: list[EvalSample]  # those the grader did not fail on
+    has_votes: bool  # whether any response of its source gives an answer; without, maj@n means nothing
 
     def figures(self, ks: Sequence[int], n: int) -> dict[str, float | None]:
         """Its figures by name, None where it has no value.
@@ -96,35 +89,24 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The figures of one data source, or of all questions together. Every mean is over questions.
+    """The figures of one data source, or of all questions together. Every mean is over questions."""
 
-    Attributes:
-        data_source: its name, or `overall`.
-        num_questions, num_samples: how much was evaluated.
-        num_grader_errors: samples the grader failed on; they are left out, not scored 0.
-        num_short: questions with fewer than n graded samples.
-        avg: mean reward (avg@n) of the graded samples; None when nothing could be graded.
-        pass_at: k → pass@k, over the questions with at least k graded samples.
-        majority: maj@n, by the votes of the graded samples; None where the reward reads no answers.
-        truncated_fraction: samples cut off at the length limit.
-        mean_length: response tokens per sample.
-        grader_error_fraction: samples the grader failed on.
-        worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples the grader failed on were wrong, or
-            all right. Given in the place of `avg`, `pass_at` and `majority`, which are then None, where the
-            grader failed on too many; else None.
-    """
-
-    data_source: str
+    data_source: str  # its name, or `overall`
+    #: num_questions, num_samples: how much was evaluated
     num_questions: int
     num_samples: int
-    num_grader_errors: int
-    num_short: int
-    avg: IntervalFigure | None
-    pass_at: dict[int, IntervalFigure | None]
+    num_grader_errors: int  # samples the grader failed on; they are left out, not scored 0
+    num_short: int  # questions with fewer than n graded samples
+    avg: IntervalFigure | None  # mean reward (avg@n) of the graded samples; None when nothing could be graded
+    pass_at: dict[int, IntervalFigure | None]  # k → pass@k, over the questions with at least k graded samples
+    #: maj@n, by the votes of the graded samples; None where the reward reads no answers
     majority: IntervalFigure | None
-    truncated_fraction: IntervalFigure | None
-    mean_length: IntervalFigure | None
-    grader_error_fraction: IntervalFigure | None
+    truncated_fraction: IntervalFigure | None  # samples cut off at the length limit
+    mean_length: IntervalFigure | None  # response tokens per sample
+    grader_error_fraction: IntervalFigure | None  # samples the grader failed on
+    #: worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples the grader failed on were wrong, or
+    #: all right. Given in the place of `avg`, `pass_at` and `majority`, which are then None, where the grader
+    #: failed on too many; else None
     worst_case: dict[str, float] | None = None
     best_case: dict[str, float] | None = None
 

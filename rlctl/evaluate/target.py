@@ -15,23 +15,17 @@ from rlctl.tiny.embedded import ensure_embedded
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model and the data to ask it.
+    """A model and the data to ask it."""
 
-    Attributes:
-        model_path: Hugging Face directory or hub id.
-        data_files: Parquet in verl's row schema.
-        run_dir, step, spec: of the run it comes from, if it comes from one.
-        checksums: file of the model → SHA-256, where they are known.
-        notes: what the user should know, such as damaged checkpoints passed over.
-    """
-
-    model_path: str
-    data_files: list[str]
+    model_path: str  # Hugging Face directory or hub id
+    data_files: list[str]  # Parquet in verl's row schema
+    #: run_dir, step, spec: of the run it comes from, if it comes from one
     run_dir: Path | None = None
     step: int | None = None
     spec: RunSpec | None = None
+    #: file of the model → SHA-256, where they are known
     checksums: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user should know, such as damaged checkpoints passed over
 
 
 def find_target(model_or_run: str, data_files: list[str]) -> Target:

@@ -54,40 +54,26 @@ _DETAIL = re.compile(r"'[^']*'|\d+")
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What to check.
+    """What to check."""
 
-    Attributes:
-        files: files, directories, or anything else `prepare` reads.
-        model: whose tokenizer and chat template measure the prompts; None: characters are counted.
-        against: benchmarks by name, and files, whose questions must not occur in `files`.
-        max_prompt_length: tokens a prompt may have; characters where there is no model.
-        trust_remote_code: the model's tokenizer may run code of its own.
-    """
-
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # files, directories, or anything else `prepare` reads
+    #: whose tokenizer and chat template measure the prompts; None: characters are counted
     model: str | None = None
-    against: tuple[str, ...] = ()
-    max_prompt_length: int | None = None
-    trust_remote_code: bool = False
+    against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not occur in `files`
+    max_prompt_length: int | None = None  # tokens a prompt may have; characters where there is no model
+    trust_remote_code: bool = False  # the model's tokenizer may run code of its own
 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What a file is.
+    """What a file is."""
 
-    Attributes:
-        path: of the file.
-        recipe: the layout its first row has; None: no row can be read.
-        num_rows: usable or not.
-        columns: name → type: Arrow's of Parquet, of other formats Python's of the first row's value.
-        sources: data source → usable rows.
-    """
-
-    path: Path
-    recipe: RecipeName | None
-    num_rows: int
+    path: Path  # of the file
+    recipe: RecipeName | None  # the layout its first row has; None: no row can be read
+    num_rows: int  # usable or not
+    #: name → type: Arrow's of Parquet, of other formats Python's of the first row's value
     columns: dict[str, str]
-    sources: dict[str, int]
+    sources: dict[str, int]  # data source → usable rows
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -97,21 +83,13 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Everything found.
+    """Everything found."""
 
-    Attributes:
-        files: in the order given.
-        findings: worst first.
-        lengths: of all usable prompts.
-        model: what the lengths depend on; None: no model was given.
-        leakage: how many rows of each file occur in each file of `against`.
-    """
-
-    files: list[FileReport]
-    findings: list[DataFinding]
-    lengths: Histogram
-    model: dict[str, Any] | None = None
-    leakage: tuple[LeakageComparison, ...] = ()
+    files: list[FileReport]  # in the order given
+    findings: list[DataFinding]  # worst first
+    lengths: Histogram  # of all usable prompts
+    model: dict[str, Any] | None = None  # what the lengths depend on; None: no model was given
+    leakage: tuple[LeakageComparison, ...] = ()  # how many rows of each file occur in each file of `against`
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -151,19 +129,12 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
 
 @dataclass(frozen=True, slots=True)
 class _Probes:
-    """What all files are compared with.
+    """What all files are compared with."""
 
-    Attributes:
-        lengths: measures prompts in tokens; None: characters are counted.
-        reference: questions that must not occur.
-        limit: the longest a prompt may be; None: any length.
-        histogram: of the lengths of all usable prompts.
-    """
-
-    lengths: PromptLengths | None
-    reference: Reference
-    limit: int | None
-    histogram: Histogram
+    lengths: PromptLengths | None  # measures prompts in tokens; None: characters are counted
+    reference: Reference  # questions that must not occur
+    limit: int | None  # the longest a prompt may be; None: any length
+    histogram: Histogram  # of the lengths of all usable prompts
 
 
 class _FileCheck:

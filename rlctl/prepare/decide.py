@@ -38,19 +38,12 @@ class RowStatus(IntEnum):
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided so far.
+    """What was decided so far."""
 
-    Attributes:
-        status: (rows,) a `RowStatus` each.
-        is_test: (rows,) on the test side of the split.
-        report: figures for the manifest.
-        findings: what the user should know.
-    """
-
-    status: NDArray[np.uint8]
-    is_test: NDArray[np.bool_]
-    report: dict[str, Any] = field(default_factory=dict)
-    findings: list[DataFinding] = field(default_factory=list)
+    status: NDArray[np.uint8]  # (rows,) a `RowStatus` each
+    is_test: NDArray[np.bool_]  # (rows,) on the test side of the split
+    report: dict[str, Any] = field(default_factory=dict)  # figures for the manifest
+    findings: list[DataFinding] = field(default_factory=list)  # what the user should know
 
     @property
     def is_kept(self) -> NDArray[np.bool_]:

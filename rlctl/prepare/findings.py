@@ -103,24 +103,16 @@ _CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-f
 
 @dataclass(frozen=True, slots=True)
 class DataFinding:
-    """One thing found in data.
+    """One thing found in data."""
 
-    Attributes:
-        code: its name, for scripts: `duplicates`, `leak-exact`, …
-        severity: `error`: training fails or learns the wrong thing; `warning`: check it before training;
-            `info`: good to know.
-        what: one sentence.
-        count: rows (or files) it holds for.
-        examples: the first few, as `file:row` or `file:row: detail`.
-        fix: what to do about it; "" where nothing needs doing.
-    """
-
-    code: str
+    code: str  # its name, for scripts: `duplicates`, `leak-exact`, …
+    #: `error`: training fails or learns the wrong thing; `warning`: check it before training; `info`: good to
+    #: know
     severity: Severity
-    what: str
-    count: int
-    examples: tuple[str, ...] = ()
-    fix: str = ""
+    what: str  # one sentence
+    count: int  # rows (or files) it holds for
+    examples: tuple[str, ...] = ()  # the first few, as `file:row` or `file:row: detail`
+    fix: str = ""  # what to do about it; "" where nothing needs doing
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types, for manifests and reports."""

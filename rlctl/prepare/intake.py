@@ -28,16 +28,11 @@ SMALL_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What the first pass found.
+    """What the first pass found."""
 
-    Attributes:
-        num_bad: rows that were never staged.
-        bad_places: places of staged rows that are bad as well.
-        findings: data sources without a grader, ground truths such rows have, and doubtful answers.
-    """
-
-    num_bad: int
-    bad_places: list[int]
+    num_bad: int  # rows that were never staged
+    bad_places: list[int]  # places of staged rows that are bad as well
+    #: data sources without a grader, ground truths such rows have, and doubtful answers
     findings: list[DataFinding]
 
 

@@ -48,19 +48,12 @@ LOCAL_ROWS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class LeakageComparison:
-    """How many rows of one set occur in a file; also where none does.
+    """How many rows of one set occur in a file; also where none does."""
 
-    Attributes:
-        rows_of: the rows that were compared: a split, or a file.
-        against: the file.
-        num_rows: rows compared.
-        counts: rows that occur, by the strictest kind of match.
-    """
-
-    rows_of: str
-    against: str
-    num_rows: int
-    counts: Mapping[Kind, int]
+    rows_of: str  # the rows that were compared: a split, or a file
+    against: str  # the file
+    num_rows: int  # rows compared
+    counts: Mapping[Kind, int]  # rows that occur, by the strictest kind of match
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""

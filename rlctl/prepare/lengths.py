@@ -22,17 +22,12 @@ _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What measuring rows found; three lists as long as the rows.
+    """What measuring rows found; three lists as long as the rows."""
 
-    Attributes:
-        rows: the rows; one that was cut is another object than the one handed in.
-        num_tokens: of the rendered prompt, after cutting; 0 where it cannot be rendered.
-        problems: "" or why the row cannot be used: the template refuses it, it starts with two start tokens,
-            or nothing of its question would be left after cutting.
-    """
-
-    rows: list[Row]
-    num_tokens: list[int]
+    rows: list[Row]  # the rows; one that was cut is another object than the one handed in
+    num_tokens: list[int]  # of the rendered prompt, after cutting; 0 where it cannot be rendered
+    #: "" or why the row cannot be used: the template refuses it, it starts with two start tokens, or nothing
+    #: of its question would be left after cutting
     problems: list[str]
 
 

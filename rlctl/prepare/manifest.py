@@ -18,19 +18,13 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Attributes:
-    made_from: inputs with their hashes, recipe, split, versions: everything the output depends on.
-    counts: rows in, in each split, quarantined, and dropped for each reason.
-    report: what was found: duplicates, leakage, lengths, findings.
-    splits: split → its Parquet files.
-    outputs: file name → sha256.
-    """
+    """What a prepared directory was made from, and what it holds."""
 
-    made_from: Mapping[str, Any]
-    counts: Mapping[str, int]
-    report: Mapping[str, Any]
-    splits: Mapping[str, list[str]]
-    outputs: Mapping[str, str]
+    made_from: Mapping[str, Any]  # all that the output depends on: hashes of inputs, recipe, split, versions
+    counts: Mapping[str, int]  # rows in, in each split, quarantined, and dropped for each reason
+    report: Mapping[str, Any]  # what was found: duplicates, leakage, lengths, findings
+    splits: Mapping[str, list[str]]  # split → its Parquet files
+    outputs: Mapping[str, str]  # file name → sha256
 
     def write(self, directory: Path) -> None:
         """Write it, without dates: equal work gives equal bytes."""

@@ -73,17 +73,11 @@ def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to write.
-
-    Attributes:
-        path: the file.
-        split: `train` or `test`.
-        parts: where its rows are: blocks, and places in each.
-    """
+    """One file to write."""
 
     path: Path
-    split: str
-    parts: list[tuple[StagedBlock, NDArray[np.int32]]]
+    split: str  # `train` or `test`
+    parts: list[tuple[StagedBlock, NDArray[np.int32]]]  # where its rows are: blocks, and places in each
 
 
 def write_split(

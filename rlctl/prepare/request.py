@@ -34,35 +34,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What to prepare; the recipe's fields are explained at `Recipe`.
+    """What to prepare; the recipe's fields are explained at `Recipe`."""
 
-    Attributes:
-        sources: files, directories, or `hf:organisation/name[:split]`.
-        out: the directory to write.
-        val_fraction: share of the rows that goes to the test split, in [0, 1).
-        val_size: number of test rows instead.
-        seed: of the split.
-        overwrite: replace an earlier output.
-        bad_rows: `refuse` the whole input, or `quarantine` the rows and go on.
-        duplicates: rows that ask what an earlier row asked: `check` counts them, and refuses more than
-            `decide.MAX_DUPLICATES` of the rows; `keep` counts them; `drop` leaves them out.
-        near_duplicates: rows much like an earlier row: `count`, `drop`, or `off` (not looked for).
-        against: benchmarks by name, and files of any readable format, that must not be trained on.
-        leakage: training rows that occur in the test split or in `against`: `report` counts them, `drop`
-            leaves them out, `refuse` refuses the input, `off` does not look for them.
-        model: whose tokenizer and chat template measure the prompts; None: they are not measured.
-        max_prompt_length: tokens a prompt may have; None: any number.
-        overlong: longer prompts: `keep`, `drop`, or cut tokens of the question on the `left` or `right`.
-        trust_remote_code: the model's tokenizer may run code of its own.
-        check_graders: each ground truth must be graded right by its own grader, or the row is bad.
-        rows_per_shard: rows of one output file.
-        to: columns of the output, for this framework.
-        engine: `local` processes, or `ray` (Ray Data, on one machine or many).
-        workers: local processes; None: as many as there are cores, none at all for a small input.
-    """
-
-    sources: tuple[str, ...]
-    out: Path
+    sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
+    out: Path  # the directory to write
     recipe: RecipeName | Literal["auto"] = "auto"
     prompt_key: str | None = None
     answer_key: str | None = None
@@ -70,23 +45,34 @@ class PrepareRequest:
     system_prompt: str | None = None
     instruction: str | None = None
     source_key: str | None = None
-    val_fraction: float = 0.05
-    val_size: int | None = None
-    seed: int = 1
-    overwrite: bool = False
+    val_fraction: float = 0.05  # share of the rows that goes to the test split, in [0, 1)
+    val_size: int | None = None  # number of test rows instead
+    seed: int = 1  # of the split
+    overwrite: bool = False  # replace an earlier output
+    #: `refuse` the whole input, or `quarantine` the rows and go on
     bad_rows: Literal["refuse", "quarantine"] = "refuse"
+    #: rows that ask what an earlier row asked: `check` counts them, and refuses more than
+    #: `decide.MAX_DUPLICATES` of the rows; `keep` counts them; `drop` leaves them out
     duplicates: Literal["check", "keep", "drop"] = "check"
+    #: rows much like an earlier row: `count`, `drop`, or `off` (not looked for)
     near_duplicates: Literal["count", "drop", "off"] = "count"
+    #: benchmarks by name, and files of any readable format, that must not be trained on
     against: tuple[str, ...] = ()
+    #: training rows that occur in the test split or in `against`: `report` counts them, `drop` leaves them
+    #: out, `refuse` refuses the input, `off` does not look for them
     leakage: Literal["report", "drop", "refuse", "off"] = "report"
+    #: whose tokenizer and chat template measure the prompts; None: they are not measured
     model: str | None = None
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = None  # tokens a prompt may have; None: any number
+    #: longer prompts: `keep`, `drop`, or cut tokens of the question on the `left` or `right`
     overlong: Literal["keep", "drop", "cut-left", "cut-right"] = "keep"
-    trust_remote_code: bool = False
-    check_graders: bool = True
-    rows_per_shard: int = 1_000_000
-    to: Literal["verl", "trl", "openrlhf"] = "verl"
+    trust_remote_code: bool = False  # the model's tokenizer may run code of its own
+    check_graders: bool = True  # each ground truth must be graded right by its own grader, or the row is bad
+    rows_per_shard: int = 1_000_000  # rows of one output file
+    to: Literal["verl", "trl", "openrlhf"] = "verl"  # columns of the output, for this framework
+    #: `local` processes, or `ray` (Ray Data, on one machine or many)
     engine: Literal["local", "ray"] = "local"
+    #: local processes; None: as many as there are cores, none at all for a small input
     workers: int | None = None
 
     @property
@@ -97,18 +83,11 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrepareSummary:
-    """What was done.
+    """What was done."""
 
-    Attributes:
-        recipe: the one used, after `auto`.
-        counts: rows by status; see `decide.RowStatus` and docs/how-to/data.md.
-        report: the rest of what the manifest says: near duplicates, leakage, lengths, findings.
-        outputs: names of the Parquet files, per split.
-        unchanged: the output was already there, byte for byte, and was left alone.
-    """
-
-    recipe: RecipeName
-    counts: Mapping[str, int]
+    recipe: RecipeName  # the one used, after `auto`
+    counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
+    #: the rest of what the manifest says: near duplicates, leakage, lengths, findings
     report: Mapping[str, Any]
-    outputs: Mapping[str, list[str]]
-    unchanged: bool
+    outputs: Mapping[str, list[str]]  # names of the Parquet files, per split
+    unchanged: bool  # the output was already there, byte for byte, and was left alone

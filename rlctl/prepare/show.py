@@ -22,22 +22,15 @@ MEASURED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """One row, ready to be shown.
+    """One row, ready to be shown."""
 
-    Attributes:
-        where: `file:row`.
-        row: as a recipe read it; None where it cannot be used.
-        problem: why not; also why the model's template refuses it.
-        pieces: the prompt as the model reads it, in order: (text, whether it is a special token). Without a
-            model, or where it cannot be rendered: role and content of each message.
-        ids: token ids; None without a model.
-    """
-
-    where: str
-    row: Row | None
-    problem: str = ""
+    where: str  # `file:row`
+    row: Row | None  # as a recipe read it; None where it cannot be used
+    problem: str = ""  # why not; also why the model's template refuses it
+    #: the prompt as the model reads it, in order: (text, whether it is a special token). Without a model, or
+    #: where it cannot be rendered: role and content of each message
     pieces: tuple[tuple[str, bool], ...] = ()
-    ids: list[int] | None = None
+    ids: list[int] | None = None  # token ids; None without a model
 
 
 def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:

@@ -25,26 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """Where the rows of one block are.
+    """Where the rows of one block are."""
 
-    Attributes:
-        file: of Arrow IPC streams.
-        offset, length: of this block's stream, in bytes.
-        first_row: place of its first row among all staged rows.
-        num_rows: how many there are.
-        first_index: records of the whole input before it.
-        source: the input file.
-        num_bytes: of its rows in memory.
-    """
-
-    file: Path
+    file: Path  # of Arrow IPC streams
+    #: offset, length: of this block's stream, in bytes
     offset: int
     length: int
-    first_row: int
-    num_rows: int
-    first_index: int
-    source: Path
-    num_bytes: int
+    first_row: int  # place of its first row among all staged rows
+    num_rows: int  # how many there are
+    first_index: int  # records of the whole input before it
+    source: Path  # the input file
+    num_bytes: int  # of its rows in memory
 
     @property
     def rows(self) -> slice:

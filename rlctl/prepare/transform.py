@@ -38,19 +38,12 @@ NEAR_KEYS: dict[str, Any] = BAND_KEYS | {SIGNATURE: np.dtype((np.uint8, NUM_VALU
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What `transform` does; sent to every worker once.
+    """What `transform` does; sent to every worker once."""
 
-    Attributes:
-        recipe: resolved.
-        seed: of the split.
-        find_near: make the keys by which near duplicates are found.
-        lengths: measures prompts; None: they are not measured.
-    """
-
-    recipe: Recipe
-    seed: int
-    find_near: bool
-    lengths: PromptLengths | None = None
+    recipe: Recipe  # resolved
+    seed: int  # of the split
+    find_near: bool  # make the keys by which near duplicates are found
+    lengths: PromptLengths | None = None  # measures prompts; None: they are not measured
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -60,47 +53,29 @@ class TransformPlan:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used.
+    """A row that cannot be used."""
 
-    Attributes:
-        number: its line or row in the file.
-        reason: why.
-        raw: its text.
-    """
-
-    number: int
-    reason: str
-    raw: str
+    number: int  # its line or row in the file
+    reason: str  # why
+    raw: str  # its text
 
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
-    """The result of one block.
+    """The result of one block."""
 
-    Attributes:
-        num_records: rows of the input.
-        rows: the usable ones, as an Arrow IPC stream of one batch; an index below 0 is a place in the block,
-            −1 being its first record.
-        keys: `TransformPlan.keys`, an array each.
-        bad: the others.
-        truths: the distinct (data source, ground truth) of rows that are graded by rule.
-        truth_of: (rows,) place in `truths`; −1 for a row that is graded otherwise.
-        sources: rows per data source.
-        doubts: number and what is doubtful of rows whose answer is.
-        num_bytes: of the usable rows in memory.
-        has_other: some have fields of `extra_info` without a column of their own.
-    """
-
-    num_records: int
+    num_records: int  # rows of the input
+    #: the usable ones, as an Arrow IPC stream of one batch; an index below 0 is a place in the block, −1
+    #: being its first record
     rows: bytes
-    keys: dict[str, Any]
-    bad: list[BadRow]
-    truths: list[tuple[str, str]]
-    truth_of: Any
-    sources: Counter[str]
-    doubts: list[tuple[int, list[Doubt]]]
-    num_bytes: int
-    has_other: bool
+    keys: dict[str, Any]  # `TransformPlan.keys`, an array each
+    bad: list[BadRow]  # the others
+    truths: list[tuple[str, str]]  # the distinct (data source, ground truth) of rows that are graded by rule
+    truth_of: Any  # (rows,) place in `truths`; −1 for a row that is graded otherwise
+    sources: Counter[str]  # rows per data source
+    doubts: list[tuple[int, list[Doubt]]]  # number and what is doubtful of rows whose answer is
+    num_bytes: int  # of the usable rows in memory
+    has_other: bool  # some have fields of `extra_info` without a column of their own
 
     @property
     def num_rows(self) -> int:

@@ -22,17 +22,11 @@ MAX_RESPONSE_CHARS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A piece of a response that holds its answer.
+    """A piece of a response that holds its answer."""
 
-    Attributes:
-        text: the piece.
-        is_whole: it is nothing but the answer; False: it is prose around it.
-        is_marked: it is in a box, in a tag or after `####`: the rest of the response is not read.
-    """
-
-    text: str
-    is_whole: bool
-    is_marked: bool = False
+    text: str  # the piece
+    is_whole: bool  # it is nothing but the answer; False: it is prose around it
+    is_marked: bool = False  # it is in a box, in a tag or after `####`: the rest of the response is not read
 
 
 _DIGIT = re.compile(r"\d")

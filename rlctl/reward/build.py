@@ -77,17 +77,11 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times a factor.
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times a factor."""
 
-    Attributes:
-        max_length: L_max, tokens.
-        buffer_length: L_cache, tokens before L_max over which the penalty grows; at least 1.
-        factor: penalty at L_max and beyond, where the paper has 1.
-    """
-
-    max_length: int
-    buffer_length: int
-    factor: float
+    max_length: int  # L_max, tokens
+    buffer_length: int  # L_cache, tokens before L_max over which the penalty grows; at least 1
+    factor: float  # penalty at L_max and beyond, where the paper has 1
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
         """Penalties (B,) float32, from 0 down to −factor, for response lengths (B,) in tokens."""

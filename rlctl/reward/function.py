@@ -34,17 +34,11 @@ Call = Callable[[Sequence[Sample]], Sequence[object]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedGrader:
-    """What a grading process calls.
+    """What a grading process calls."""
 
-    Attributes:
-        grade: called with samples.
-        takes_groups: it is to be called with all responses to one prompt.
-        answer_of: see `rlctl.registry.Part`.
-    """
-
-    grade: Call
-    takes_groups: bool
-    answer_of: Callable[[str], str | None] | None
+    grade: Call  # called with samples
+    takes_groups: bool  # it is to be called with all responses to one prompt
+    answer_of: Callable[[str], str | None] | None  # see `rlctl.registry.Part`
 
 
 def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:

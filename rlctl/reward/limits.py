@@ -94,22 +94,15 @@ def is_too_large(formula: str) -> bool:
 class Size:
     """Upper bounds for one part of an expression.
 
-    Attributes:
-        digits: log10 of the magnitude, at least 0.
-        below: log10 of the denominator; 0 for an integer.
-        terms: of the expanded polynomial; 1 for a number.
-        degree: of the polynomial; 0 for a number.
-        symbols: those it holds.
-
     Raises:
         _TooLarge: one is beyond its limit.
     """
 
-    digits: float
-    below: float = 0.0
-    terms: float = 1.0
-    degree: float = 0.0
-    symbols: frozenset[str] = frozenset()
+    digits: float  # log10 of the magnitude, at least 0
+    below: float = 0.0  # log10 of the denominator; 0 for an integer
+    terms: float = 1.0  # of the expanded polynomial; 1 for a number
+    degree: float = 0.0  # of the polynomial; 0 for a number
+    symbols: frozenset[str] = frozenset()  # those it holds
 
     def __post_init__(self) -> None:
         if not (self.digits + self.below <= MAX_DIGITS and self.terms <= MAX_TERMS):

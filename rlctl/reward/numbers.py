@@ -10,16 +10,11 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written.
+    """A number as it is written."""
 
-    Attributes:
-        value: its value; of a percentage the number before the sign.
-        is_percent: it is followed by a percent sign.
-        units: names of its units of measurement, as in `_MEASURES`; "": a word that is none of them.
-    """
-
-    value: Fraction
-    is_percent: bool = False
+    value: Fraction  # its value; of a percentage the number before the sign
+    is_percent: bool = False  # it is followed by a percent sign
+    #: names of its units of measurement, as in `_MEASURES`; "": a word that is none of them
     units: tuple[str, ...] = ()
 
     @property

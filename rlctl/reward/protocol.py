@@ -37,19 +37,15 @@ FailureKind = Literal["error", "machine", "time-out", "memory", "crash", "inappl
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A grading that gave no score.
+    """A grading that gave no score."""
 
-    Attributes:
-        text: why, a traceback or one line.
-        kind: `error`: the grader raised an exception; `machine`: its process could not be started or got
-            too little processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died;
-            `inapplicable`: the grader does not grade this sample, other terms may.
-        score: what the response gets because it caused the failure; None: the grader or the ground truth
-            did, and the response is excluded, not scored 0.
-    """
-
-    text: str
+    text: str  # why, a traceback or one line
+    #: `error`: the grader raised an exception; `machine`: its process could not be started or got too little
+    #: processor time; `time-out`, `memory`: it reached a limit; `crash`: its process died; `inapplicable`:
+    #: the grader does not grade this sample, other terms may
     kind: FailureKind = "error"
+    #: what the response gets because it caused the failure; None: the grader or the ground truth did, and the
+    #: response is excluded, not scored 0
     score: float | None = None
 
     def __post_init__(self) -> None:

@@ -26,20 +26,14 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A response and the score that it should get.
+    """A response and the score that it should get."""
 
-    Attributes:
-        kind: where the response comes from.
-        sample: the response and what may be known when it is graded. How a ground truth is written as a
-            response, and one with a number changed, depends on who grades: see `rlctl.reward.round_trip`.
-        expected: its score; None: nothing is expected but a number.
-        where: the row, for messages.
-    """
-
-    kind: Kind
+    kind: Kind  # where the response comes from
+    #: the response and what may be known when it is graded. How a ground truth is written as a response, and
+    #: one with a number changed, depends on who grades: see `rlctl.reward.round_trip`
     sample: Sample
-    expected: float | None
-    where: str
+    expected: float | None  # its score; None: nothing is expected but a number
+    where: str  # the row, for messages
 
 
 @dataclass(slots=True)

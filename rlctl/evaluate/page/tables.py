@@ -17,16 +17,11 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One figure.
+    """One figure."""
 
-    Attributes:
-        name: `avg@8`, `pass@4`, …
-        cells: its texts, one for each heading.
-        range: value, low and high to draw; low and high are None without an interval; None: nothing to draw.
-    """
-
-    name: str
-    cells: tuple[str, ...]
+    name: str  # `avg@8`, `pass@4`, …
+    cells: tuple[str, ...]  # its texts, one for each heading
+    #: value, low and high to draw; low and high are None without an interval; None: nothing to draw
     range: tuple[float, float | None, float | None] | None = None
 
 

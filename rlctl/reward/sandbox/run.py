@@ -52,23 +52,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program did.
+    """What a program did."""
 
-    Attributes:
-        refused: why the sandbox could not be set up; None: the program ran.
-        exit_code: of the process; negative: the signal that ended it.
-        timed_out: it was killed for taking too long.
-        stdout: what it printed, at most `max_output` bytes.
-        values: of the `eval` steps that were reached, as `jail.encode` writes them.
-        passed: the test code went through.
-    """
-
-    refused: str | None
-    exit_code: int
-    timed_out: bool
-    stdout: str
-    values: list[Any]
-    passed: bool
+    refused: str | None  # why the sandbox could not be set up; None: the program ran
+    exit_code: int  # of the process; negative: the signal that ended it
+    timed_out: bool  # it was killed for taking too long
+    stdout: str  # what it printed, at most `max_output` bytes
+    values: list[Any]  # of the `eval` steps that were reached, as `jail.encode` writes them
+    passed: bool  # the test code went through
 
 
 def run_program(

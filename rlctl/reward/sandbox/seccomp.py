@@ -25,23 +25,14 @@ ANY_BIT = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class SeccompRule:
-    """Deny a system call, always or for some values of one argument.
+    """Deny a system call, always or for some values of one argument."""
 
-    Attributes:
-        numbers: on x86_64 and aarch64; None where it does not exist.
-        argument: place of the argument looked at; None: deny always.
-        mask: bits of it (of its lower half).
-        if_set: deny when one of them is set; False: when none is.
-        only: deny when that half is anything but this; `mask` is not used.
-        error: what the caller is told.
-    """
-
-    numbers: tuple[int | None, int | None]
-    argument: int | None = None
-    mask: int = 0
-    if_set: bool = True
-    only: int | None = None
-    error: int = errno.EPERM
+    numbers: tuple[int | None, int | None]  # on x86_64 and aarch64; None where it does not exist
+    argument: int | None = None  # place of the argument looked at; None: deny always
+    mask: int = 0  # bits of it (of its lower half)
+    if_set: bool = True  # deny when one of them is set; False: when none is
+    only: int | None = None  # deny when that half is anything but this; `mask` is not used
+    error: int = errno.EPERM  # what the caller is told
 
 
 ALWAYS = {

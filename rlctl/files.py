@@ -2,18 +2,93 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+
+_MANIFEST = "manifest.json"
+#: Files of a cache entry above this size are compared by their size alone each time the entry is used.
+_HASHED = 16 << 20
+_LOCK_TIMEOUT_MINUTES = 30
 
 
 def cache_root() -> Path:
     """Where rlctl keeps what it can make again: `$RLCTL_CACHE`, else the user's cache directory."""
     override = os.environ.get("RLCTL_CACHE")
     return Path(override).expanduser() if override else user_cache_path("rlctl")
+
+
+def cached_directory(entry: Path, build: Callable[[Path], None], *, what: str) -> Path:
+    """A directory of the cache, built once.
+
+    It appears by one rename, complete, or not at all. A lock makes a second process wait for the first; its
+    holder removes what a killed builder left. A directory that has changed since it was built is built again.
+
+    Args:
+        entry: its path.
+        build: fills an empty directory.
+        what: it holds, for errors.
+
+    Raises:
+        EnvironmentFailure: the cache cannot be written.
+        RunFailure: another process holds the lock for half an hour.
+    """
+    if _is_complete(entry):
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{entry}.lock", timeout=60.0 * _LOCK_TIMEOUT_MINUTES):
+            if not _is_complete(entry):
+                _build(entry, build)
+    except Timeout as error:
+        what = f"another process has been building {what} for {_LOCK_TIMEOUT_MINUTES} minutes"
+        raise RunFailure(what, where=f"{entry}.lock") from error
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{what} cannot be cached: {error.strerror or error}",
+            where=str(entry.parent),
+            fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
+        ) from error
+    return entry
+
+
+def _build(entry: Path, build: Callable[[Path], None]) -> None:
+    """Build in a directory beside `entry`, then rename. The caller holds the lock."""
+    for leftover in (entry, *entry.parent.glob(f"{entry.name}.building-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    building = entry.with_name(f"{entry.name}.building-{os.getpid()}")
+    building.mkdir()
+    try:
+        build(building)
+        files = [path for path in sorted(building.rglob("*")) if path.is_file()]
+        manifest = {path.relative_to(building).as_posix(): _fingerprint(path) for path in files}
+        (building / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        building.rename(entry)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _is_complete(entry: Path) -> bool:
+    """Whether every file is there and unchanged since it was written."""
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
+        return all(_fingerprint(entry / name) == seen for name, seen in manifest.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _fingerprint(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size} bytes" if size > _HASHED else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def sync(path: Path) -> None:

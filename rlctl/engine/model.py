@@ -9,6 +9,7 @@ import torch
 from rlctl.engine.liger import refuse_liger_here, run_liger
 from rlctl.engine.model_files import explained
 from rlctl.errors import UsageError
+from rlctl.named_models import model_directory
 
 
 def load_policy(
@@ -20,7 +21,7 @@ def load_policy(
     dtype: torch.dtype,
     use_liger: bool = False,
 ) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer from a directory or the hub.
+    """A causal language model and its tokenizer from a directory, the hub, or by a known name.
 
     Raises:
         UsageError: no such model, not a causal language model, the tokenizer knows tokens the model
@@ -34,6 +35,7 @@ def load_policy(
     where = f"model.path={path}"
     if use_liger:
         refuse_liger_here()
+    path = model_directory(path)
     with explained(path, where):
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         model = _causal_lm(path, use_liger, dtype=dtype, attn_implementation=attn_implementation, **shared)
@@ -49,7 +51,8 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    with explained(path, f"model.path={path}"):
+    where, path = f"model.path={path}", model_directory(path)
+    with explained(path, where):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         return tokenizer, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
@@ -81,7 +84,7 @@ def load_beside(
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
             kernels cannot run here.
     """
-    where = f"{key}={path}"
+    where, path = f"{key}={path}", model_directory(path)
     with explained(path, where):
         model = _causal_lm(
             path,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.named_models import model_directory
 
 #: What a model directory holds apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -21,7 +22,8 @@ def local_directory(path: str) -> Path:
         UsageError: no such directory, or not a name the hub can have.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
-    with explained(path, f"model.path={path}"):
+    where, path = f"model.path={path}", model_directory(path)
+    with explained(path, where):
         if Path(path).is_dir():
             return Path(path)
         from huggingface_hub import snapshot_download
@@ -39,7 +41,8 @@ def config_directory(path: str) -> Path:
     Raises:
         UsageError, EnvironmentFailure: as `local_directory`.
     """
-    with explained(path, f"model.path={path}"):
+    where, path = f"model.path={path}", model_directory(path)
+    with explained(path, where):
         if Path(path).is_dir():
             return Path(path)
         from huggingface_hub import hf_hub_download

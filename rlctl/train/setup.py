@@ -19,6 +19,7 @@ from rlctl.engine.checkpoint import CHECKPOINTS, known_intact, latest
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.files import write_text
+from rlctl.named_models import model_directory
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.embedded import ensure_embedded
@@ -147,9 +148,12 @@ def _stream(
 
 
 def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
-    """Model directory, training files, validation files; the embedded ones are built if need be."""
+    """Model directory, training files, validation files; what is not there yet is fetched or built."""
     if not spec.is_embedded:
-        return spec.model.path, spec.data.train_files, spec.data.val_files
+        if ranks.is_main:
+            model_directory(spec.model.path)
+        ranks.barrier()
+        return model_directory(spec.model.path), spec.data.train_files, spec.data.val_files
     if ranks.is_main:
         ensure_embedded(spec.trainer.seed)
     ranks.barrier()

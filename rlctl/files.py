@@ -100,6 +100,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def readable_as_umask_says(directory: Path) -> None:
+    """Give every file below it the mode of a new one: some libraries write files that others cannot read."""
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is synced and takes the name, on failure it goes.

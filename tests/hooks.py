@@ -28,14 +28,14 @@ def kill_in_save(step: int, moment: str) -> None:
     original_begin, original_publish = saving.begin, saving.publish
     now = [0]
 
-    def begin(root, number):
+    def begin(root, number, parts):
         now[0] = number
-        return original_begin(root, number)
+        return original_begin(root, number, parts)
 
-    def publish(root, partial, state, *, keep):
+    def publish(root, partial, state, **how):
         if state.step == step and moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        published = original_publish(root, partial, state, keep=keep)
+        published = original_publish(root, partial, state, **how)
         if state.step == step and moment == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return published
@@ -154,3 +154,27 @@ def far_rollouts() -> None:
         return rollouts
 
     HFRollout.generate = generate
+
+
+def clock_jumps(*jumps: float) -> None:
+    """The wall clock is that much off, seconds, from one step to the next."""
+    import datetime
+    import time
+
+    from rlctl.track import jsonl
+
+    original_time, original_log = time.time, jsonl.JsonlSink.log
+    off = [0.0]
+
+    class Jumping(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime.fromtimestamp(original_time() + off[0], tz)
+
+    def log(self, number, metrics):
+        original_log(self, number, metrics)
+        off[0] = jumps[number % len(jumps)]
+
+    time.time = lambda: original_time() + off[0]
+    jsonl.datetime = Jumping
+    jsonl.JsonlSink.log = log

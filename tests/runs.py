@@ -116,7 +116,7 @@ def rollouts(run_dir: Path) -> list[dict[str, object]]:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if not path.is_symlink())
 
 
 def _rlctl(arguments: list[str]) -> int:

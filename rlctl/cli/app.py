@@ -25,10 +25,12 @@ from rlctl.cli.evaluate import EvaluateCommand, evaluate
 from rlctl.cli.explain import explain
 from rlctl.cli.export import export
 from rlctl.cli.init import init
+from rlctl.cli.report import report
 from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError, memory_failure
+from rlctl.user_code import visible
 
 #: A full or read-only disk: neither the request nor the program is wrong.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -53,6 +55,7 @@ app.command(cls=DiagnoseCommand)(diagnose)
 app.command(cls=Command)(runs)
 app.command(cls=Command)(watch)
 app.command(cls=Command)(samples)
+app.command(cls=Command)(report)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(export)
 app.command("import", cls=Command)(import_config)
@@ -147,7 +150,7 @@ def _report_bug(error: Exception) -> None:
         "w", prefix="rlctl-traceback-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(text)
-    typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+    typer.echo(visible(f"error: {type(error).__name__}: {error}"), err=True)
     typer.echo(f"  This is a bug in rlctl. The traceback is in {Path(file.name)}", err=True)
 
 

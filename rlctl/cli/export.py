@@ -46,6 +46,7 @@ def export(
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
     """
     from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
+    from rlctl.files import readable_as_umask_says
 
     check_vacant(out)
     checkpoint = _checkpoint(run, step)
@@ -54,6 +55,7 @@ def export(
         shutil.copytree(_adapter(checkpoint) if adapter else checkpoint.model_dir, stage, dirs_exist_ok=True)
         if dtype is not None:
             _convert(stage, dtype)
+        readable_as_umask_says(stage)
     what = "adapter" if adapter else "model"
     typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
 
@@ -76,7 +78,7 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
         problem = f" ({notes[0]})" if notes else ""
         raise UsageError(f"there is no {which}{problem}", where=str(root), fix=f"checkpoints here: {there}")
     for note in notes:
-        typer.echo(f"warning: {note}; the one before is exported", err=True)
+        typer.echo(f"warning: {note}", err=True)
     return checkpoint
 
 

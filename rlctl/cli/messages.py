@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlctl.errors import Problem, RlctlError, SpecError
+from rlctl.user_code import visible
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
@@ -23,7 +24,7 @@ def unwrapped() -> Console:
 def print_error(error: RlctlError) -> None:
     """What is wrong, where, and what to write instead."""
     console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), visible(error.what)), soft_wrap=True)
     if isinstance(error, SpecError):
         print_problems(error.problems, console)
     else:
@@ -36,12 +37,12 @@ def print_problems(problems: Iterable[Problem], console: Console | None = None) 
     for problem in sorted(problems, key=lambda problem: problem.severity):
         key = f"{problem.key}: " if problem.key else ""
         label = (f"{problem.severity}: ", _COLOURS[problem.severity])
-        console.print(Text.assemble("  ", label, (key, "bold"), problem.what), soft_wrap=True)
+        console.print(Text.assemble("  ", label, (key, "bold"), visible(problem.what)), soft_wrap=True)
         _print_details(console, problem.where, problem.fix, indent="      ")
 
 
 def _print_details(console: Console, where: str | None, fix: str | None, indent: str = "  ") -> None:
     if where:
-        console.print(Text(f"{indent}at   {where}", style="dim"), soft_wrap=True)
+        console.print(Text(f"{indent}at   {visible(where)}", style="dim"), soft_wrap=True)
     if fix:
-        console.print(Text(f"{indent}fix  {fix}", style="cyan"), soft_wrap=True)
+        console.print(Text(f"{indent}fix  {visible(fix)}", style="cyan"), soft_wrap=True)

@@ -12,6 +12,7 @@ import typer
 
 from rlctl.cli.complete import complete_run
 from rlctl.errors import UsageError
+from rlctl.user_code import visible
 
 if TYPE_CHECKING:
     from rlctl.track.run_state import RunState
@@ -91,7 +92,9 @@ def watch(
     finally:
         sink.close("watched")
     state = read_state(run_dir)
-    typer.echo(f"{state.state} after step {state.step}" + (f": {state.reason}" if state.reason else ""))
+    typer.echo(
+        f"{state.state} after step {state.step}" + (f": {visible(state.reason)}" if state.reason else "")
+    )
 
 
 def samples(
@@ -117,7 +120,7 @@ def samples(
 
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
-    from rlctl.track.open_run import open_run
+    from rlctl.track.open_run import in_words, open_run
 
     if order not in _ORDERS:
         raise UsageError(f"no such order: {order}", where="--sort", fix=f"one of {', '.join(_ORDERS)}")
@@ -126,7 +129,7 @@ def samples(
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         what = f"the run kept no responses of step {chosen}"
-        raise UsageError(what, where=str(run_dir), fix=f"kept: {_ranges(steps)}")
+        raise UsageError(what, where=str(run_dir), fix=f"kept: {in_words(steps)}")
     rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
     rows = sorted(rows, key=_ORDERS[order])[:count]
     if as_json:
@@ -164,8 +167,7 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rlctl.tiny.task import DATA_SOURCE
-    from rlctl.user_code import visible
+    from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal
@@ -178,7 +180,7 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
             console.print(Text.assemble((f"  {name.replace('_', ' '):<13}", "dim"), visible(row[name])))
         console.print()
     if any(row["data_source"] == DATA_SOURCE for row in rows):
-        console.print(Text("The built-in task writes sums lowest digit first: 431 is 134.", "dim"))
+        console.print(Text(WRITTEN, "dim"))
 
 
 def _print_runs(found: list[RunState], root: Path) -> None:
@@ -203,15 +205,9 @@ def _print_runs(found: list[RunState], root: Path) -> None:
     console.print(table)
     for run in found:
         if run.reason:
-            console.print(Text(f"{_place(run, root)} {run.state}: {run.reason}", "dim"), soft_wrap=True)
+            reason = visible(f"{_place(run, root)} {run.state}: {run.reason}")
+            console.print(Text(reason, "dim"), soft_wrap=True)
 
 
 def _place(run: RunState, root: Path) -> str:
     return str(run.path.relative_to(root) if run.path != root else run.path)
-
-
-def _ranges(steps: list[int]) -> str:
-    """`1–40`, or a few numbers."""
-    if len(steps) > 8:
-        return f"{steps[0]} to {steps[-1]}, {len(steps)} steps"
-    return ", ".join(map(str, steps)) or "none"

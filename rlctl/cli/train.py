@@ -114,9 +114,10 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     from rlctl.cli.messages import print_problems
     from rlctl.train.preflight import check_inputs
 
-    print_problems(loaded.warnings)
-    if unusable := check_inputs(loaded.spec):
-        raise SpecError(unusable)
+    found = [*loaded.warnings, *check_inputs(loaded.spec)]
+    if any(problem.severity == "error" for problem in found):
+        raise SpecError(found)
+    print_problems(found)
 
     from rlctl.cli.train_output import announcing, print_summary
     from rlctl.train.start import start_run

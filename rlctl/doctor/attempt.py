@@ -13,13 +13,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import rlctl
 from rlctl.errors import RlctlError
+from rlctl.leftovers import temporary_directory
 
 #: Set by a launcher. With them the child would wait for other ranks.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,8 +44,8 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
         limit_s: seconds until the child and all its processes are killed.
     """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as directory:
-        result, log = Path(directory) / "result.json", Path(directory) / "log"
+    with temporary_directory("doctor") as directory:
+        result, log = directory / "result.json", directory / "log"
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlctl.doctor.attempt", target, str(result)],

@@ -6,11 +6,10 @@ Imports are inside the functions, so that one trial does not fail because of ano
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.leftovers import temporary_directory
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler
@@ -75,8 +74,8 @@ def vllm_samples() -> str:
     from rlctl.tiny.model import save_model
 
     model, tokenizer = _tiny()
-    with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as directory:
-        save_model(model, Path(directory))
+    with temporary_directory("doctor") as directory:
+        save_model(model, directory)
         tokenizer.save_pretrained(directory)
         engine = TrainedVLLMRollout(
             directory,

@@ -7,16 +7,17 @@ says otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.errors import RlctlError, RunFailure
-from rlctl.files import sync
+from rlctl.files import readable_as_umask_says, sync
 
 #: Of a run directory: where its checkpoints lie.
 CHECKPOINTS = "checkpoints"
@@ -82,11 +83,11 @@ class Checkpoint:
         return self.path / ADAPTER
 
 
-def begin(root: Path, step: int) -> Path:
-    """An empty hidden directory to write the checkpoint of `step` into (one rank calls this)."""
+def begin(root: Path, step: int, parts: Iterable[str] = ("engine", "model")) -> Path:
+    """A hidden directory to write the checkpoint of `step` into, with these directories in it (one rank)."""
     partial = root / f"{_PARTIAL}{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
-    for name in ("engine", "critic", "waiting", "model", ADAPTER):
+    for name in parts:
         (partial / name).mkdir(parents=True)
     return partial
 
@@ -119,14 +120,17 @@ def writing(root: Path, step: int) -> Iterator[None]:
         ) from error
 
 
-def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None) -> Checkpoint:
-    """Hash, sync and rename; then drop the oldest beyond `keep` (one rank, after all have written).
+def publish(
+    root: Path, partial: Path, state: TrainerState, *, keep: int | None, best: int | None = None
+) -> Checkpoint:
+    """Hash, sync and rename; then drop the oldest beyond `keep`, not `best` (one rank, when all are done).
 
     Raises:
         RunFailure: the disk is full or the directory cannot be written; earlier checkpoints stay.
     """
     final = root / f"{_PREFIX}{state.step:06d}"
     with writing(root, state.step):
+        readable_as_umask_says(partial)
         files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
         manifest = partial / _MANIFEST
         content = {"state": asdict(state), "sha256": files}
@@ -137,8 +141,9 @@ def publish(root: Path, partial: Path, state: TrainerState, *, keep: int | None)
         partial.rename(final)
         sync(root)
     if keep is not None:
-        for _, path in _published(root)[:-keep]:
-            shutil.rmtree(path, ignore_errors=True)
+        for step, path in _published(root)[:-keep]:
+            if step != best:
+                shutil.rmtree(path, ignore_errors=True)
     return Checkpoint(final, state)
 
 
@@ -156,8 +161,8 @@ def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     for _, path in reversed(_published(root)):
         problem, checkpoint = verify(path)
         if checkpoint is not None:
-            return checkpoint, notes
-        notes.append(f"set aside {path.name}: {problem}; falling back to the one before")
+            return checkpoint, _with_the_one_used(notes, path)
+        notes.append(f"set aside {path.name}: {problem}")
         _set_aside(path)
     return None, notes
 
@@ -178,9 +183,33 @@ def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | Non
             continue
         problem, checkpoint = verify(path)
         if checkpoint is not None:
-            return checkpoint, notes
-        notes.append(f"{path.name}: {problem}")
+            return checkpoint, _with_the_one_used(notes, path)
+        notes.append(f"{path.name} is damaged: {problem}")
     return None, notes
+
+
+def _with_the_one_used(notes: list[str], path: Path) -> list[str]:
+    """Notes on checkpoints that were passed over, the one used in their place named."""
+    return [f"{note}; {path.name} is used instead" for note in notes]
+
+
+def bytes_of_newest(root: Path) -> int:
+    """Size of the newest checkpoint there is; 0 without one."""
+    found = _published(root)
+    return sum(path.stat().st_size for path in _files(found[-1][1])) if found else 0
+
+
+def point_to(root: Path, name: str, step: int | None) -> None:
+    """A symbolic link `name` to the checkpoint of `step`, for people and scripts: nothing here reads it."""
+    link = root / name
+    with contextlib.suppress(OSError):  # not every file system has links
+        if step is None or not (root / f"{_PREFIX}{step:06d}").is_dir():
+            link.unlink(missing_ok=True)
+            return
+        new = root / f".{name}.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(f"{_PREFIX}{step:06d}", target_is_directory=True)
+        new.replace(link)
 
 
 def known_intact(root: Path, step: int) -> Checkpoint:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
+from rlctl.leftovers import temporary_directory
 from rlctl.processes import end_with_parent
 
 _KINDS: dict[int, type[RlctlError]] = {1: RunFailure, 2: UsageError, 4: EnvironmentFailure}
@@ -72,14 +73,14 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
         max_restarts=0,
         monitor_interval=_WATCH_S,
     )
-    with tempfile.TemporaryDirectory(prefix="rlctl-ranks-") as directory:
-        os.environ[_ERRORS] = directory
+    with temporary_directory("ranks") as directory:
+        os.environ[_ERRORS] = str(directory)
         try:
             codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             # A killed rank reports nothing; the others may have reported meanwhile that they lost it.
-            reported = _reported(Path(directory), but_lost=failure.exitcode < 0)
+            reported = _reported(directory, but_lost=failure.exitcode < 0)
             if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
                 return int(failure.exitcode)
             raise reported or RunFailure(
@@ -87,7 +88,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
         except SignalException as stop:
-            if reported := _reported(Path(directory)):  # such as a last checkpoint that found no room
+            if reported := _reported(directory):  # such as a last checkpoint that found no room
                 raise reported from None
             return 128 + int(stop.sigval)
         finally:
@@ -115,6 +116,15 @@ def _rank_main(target: Callable[..., int], *args: object) -> int:
             _leave_word(failure, _OWN_FAULT)
         what = f"{type(error).__name__}: {error}"
         _leave_word(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
+
+
+def end_rank(error: RlctlError) -> NoReturn:
+    """End this process from any thread: the error reaches the launcher, or the terminal if there is none."""
+    if _ERRORS in os.environ:
+        _leave_word(error, _OWN_FAULT)
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _leave_word(error: RlctlError, order: int) -> NoReturn:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.named_models import model_directory
@@ -60,6 +61,13 @@ def explained(path: str, where: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise _not_loaded(path, where, error) from error
+    except UnpicklingError as error:
+        raise UsageError(
+            "a file of weights holds more than tensors, and reading it could run its code: it is not loaded",
+            where=where,
+            fix="use a copy of the model with *.safetensors files; its maker or you can convert it where the "
+            "file is trusted",
+        ) from error
     except (ValueError, KeyError, ImportError) as error:
         raise UsageError(
             f"not a model that can be trained: {_first_line(error)}",

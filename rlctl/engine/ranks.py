@@ -24,8 +24,8 @@ from rlctl.spec.hardware import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 
-#: How long a rank waits for another before giving up.
-TIMEOUT = timedelta(minutes=30)
+#: How long a rank waits for another beyond the run's own limit, which says more.
+_GRACE = timedelta(minutes=5)
 #: How torchrun would describe a rank that is the only one.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 #: Set where a lone rank described itself.
@@ -104,11 +104,14 @@ class Ranks:
         return summed
 
 
-def join_ranks() -> Ranks:
+def join_ranks(timeout_s: float = 1500.0) -> Ranks:
     """Join the process group torchrun describes in the environment, or be the only rank.
 
     DeepSpeed insists on a process group even for one process, and without these variables it looks
     for MPI; so a lone rank describes itself the way torchrun would.
+
+    Args:
+        timeout_s: the longest that ranks should have to wait for one another.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -131,7 +134,7 @@ def join_ranks() -> Ranks:
     if use_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timedelta(seconds=timeout_s) + _GRACE)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -90,6 +91,29 @@ def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
             fix="set eos_token in tokenizer_config.json",
         )
     return list(ids)
+
+
+def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
+    """The token with which the chat template ends a reply, if none of those after it ends a response.
+
+    Args:
+        tokenizer: with a chat template, or without one.
+        ends: see `end_ids`.
+    """
+    if not tokenizer.chat_template:
+        return None
+    reply = "REPLY"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template that takes no replies says nothing about their end
+        return None
+    after = tokenizer(text.rpartition(reply)[2], add_special_tokens=False)["input_ids"]
+    known = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}
+    special = [token for token in after if token in known]
+    if not special or set(special) & set(ends):
+        return None
+    return str(tokenizer.convert_ids_to_tokens(special[0]))
 
 
 def _decode(tokenizer: Any, responses: Tensor, lengths: Tensor) -> tuple[str, ...]:

@@ -180,6 +180,7 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
         published=published,
         replicas=replicas,
         start_timeout=server.start_timeout,
+        answer_timeout=server.answer_timeout if server.urls else None,
         adapters=adapters,
         takes_adapter=spec.syncs_adapter,
     )
@@ -215,6 +216,7 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
         start_timeout=rollout.server.start_timeout,
+        answer_timeout=rollout.server.answer_timeout,
         max_restarts=rollout.server.max_restarts,
         more_arguments=tuple(as_arguments(rollout.engine_kwargs)),
     )

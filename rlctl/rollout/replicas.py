@@ -25,6 +25,8 @@ from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 _WATCH_S = 0.5
+#: Seconds between two questions whether a server answers, and for its answer.
+_PROBE_S = 5.0
 _STOP_S = 20
 _LOG_LINES = 3
 #: Of the trainer's own process group; an engine has one of its own.
@@ -53,6 +55,7 @@ class ReplicaSettings:
         trust_remote_code: run Python code shipped with the model.
         max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
         start_timeout: seconds until a replica must answer.
+        answer_timeout: seconds after which one that no longer answers is ended, and started again.
         max_restarts: of all replicas together.
         more_arguments: further ones of `vllm serve`, after all others.
     """
@@ -66,6 +69,7 @@ class ReplicaSettings:
     trust_remote_code: bool = False
     max_lora_rank: int = 0
     start_timeout: float = 600.0
+    answer_timeout: float = 120.0
     max_restarts: int = 3
     more_arguments: tuple[str, ...] = ()
 
@@ -94,6 +98,8 @@ class _Replica:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     is_ready: threading.Event = field(default_factory=threading.Event)
+    heard: float = 0.0  # when it last answered, and when it is asked again, on the monotonic clock
+    ask_at: float = 0.0
 
     @property
     def url(self) -> str:
@@ -193,18 +199,24 @@ class Replicas:
     def _look(self, replica: _Replica) -> None:
         assert replica.process is not None
         code = replica.process.poll()
-        if code is None:
-            if not replica.is_ready.is_set() and _answers(replica.url):
-                replica.is_ready.set()
-            return
         was_ready = replica.is_ready.is_set()
+        if code is None:
+            now = time.monotonic()
+            if was_ready and now < replica.ask_at:
+                return
+            if _answers(replica.url):
+                replica.is_ready.set()
+                replica.heard, replica.ask_at = now, now + _PROBE_S
+            if not was_ready or now - replica.heard < self._settings.answer_timeout:
+                return
+            what = f"listens, and has not answered for {now - replica.heard:.0f} s"
+        else:
+            what = f"ended with code {code}"
         replica.is_ready.clear()
-        _end(replica.process)  # what is left of its group
+        _end(replica.process)  # or what is left of its group
         if not was_ready or not self._restarts_left:
-            self._failure = RunFailure(
-                f"vLLM server {replica.index} ended with code {code}: {replica.last_words()}",
-                where=str(replica.log),
-            )
+            words = f"vLLM server {replica.index} {what}: {replica.last_words()}"
+            self._failure = RunFailure(words, where=str(replica.log))
             return
         self._restarts_left -= 1
         self._launch(replica)
@@ -248,7 +260,7 @@ def _is_of_ranks(name: str) -> bool:
 
 def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", timeout=_PROBE_S, trust_env=False).status_code == 200
     return False
 
 

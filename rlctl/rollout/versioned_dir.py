@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from safetensors import SafetensorError
 
+from rlctl import leftovers
 from rlctl.errors import RunFailure, UsageError
-
-SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "rlctl-weights-"
+from rlctl.files import readable_as_umask_says
+from rlctl.leftovers import SHARED_MEMORY
 
 
 class VersionedDir:
@@ -38,17 +35,12 @@ class VersionedDir:
         parent = parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(parent)
-            self._root = Path(
-                tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent)
-            )
+            leftovers.clear(parent)  # in shared memory they would stay until a reboot
+            self._root, handle = leftovers.own_directory("weights", parent)
             self._held = contextlib.ExitStack()
-            handle = os.open(self._root, os.O_RDONLY)
             self._held.callback(os.close, handle)
-            with contextlib.suppress(OSError):  # not every file system locks directories
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if is_shared:
-                self._root.chmod(0o755)  # engines on other nodes may run as another user
+                self._root.chmod(0o755)
         except OSError as error:
             raise UsageError(
                 f"cannot write weights there: {error.strerror}", where="rollout.server.weights_dir"
@@ -71,6 +63,7 @@ class VersionedDir:
         try:
             part.mkdir()
             fill(part)
+            readable_as_umask_says(part)  # engines on other nodes may run as another user
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
         except (OSError, SafetensorError) as error:  # a full disk is either, by who notices
@@ -100,28 +93,3 @@ class VersionedDir:
         """Remove everything written."""
         shutil.rmtree(self._root, ignore_errors=True)
         self._held.close()
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """What runs of this machine left that were killed: in shared memory it would stay until a reboot."""
-    for path in parent.glob(f"{_PREFIX}{socket.gethostname()}-*"):
-        pid = path.name.rsplit("-", 2)[-2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and not _is_locked(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a run holds it, be it one of another container that counts its processes on its own."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False

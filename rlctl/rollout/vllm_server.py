@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -26,6 +26,8 @@ CONNECTIONS = 128
 _SYNC_S = 600.0
 _RETRY_S = 1.0
 _TRIES = 3
+_PROBE_S = 5.0
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class VLLMServerRollout(CompletionRollout):
         takes_adapter: whether servers apply the adapter themselves.
         replicas: the servers of this process, if it has any; they start with the first weights.
         start_timeout: seconds to wait for a server that went away.
+        answer_timeout: seconds after which one that listens must have answered; None: whoever started the
+            servers sees to that.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class VLLMServerRollout(CompletionRollout):
         published: PublishedWeights | None,
         replicas: Replicas | None,
         start_timeout: float,
+        answer_timeout: float | None = None,
         adapters: VersionedDir | None = None,
         takes_adapter: bool = False,
     ) -> None:
         super().__init__(tokenizer, generation_config, policy_version=None, device=device)
         self._urls, self._rank, self._agree = urls, rank, agree
         self._published, self._replicas = published, replicas
-        self._start_timeout = start_timeout
+        self._start_timeout, self._answer_timeout = start_timeout, answer_timeout
         self._adapters, self._takes_adapter = adapters, takes_adapter
         self._adapter_numbers = count(1)
         self._newest = PublishedPaths()
@@ -137,11 +142,9 @@ class VLLMServerRollout(CompletionRollout):
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
-            answers = await asyncio.gather(
-                *(
-                    ask(self._urls[(self._rank + index) % len(self._urls)], request)
-                    for index, request in enumerate(requests)
-                )
+            answers = await self._unless_silent(
+                ask(self._urls[(self._rank + index) % len(self._urls)], request)
+                for index, request in enumerate(requests)
             )
         return [
             _completion(choice)
@@ -172,9 +175,27 @@ class VLLMServerRollout(CompletionRollout):
 
     async def _load_everywhere(self, newest: PublishedPaths, *, with_weights: bool) -> None:
         async with self._client(timeout=_SYNC_S) as client:
-            await asyncio.gather(
-                *(self._load(client, url, newest, with_weights=with_weights) for url in self._urls)
+            await self._unless_silent(
+                self._load(client, url, newest, with_weights=with_weights) for url in self._urls
             )
+
+    async def _unless_silent(self, work: Iterable[Awaitable[_Result]]) -> list[_Result]:
+        """The results, as long as every server says now and then that it is there.
+
+        Raises:
+            RunFailure: one listens and does not answer.
+        """
+        together = asyncio.ensure_future(_gathered(work))
+        patience = self._answer_timeout
+        watches = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls if patience]
+        try:
+            done, _ = await asyncio.wait([together, *watches], return_when=asyncio.FIRST_COMPLETED)
+            if together not in done:
+                done.pop().result()  # raises
+            return await together
+        finally:
+            for task in (together, *watches):
+                task.cancel()
 
     async def _load(
         self, client: httpx.AsyncClient, url: str, newest: PublishedPaths, *, with_weights: bool
@@ -266,6 +287,35 @@ class VLLMServerRollout(CompletionRollout):
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
         # A proxy of the environment is for the world outside, not for engines.
         return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
+
+
+async def _gathered(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
+    return list(await asyncio.gather(*work))
+
+
+async def _until_silent(url: str, patience: float) -> None:
+    """Ask a server every few seconds how it is. One that cannot be connected to is waited for elsewhere.
+
+    Raises:
+        RunFailure: it has not answered for `patience` seconds.
+    """
+    interval = min(_PROBE_S, patience / 4)
+    async with httpx.AsyncClient(timeout=interval, trust_env=False) as client:
+        heard = time.monotonic()
+        while (silence := time.monotonic() - heard) < patience:
+            await asyncio.sleep(interval)
+            try:
+                await client.get(f"{url}/health")
+            except (httpx.ReadTimeout, httpx.WriteTimeout):
+                continue
+            except httpx.HTTPError:
+                pass
+            heard = time.monotonic()
+    raise RunFailure(
+        f"a vLLM server listens, and has not answered for {silence:.0f} s",
+        where=url,
+        fix="see its log and start it again; rollout.server.answer_timeout says how long it is waited for",
+    )
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,34 @@ class Section(BaseModel):
 def _null_word(value: Any) -> Any:
     """`rollout_is="null"`, as shell scripts write it, means null."""
     return None if isinstance(value, str) and value.strip().lower() in {"null", "none", ""} else value
+
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def _duration(value: Any) -> Any:
+    """A number means seconds.
+
+    Raises:
+        ValueError: neither a positive number nor one with a unit.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be a time such as 90s, 30min or 2h")
+    text = f"{value:g}s" if isinstance(value, int | float) else value.strip()
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)?", text)
+    if not found or not float(found[1]):
+        raise ValueError("must be a time such as 90s, 30min or 2h")
+    return found[1] + (found[2] or "s")
+
+
+#: `90s`, `30min`, `2h`; a plain number is seconds.
+Duration = Annotated[str, BeforeValidator(_duration)]
+
+
+def seconds(duration: str) -> float:
+    """The seconds of a `Duration`."""
+    number = duration.rstrip("sminh")
+    return float(number) * _UNITS[duration.removeprefix(number)]
 
 
 def one_or_many(value: Any) -> Any:

@@ -86,6 +86,8 @@ class ServerSpec(Section):
     """Directory for new weights, visible to every engine; null: shared memory of this machine."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds an engine may take to start or restart."""
+    answer_timeout: float = Field(default=120.0, gt=0)
+    """Seconds after which an engine that listens and does not answer counts as crashed."""
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of crashed engines in one run."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from rlctl.registry import TRACKERS
-from rlctl.spec.base import NullWord, OpenMapping, Section, json_file, one_or_many
+from rlctl.spec.base import Duration, NullWord, OpenMapping, Section, json_file, one_or_many
 from rlctl.spec.parts import Registered
 
 Logger = Annotated[str, Registered(TRACKERS)]
@@ -71,13 +71,20 @@ class TrainerSpec(Section):
     nnodes: int = Field(default=1, ge=1)
     """Machines. For more than one, start `rlctl train` under torchrun on each."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints, one more at the end; -1: only at the end."""
+    """Steps between checkpoints, beside `save_every`; one more is saved at the end. -1: none by steps."""
+    save_every: Annotated[Duration | None, NullWord] = "30min"
+    """Time between checkpoints, such as `90s`, `30min` or `2h`; null: none by time."""
+    keep_best: bool = True
+    """Save after every validation that is better than all before, and keep the best (`checkpoints/best`)."""
     test_freq: int = Field(default=-1, ge=-1)
     """Steps between validations, also at start and end; -1: never."""
     critic_warmup: int = Field(default=0, ge=0)
     """Batches at the start that train the critic alone."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
-    """Checkpoints kept, newest first; null: all."""
+    """Checkpoints kept, newest first, beside the best; null: all."""
+    hang_timeout: Duration = "20min"
+    """The run is ended if no rank has gone on for this long; it says who was waited for, with all threads'
+    stacks. A warning comes after a twentieth of it."""
     guardrails: GuardrailsSpec = GuardrailsSpec()
     rollouts_per_step: int = Field(default=32, ge=-1)
     """Responses per step written to `rollouts/` with their log-probs; 0: none, -1: all."""

@@ -13,6 +13,8 @@ from rlctl.data.schema import Message, Row
 from rlctl.data.write import write_rows
 
 DATA_SOURCE = "embedded/addition"
+#: For whoever reads a response of the task.
+WRITTEN = "The built-in task writes sums lowest digit first, padded to three digits: 71+63= → 431 means 134."
 
 Problem = tuple[str, str]  # prompt, right answer
 

@@ -36,7 +36,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _failure(path, error) from error
 
@@ -109,6 +109,13 @@ def truncate_after(path: Path, step: int) -> int | None:
     except OSError as error:
         raise _failure(path, error) from error
     return max(kept, default=None)
+
+
+def missing_steps(path: Path, last: int) -> list[int]:
+    """Steps from 1 to `last` that the log has no complete line of: it was deleted, cut or damaged."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    logged = set(map(_step_of, lines))
+    return [step for step in range(1, last + 1) if step not in logged]
 
 
 def _step_of(line: bytes) -> int | None:

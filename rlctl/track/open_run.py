@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +148,15 @@ def open_run(path: str | Path) -> RunRecord:
         what = f"not a run directory: it holds no {SPEC_FILE}"
         raise UsageError(what, where=str(path), fix="name a directory such as runs/rlctl/run-…")
     return RunRecord(directory)
+
+
+def in_words(steps: Sequence[int]) -> str:
+    """Rising steps, as few words as they need: `steps 1 to 4, 7`."""
+    starts = [step for step in steps if step - 1 not in set(steps)]
+    ends = [step for step in steps if step + 1 not in set(steps)]
+    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    shown = spans if len(spans) <= 8 else [*spans[:7], f"… {spans[-1]}"]
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
 
 
 def _number(value: object) -> float | None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from rlctl.errors import RunFailure
 from rlctl.files import replacing
+from rlctl.track.open_run import in_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,18 +130,30 @@ class RolloutWriter:
             raise _failure(self.directory, error) from error
         self._batches, self._steps = [], []
 
-    def discard_after(self, step: int) -> None:
+    def discard_after(self, step: int) -> list[str]:
         """Take back the rows of every step after `step` (they will be sampled again), before a resume.
+
+        Returns:
+            What is wrong with the parts there are; damaged ones get another name, so that readers skip them.
 
         Raises:
             RunFailure: a part cannot be read or rewritten.
         """
+        there: set[int] = set()
+        notes: list[str] = []
         try:
             for leftover in self.directory.glob(".*.tmp"):
                 leftover.unlink()
             for path in sorted(self.directory.glob("rollouts-*.parquet")):
                 match = _PART.fullmatch(path.name)
-                if match is None or int(match[2]) <= step:
+                if match is None:
+                    continue
+                if problem := _damage(path):
+                    path.rename(path.with_name(f"{path.name}.damaged"))
+                    notes.append(f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and set aside")
+                    continue
+                there |= set(range(int(match[1]), min(int(match[2]), step) + 1))
+                if int(match[2]) <= step:
                     continue
                 if int(match[1]) <= step:
                     table = pq.read_table(path, schema=SCHEMA)
@@ -149,6 +162,19 @@ class RolloutWriter:
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
+        if missing := sorted(set(range(1, step + 1)) - there):
+            notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {in_words(missing)}")
+        return notes
+
+
+def _damage(path: Path) -> str:
+    """What keeps a part from being read; empty if nothing does."""
+    try:
+        if not pq.ParquetFile(path).schema_arrow.equals(SCHEMA):
+            return "it has other columns"
+    except (OSError, pa.ArrowInvalid) as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -55,9 +56,16 @@ class RunDir:
         write_text(self.path / SPEC_FILE, redact_lines(text))
 
     def write_environment(self, argv: Sequence[str] | None = None) -> None:
-        """Keep what the run ran on as `environment.json`; see `environment_record`."""
+        """Keep what the run runs on as `environment.json`, see `environment_record`; a resumed run's earlier
+        records stay under `history`, oldest first."""
+        file = self.path / ENVIRONMENT_FILE
+        before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        history = before.pop("history", [])
         record = environment_record(sys.argv if argv is None else argv)
-        write_text(self.path / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n")
+        record["history"] = [*history, before] if before else history
+        write_text(file, json.dumps(record, indent=2) + "\n")
 
     def write_failure(self, error: Exception) -> None:
         """Keep why the run failed as `failure.json`; the next start of the run removes it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -21,10 +22,11 @@ class Startup:
 
     Args:
         is_shown: False on ranks other than 0.
+        also: told every phase, on every rank.
     """
 
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
+    def __init__(self, *, is_shown: bool, also: Callable[[str], None] = lambda _: None) -> None:
+        self._is_shown, self._also = is_shown, also
         console = Console(stderr=True)
         self._progress: Progress | None = None
         if is_shown and console.is_interactive and sys.stderr.isatty() and not wants_plain_lines():
@@ -34,6 +36,7 @@ class Startup:
 
     def phase(self, text: str) -> None:
         """Show that this begins now."""
+        self._also(text)
         if self._progress:
             self._progress.update(self._task, description=text)
             self._progress.start()

@@ -6,29 +6,22 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from rlctl.errors import UsageError
 from rlctl.registry import TRACKERS
-from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
+from rlctl.track.background import BackgroundSink
+from rlctl.track.jsonl import METRICS_FILE, JsonlSink, missing_steps, truncate_after
+from rlctl.track.open_run import in_words
 from rlctl.track.redact import redact, redact_tree
+from rlctl.track.sink import Sink
+from rlctl.user_code import visible
 
 Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """A place metrics go to."""
-
-    name: str
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one step's metrics."""
-
-    def close(self, status: str) -> None:
-        """Finish; called once."""
 
 
 @runtime_checkable
@@ -117,8 +110,13 @@ class Tracker:
             except Exception as error:
                 self._drop(sink, error)
 
+    def add(self, sink: Sink) -> None:
+        """One more sink."""
+        self._extras.append(sink)
+
     def note(self, text: str) -> None:
         """Show a line to the user, above the live display if there is one; never raises."""
+        text = visible(text)
         try:
             if self._show:
                 self._show(text)
@@ -208,6 +206,9 @@ def build_tracker(
     )
     extras: list[Sink] = []
     warnings: list[str] = []
+    if missing := missing_steps(run_dir / METRICS_FILE, start_step):
+        what = f"{METRICS_FILE} has no readable line of {in_words(missing)}, which this run has trained"
+        warnings.append(f"warning: {what}; summary and guardrails continue without them")
     # The console starts last: what the others print while starting stays above the live display.
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
@@ -238,7 +239,8 @@ def wandb(inputs: SinkInputs) -> Sink:
     """A W&B run, online or offline as `WANDB_MODE` says."""
     from rlctl.track.wandb import WandbSink
 
-    return WandbSink(inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
+    start = partial(WandbSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
+    return BackgroundSink("wandb", start)
 
 
 @TRACKERS.register(label="TensorBoard")

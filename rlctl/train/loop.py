@@ -24,7 +24,7 @@ from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.notices import Notices, step_warnings
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import greedy_baseline
-from rlctl.train.saving import save_checkpoint
+from rlctl.train.saving import Saver
 from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
 from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Train from `run.start_step` to `run.total_steps`, or until asked to stop."""
-    spec, ranks, algorithm = run.spec, run.ranks, run.spec.algorithm
-    guardrails, critic_settings = Guardrails(run, UpdateSettings.of(spec)), CriticSettings.of(spec)
+    spec, ranks, algorithm, of_critic = run.spec, run.ranks, run.spec.algorithm, CriticSettings.of(run.spec)
+    guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
     warnings, saving = Notices(run.tracker.note, "warning"), StepTimer(ranks.device, phases)
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
             if run.critic:
                 first = (step - 1) * critic_updates_per_step(spec)
                 with timer("update_critic"):
-                    metrics |= update_critic(batch, run.critic, ranks, critic_settings, critic_lr_at, first)
+                    metrics |= update_critic(batch, run.critic, ranks, of_critic, critic_lr_at, first)
             with timer("update_actor"):
                 outcome = update(
                     batch,
@@ -108,10 +108,10 @@ def train(run: Run) -> None:
         # saving are therefore in the next line.
         log(run, step, metrics)
         saving = StepTimer(ranks.device, phases)
-        stopping = ranks.max(float(run.stop.signal_number is not None)) > 0 or bool(run.stopped_because)
-        if stopping or step == run.total_steps or is_due(step, spec.trainer.save_freq):
+        stopping, is_saved = saver.after(step, metrics)
+        if is_saved:
             with saving("save_checkpoint"):
-                save_checkpoint(run, step)
+                saver.save(step)
         if stopping:
             break
 

@@ -17,6 +17,7 @@ from rlctl.engine.model import load_beside, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
+from rlctl.rollout.assemble import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.spec.actor import ActorSpec, CriticSpec
@@ -33,6 +34,7 @@ class Models:
         rollout: the trainer's view of the engine.
         base: the policy as it is without its adapters; None without LoRA.
         sampling_ahead: the same engine for the thread that samples while the trainer trains.
+        notes: warnings for the user.
     """
 
     tokenizer: Any
@@ -42,6 +44,7 @@ class Models:
     base: BasePolicy | None
     ref: ReferencePolicy | None
     critic: DeepSpeedCritic | None
+    notes: list[str]
 
 
 def build_models(
@@ -106,7 +109,18 @@ def build_models(
         ref = base
     lock = EngineLock()
     trainers, ahead = LockedRollout(rollout, lock, first=True), LockedRollout(rollout, lock, first=False)
-    return Models(tokenizer, trainers, ahead, actor, base, ref, critic)
+    notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
+    return Models(tokenizer, trainers, ahead, actor, base, ref, critic, notes)
+
+
+def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
+    if not (token := unknown_end(tokenizer, ends)):
+        return []
+    return [
+        f"warning: the chat template ends a reply with {token}, which ends no response here: the model may "
+        "go on to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
+        "generation_config.json (eos_token_id)"
+    ]
 
 
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:

@@ -65,6 +65,9 @@ def step_warnings(
     if metrics.get("reward/zero_spread_groups") == 1.0:
         what = "every prompt's responses got equal rewards, so there is nothing to learn from"
         yield "flat", f"step {step}: {what}"
+    if metrics.get("response_length/clip_ratio") == 1.0:
+        what = "every response reached data.max_response_length; does the model know how to end one?"
+        yield "endless", f"step {step}: {what}"
     if errors := metrics["reward/num_errors"]:
         yield "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are left out"
     if count := metrics["reward/num_timeouts"]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from rlctl.data.read import check_files
 from rlctl.engine.model_files import check_directory
 from rlctl.errors import Problem, UsageError
+from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec
 
@@ -19,7 +22,8 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
-    """Every local model, data file and reward file of `spec` that cannot be used; not hub ids."""
+    """Every local model, data file and reward file of `spec` that cannot be used, not hub ids; and a disk
+    without room for checkpoints: a warning where one fits and not all."""
     checks: list[tuple[str, Callable[[], None]]] = []
     if not spec.is_embedded:
         checks.append(("model.path", lambda: _check_model(spec.model.path, needs_tokenizer=True)))
@@ -33,7 +37,7 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         file = term.name.rpartition(":")[0]
         if file and not matches(file):
             checks.append((of_rewards, lambda file=file: _refuse(f"no such file: {file}")))  # type: ignore[misc]
-    return [problem for key, check in checks for problem in _problem_of(key, check)]
+    return [problem for key, check in checks for problem in _problem_of(key, check)] + _check_disk(spec)
 
 
 def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
@@ -67,6 +71,23 @@ def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
         raise UsageError(
             what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
         )
+
+
+def _check_disk(spec: RunSpec) -> list[Problem]:
+    needed = checkpoint_bytes(spec)
+    place = Path(spec.trainer.run_dir or "runs").expanduser().absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    kept = spec.trainer.max_ckpt_to_keep
+    wanted = (needed or 0) * ((kept or 1) + 1 + (spec.trainer.keep_best and spec.trainer.test_freq > 0))
+    if needed is None or free >= wanted:
+        return []
+    what = f"{free / 2**30:.3g} GiB are free, and a checkpoint takes about {needed / 2**30:.3g} GiB"
+    if free >= needed:
+        what += f"; those kept and the next one together about {wanted / 2**30:.3g} GiB"
+    fix = "free space, name another disk with trainer.run_dir, or set trainer.max_ckpt_to_keep lower"
+    severity: Literal["error", "warning"] = "warning" if free >= needed else "error"
+    return [Problem(severity, "trainer.run_dir", what, fix, str(there))]
 
 
 def _refuse(what: str) -> None:

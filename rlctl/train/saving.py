@@ -1,35 +1,105 @@
-"""Checkpoints of a run: engine state, Hugging Face export, metrics flushed, all or nothing."""
+"""Checkpoints of a run: when they are due, and what is in them; all or nothing."""
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlctl.engine.checkpoint import ADAPTER, CHECKPOINTS, TrainerState, begin, partial_path, publish, writing
+from rlctl.engine.checkpoint import (
+    ADAPTER,
+    CHECKPOINTS,
+    TrainerState,
+    begin,
+    bytes_of_newest,
+    partial_path,
+    point_to,
+    publish,
+    writing,
+)
+from rlctl.errors import RunFailure
+from rlctl.spec.base import seconds
+from rlctl.spec.checkpoint_size import checkpoint_bytes
+from rlctl.train.schedule import is_due
+from rlctl.train.summary import best_validation, validation_score
 
 if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 
-def save_checkpoint(run: Run, step: int) -> None:
-    """Save the state of `run` after `step` under `<run_dir>/checkpoints` (called on all ranks).
+class Saver:
+    """Decides after each step whether it is saved: every rank builds one and asks it.
 
-    Raises:
-        RunFailure: it could not be written; earlier checkpoints are intact.
+    A step is saved every `trainer.save_freq` steps, and where `trainer.save_every` has gone by or validation
+    is better than ever. The last two wait for a step after which the rollout engine has the weights, as a
+    resumed run will: with `rollout.sync_every` above 1 not every step is one.
+
+    Args:
+        run: what is saved.
     """
-    ranks = run.ranks
+
+    def __init__(self, run: Run) -> None:
+        self._run, every = run, run.spec.trainer.save_every
+        self._every = None if every is None else seconds(every)
+        self._saved_at = time.monotonic()
+
+    def after(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
+        """Whether the run is to stop, and whether this step is to be saved; a collective.
+
+        Args:
+            step: its number; it is logged.
+            metrics: as logged; validation results are on the main rank only.
+        """
+        run, trainer = self._run, self._run.spec.trainer
+        improves = validation_score(metrics) is not None and self._best_step() == step
+        waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
+        mine = [run.stop.signal_number is not None, run.ranks.is_main and waited, improves]
+        stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
+        is_synced = is_due(step, run.spec.rollout.sync_every)
+        stop = stop or bool(run.stopped_because)
+        saves = is_due(step, trainer.save_freq) or (is_synced and (late or better))
+        return stop, saves or stop or step == run.total_steps
+
+    def save(self, step: int) -> None:
+        """Save the state of the run after `step` under `<run_dir>/checkpoints` (called on all ranks).
+
+        Raises:
+            RunFailure: it could not be written; earlier checkpoints are intact.
+        """
+        save_checkpoint(self._run, step, best=self._best_step())
+        self._saved_at = time.monotonic()
+
+    def _best_step(self) -> int | None:
+        """The step of the best validation so far, on the main rank."""
+        best = best_validation(self._run.history)
+        return best[0] if best and self._run.spec.trainer.keep_best else None
+
+
+def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
+    """Save the state of `run` after `step`; see `Saver.save`.
+
+    Args:
+        run: the run.
+        step: batches trained on.
+        best: the step whose checkpoint is kept whatever comes.
+    """
+    ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
     run.stream.drain()
     if run.rollout_writer:  # what a resume will not repeat must be on disk
         run.rollout_writer.flush()
+    has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
     if ranks.is_main:
         with writing(root, step):
-            begin(root, step)
+            _require_space(run, step)
+            begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
     ranks.barrier()
     partial = partial_path(root, step)
     with writing(root, step):
         run.actor.save(partial / "engine")
         run.actor.export(partial / "model")
-        if run.spec.model.lora_rank:
+        if has[ADAPTER]:
             adapter = run.actor.adapter()
             if ranks.is_main:
                 adapter.save(partial / ADAPTER)
@@ -40,7 +110,28 @@ def save_checkpoint(run: Run, step: int) -> None:
     if ranks.is_main:
         with writing(root, step):
             run.tokenizer.save_pretrained(partial / "model")
-        kl_coef = run.kl.kl_coef if run.spec.algorithm.use_kl_in_reward else None
+        kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
         state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
-        publish(root, partial, state, keep=run.spec.trainer.max_ckpt_to_keep)
+        publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best)
+        point_to(root, "latest", step)
+        point_to(root, "best", best)
     ranks.barrier()
+
+
+def _require_space(run: Run, step: int) -> None:
+    """Refuse to begin what the disk has no room for.
+
+    Raises:
+        RunFailure: there is less than the newest checkpoint took, or the first is estimated to take.
+    """
+    root = run.run_dir / CHECKPOINTS
+    needed = bytes_of_newest(root) or checkpoint_bytes(run.spec) or 0
+    free = shutil.disk_usage(run.run_dir).free
+    if free < needed:
+        raise RunFailure(
+            f"there is no room for the checkpoint of step {step}: it takes {needed / 2**30:.3g} GiB, "
+            f"{free / 2**30:.3g} GiB are free",
+            where=str(root),
+            fix="free space or set trainer.max_ckpt_to_keep lower, then go on with --resume; earlier "
+            "checkpoints are intact",
+        )

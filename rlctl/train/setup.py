@@ -36,11 +36,19 @@ from rlctl.train.stop import StopRequest
 from rlctl.train.stream import RolloutStream
 from rlctl.train.summary import past_metrics
 from rlctl.train.sync import confirm_sync
+from rlctl.train.watchdog import Watchdog
 
 
 @contextlib.contextmanager
 def building(
-    spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, startup: Startup, *, resume: bool
+    spec: RunSpec,
+    run_dir: Path,
+    ranks: Ranks,
+    stop: StopRequest,
+    startup: Startup,
+    watchdog: Watchdog,
+    *,
+    resume: bool,
 ) -> Iterator[Run]:
     """Build the run on this rank, and show how far that is; leaving closes what needs closing.
 
@@ -48,7 +56,7 @@ def building(
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
     with contextlib.ExitStack() as stack:
-        yield _build(spec, run_dir, ranks, stop, startup, stack, resume=resume)
+        yield _build(spec, run_dir, ranks, stop, startup, watchdog, stack, resume=resume)
 
 
 def _build(
@@ -57,6 +65,7 @@ def _build(
     ranks: Ranks,
     stop: StopRequest,
     startup: Startup,
+    watchdog: Watchdog,
     stack: contextlib.ExitStack,
     *,
     resume: bool,
@@ -86,16 +95,16 @@ def _build(
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
     writer = RolloutWriter(run_dir, spec.trainer.rollouts_per_step) if writes_rollouts else None
     if writer and resume:
-        writer.discard_after(restored.step)
+        restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
     startup.phase("starting the graders")
     reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
     stack.callback(reward.close)
     startup.stop()  # the panel follows
-    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, total_steps, restored.step))
+    tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    for note in [*restored.notes, *_dropped(train_prompts, spec)]:
+    for note in [*restored.notes, *_dropped(train_prompts, spec), *models.notes]:
         tracker.note(note)
     run = Run(
         spec=spec,
@@ -251,10 +260,17 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
 
 
 def _tracker(
-    spec: RunSpec, run_dir: Path, ranks: Ranks, stop: StopRequest, total_steps: int, start_step: int
+    spec: RunSpec,
+    run_dir: Path,
+    ranks: Ranks,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    total_steps: int,
+    start_step: int,
 ) -> Tracker:
+    watchdog.log(start_step, {})
     if not ranks.is_main:
-        return Tracker()
+        return Tracker(extras=[watchdog])
     tracker = build_tracker(
         run_dir,
         spec.trainer.logger,
@@ -265,5 +281,7 @@ def _tracker(
         start_step,
         is_stopping=lambda: stop.signal_number is not None,
     )
+    tracker.add(watchdog)
+    watchdog.show = tracker.note
     stop.is_shown = tracker.has_panel
     return tracker

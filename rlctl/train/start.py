@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import UsageError
 from rlctl.named_models import model_directory
+from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
 from rlctl.spec.paths import with_absolute_paths
 from rlctl.spec.run_spec import RunSpec
@@ -22,6 +24,7 @@ from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
 from rlctl.track.startup import Startup
 from rlctl.train.resume import refuse_unsafe
+from rlctl.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -62,6 +65,7 @@ def start_run(
     Raises:
         RlctlError: whatever keeps it from starting or going on.
     """
+    leftovers.clear()
     spec = with_absolute_paths(spec)
     _check_ranks(spec)
     run_dir = resume or _path_of(spec)
@@ -114,7 +118,9 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
     from rlctl.train.stop import listening
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
-    with listening() as stop, Startup(is_shown=os.environ.get("RANK", "0") == "0") as startup:
+    rank = int(os.environ.get("RANK", "0"))
+    watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
+    with listening() as stop, watchdog, Startup(is_shown=rank == 0, also=watchdog.begin_phase) as startup:
         stop.at_once = spec.world_size > 1  # else a rank may wait for one that the signal has ended
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
@@ -128,10 +134,10 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
-                ranks = join_ranks()
+                ranks = join_ranks(seconds(spec.trainer.hang_timeout))
                 stop.at_once = False
                 spec = _with_main_dtype(spec, ranks)
-                with building(spec, Path(run_dir), ranks, stop, startup, resume=is_resumed) as run:
+                with building(spec, Path(run_dir), ranks, stop, startup, watchdog, resume=is_resumed) as run:
                     early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting
                     run.callbacks.extend(callbacks if ranks.is_main else ())
                     if not early:

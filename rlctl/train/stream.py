@@ -50,6 +50,11 @@ class RolloutStream:
         self._executor = executor
         self._waiting: deque[Future[Rollouts]] = deque()
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether batches may wait, and so must be saved."""
+        return self._ahead > 0
+
     def take(self, step: int) -> Rollouts:
         """The batch of `step`, which must be the one after the last taken.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,24 @@ def write_summary(run: Run, run_dir: Path) -> None:
         "last": _mean(trained[-_WINDOW:]),
         "validation_first": _validation(validated[0]) if validated else {},
         "validation_last": _validation(validated[-1]) if validated else {},
+        "best": _best(run),
         "checkpoint": f"{CHECKPOINTS}/step_{step:06d}",
         "model": f"{CHECKPOINTS}/step_{step:06d}/model",
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def validation_score(metrics: Mapping[str, float]) -> float | None:
+    """Mean reward of a validation, every data source counted once; None where there was none."""
+    rewards = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/reward_mean")]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
+    """Step and score of the best validation, the first of equal ones."""
+    scored = [(int(m["step"]), score) for m in history if (score := validation_score(m)) is not None]
+    return max(scored, key=lambda pair: pair[1], default=None)
 
 
 def past_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -59,6 +73,16 @@ def past_metrics(run_dir: Path) -> list[dict[str, float]]:
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     )
     return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
+
+
+def _best(run: Run) -> dict[str, Any] | None:
+    """The best validation, and its checkpoint if it was saved."""
+    best = best_validation(run.history)
+    if best is None:
+        return None
+    place = f"{CHECKPOINTS}/step_{best[0]:06d}"
+    saved = (run.run_dir / place).is_dir()
+    return {"step": best[0], "reward_mean": best[1], "checkpoint": place if saved else None}
 
 
 def _mean(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -1,12 +1,10 @@
-"""Replays as one page that needs nothing else and runs no script: advice, picture, and every setting.
-
-Texts are escaped by the template, and a policy lets nothing be loaded or run.
-"""
+"""Replays as one page that needs nothing else and runs no script: advice, picture, and every setting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -15,7 +13,7 @@ from rlctl.what_if.draw import svg
 from rlctl.what_if.tradeoff import Tradeoff
 from rlctl.what_if.what_if_report import COLUMNS, about, advice, cells, is_recommended, name_of
 
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
+FOLDER = Path(__file__).parent
 
 
 def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
@@ -24,10 +22,20 @@ def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
     Args:
         replays: title and result of each.
     """
-    return render(
-        _TEMPLATE,
-        columns=COLUMNS,
-        runs=[
+    title = f"What if: {' · '.join(title for title, _ in replays)}"
+    return render(FOLDER / "page.html.j2", title=title, style=section_style(), **section_values(replays))
+
+
+def section_style() -> str:
+    """The style of `section.html.j2`."""
+    return (FOLDER / "page.css").read_text(encoding="utf-8")
+
+
+def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
+    """What `section.html.j2` needs, once for each of `replays`."""
+    return {
+        "columns": COLUMNS,
+        "replays": [
             {
                 "title": title,
                 "about": about(tradeoff),
@@ -46,4 +54,4 @@ def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
             }
             for title, tradeoff in replays
         ],
-    )
+    }

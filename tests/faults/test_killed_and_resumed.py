@@ -121,6 +121,15 @@ def test_full_disk_keeps_earlier_checkpoints(tmp_path: Path, whole: Path) -> Non
     assert_same_run(run, whole)
 
 
+def test_the_clock_jumps(tmp_path: Path, whole: Path) -> None:
+    """An hour back, then a year ahead: steps, metrics and checkpoints are those of any other run."""
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, before=partial(hooks.clock_jumps, -3600.0, 3.2e7))
+    assert job.wait() == 0, job.output[-4000:]
+    assert_same_run(run, whole)
+    assert all(line["timing_s/step"] < 600 for line in runs.metrics(run))
+
+
 def test_moved_run_directory_resumes(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     half_done(run)
@@ -210,6 +219,21 @@ def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
     assert job.wait(120) == 1  # seconds on a quiet machine, far more on a busy one
     assert "rank" in job.output
     assert "ended without a word" in job.output
+    assert "Traceback" not in job.output
+    assert job.orphans() == []
+
+
+def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = running(run, "trainer.n_gpus_per_node=2", "trainer.hang_timeout=20s")
+    found = [process for process in job.family() if "spawn_main" in " ".join(process.cmdline())]
+    ranks = sorted(found, key=lambda process: process.pid)  # in the order in which they were started
+    ranks[1].suspend()
+    assert job.wait(170) == 1
+    assert "nothing has happened for" in job.output
+    assert f"waiting for rank 1 (pid {ranks[1].pid} on " in job.output
+    assert "stopped or cannot be reached" in job.output
+    assert "Thread 0x" in (run / "stacks-rank0.txt").read_text()
     assert "Traceback" not in job.output
     assert job.orphans() == []
 

@@ -1,8 +1,6 @@
 """Diagnoses as one self-contained page: findings, and plots on which they are marked.
 
-Logs may contain hostile texts. The template escapes texts or inserts them as text, plot names are escaped, no
-character in the JSON data block can end the block, and the content security policy runs only this page's own
-scripts and loads nothing. Styles are not restricted, because plotly creates its own at run time.
+Plot names are escaped for plotly too. Styles are not restricted, because it creates its own at run time.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from rlctl.diagnose.charts import thinned
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
@@ -20,10 +16,10 @@ from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
 from rlctl.diagnose.thresholds import RAW_ESS
 from rlctl.errors import EnvironmentFailure
-from rlctl.html_page import csp_hash, json_block, render
+from rlctl.html_page import render
 from rlctl.metric_names import METRICS, describe
 
-_HERE = Path(__file__).parent
+TEMPLATE = Path(__file__).with_name("report.html.j2")
 #: Plots that every page shows, where they were logged: reward, validation, effective sample size (raw and
 #: applied), KL to the sampling policy and to the reference, entropy, length.
 _ALWAYS = (
@@ -51,20 +47,22 @@ def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | N
     Raises:
         EnvironmentFailure: plotly is not installed.
     """
+    return render(TEMPLATE, **page_values(diagnoses, comparison))
+
+
+def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> dict[str, Any]:
+    """What `render` needs for `TEMPLATE`, and for a template that extends it; see `diagnosis_page`."""
     keys = _keys(diagnoses)
     places = {key: place for place, key in enumerate(keys)}
-    style, script = (_source(_HERE / name) for name in ("report.css", "report.js"))
-    library = _plotly()
-    return render(
-        _HERE / "report.html.j2",
-        title=" · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
-        runs=[_run(diagnosis, places) for diagnosis in diagnoses],
-        comparison=_comparison(comparison, places) if comparison else None,
-        data=json_block(_data(diagnoses, keys, comparison)),
-        style=Markup(style),
-        scripts=[Markup(library), Markup(script)],
-        script_hashes=[csp_hash(text) for text in (library, script)],
-    )
+    return {
+        "title": " · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
+        "runs": [_run(diagnosis, places) for diagnosis in diagnoses],
+        "comparison": _comparison(comparison, places) if comparison else None,
+        "data": _data(diagnoses, keys, comparison),
+        "style": _source("report.css"),
+        "scripts": [_plotly(), _source("report.js")],
+        "free_styles": True,
+    }
 
 
 def _keys(diagnoses: Iterable[Diagnosis]) -> list[str]:
@@ -168,5 +166,5 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
-def _source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _source(name: str) -> str:
+    return TEMPLATE.with_name(name).read_text(encoding="utf-8")

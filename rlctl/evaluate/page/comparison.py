@@ -53,5 +53,4 @@ def comparison_page(report: CompareReport) -> str:
         notes=report.warnings,
         headings=DIFFERENCE_HEADINGS,
         tables=tables,
-        script="",
     )

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from rlctl.html_page import csp_hash, render
+from rlctl.html_page import render
 
 SCORE_HEADINGS = ("", "stderr", "95 % interval")
 _HERE = Path(__file__).parent
@@ -68,11 +66,10 @@ def stderr_text(stderr: float | None, number: str = ".3f") -> str:
     return "—" if stderr is None else f"{stderr:{number}}"
 
 
-def render_page(template: str, *, script: str, **values: object) -> str:
-    """A page of this directory with its style, and this script or none."""
+def render_page(template: str, **values: Any) -> str:
+    """A page of this directory with its style; see `rlctl.html_page.render`."""
     style = (_HERE / "samples.css").read_text(encoding="utf-8")
-    hashes = {"style_hash": csp_hash(style), "script_hash": csp_hash(script)}
-    return render(_HERE / template, style=Markup(style), script=Markup(script), **hashes, **values)
+    return render(_HERE / template, style=style, **values)
 
 
 def drawn(row: TableRow, *, left: float, scale: float, zero: bool = False) -> dict[str, Any]:

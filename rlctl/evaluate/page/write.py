@@ -1,8 +1,4 @@
-"""`samples.html`: the figures and the samples on one page that needs nothing else.
-
-What models and data sets wrote may be hostile. It is data in a JSON block in which no character can
-end the block, inserted as text only, under a policy that runs this page's own script and nothing else.
-"""
+"""`samples.html`: the figures and the samples on one page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 from rlctl.evaluate.page.tables import SCORE_HEADINGS, drawn, render_page, score_rows
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
-from rlctl.html_page import json_block
 
 PAGE_FILE = "samples.html"
 #: Bytes of text on the page, so that a browser still opens it.
@@ -49,8 +44,8 @@ def write_page(
         notes=_notes(document, samples, kept),
         headings=SCORE_HEADINGS,
         tables=tables,
-        script=(_HERE / "samples.js").read_text(encoding="utf-8"),
-        data=json_block({"questions": _questions(samples, kept)}),
+        scripts=[(_HERE / "samples.js").read_text(encoding="utf-8")],
+        data={"questions": _questions(samples, kept)},
     )
     path.write_bytes(text.encode("utf-8", "replace"))
 

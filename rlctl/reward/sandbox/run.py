@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.errors import EnvironmentFailure
+from rlctl.leftovers import temporary_directory
 
 JAIL = Path(__file__).with_name("jail.py")
 #: Bytes that are read of what a program prints and reports.
@@ -89,10 +89,10 @@ def run_program(
         "memory_bytes": limits.memory_mb << 20,
         "cpu_s": math.ceil(limits.timeout_s) + 1,  # should this process be gone when the time is up
     }
-    with tempfile.TemporaryDirectory(prefix="rlctl-code-", ignore_cleanup_errors=True) as name:
-        folders, jobs = [Path(name, "program")], [job]
+    with temporary_directory("code") as name:
+        folders, jobs = [name / "program"], [job]
         if tests:
-            folders.append(Path(name, "tests"))
+            folders.append(name / "tests")
             jobs.append(job | {"role": "tests", "source": tests})
         processes: list[subprocess.Popen[bytes]] = []
         exit_code: int | None = None

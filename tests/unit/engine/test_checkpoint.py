@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.engine import checkpoint
-from rlctl.engine.checkpoint import TrainerState, begin, latest, publish, verify
+from rlctl.engine.checkpoint import TrainerState, begin, latest, newest_intact, point_to, publish, verify
 from rlctl.errors import RunFailure
 
 
@@ -155,3 +155,49 @@ def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_renamed_checkpoint_is_not_another_step(tmp_path: Path) -> None:
     write(tmp_path, 2).path.rename(tmp_path / "step_000006")
     assert verify(tmp_path / "step_000006") == ("its manifest says step 2", None)
+
+
+def test_the_best_stays_and_links_follow(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        partial = begin(tmp_path, step)
+        (partial / "model/weights").write_bytes(b"w")
+        publish(tmp_path, partial, TrainerState(step, step, 1, 0), keep=1, best=2)
+        point_to(tmp_path, "latest", step)
+        point_to(tmp_path, "best", 2)
+    assert names(tmp_path) == ["best", "latest", "step_000002", "step_000004"]
+    assert (tmp_path / "latest").resolve().name == "step_000004"
+    assert str((tmp_path / "best").readlink()) == "step_000002"  # relative: the run may be moved
+    point_to(tmp_path, "best", 3)  # it was never saved
+    assert not (tmp_path / "best").is_symlink()
+    found, _ = latest(tmp_path)
+    assert found is not None
+    assert found.state.step == 4
+
+
+def test_files_are_readable_as_the_umask_says_and_no_folder_is_empty(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        partial = begin(tmp_path, 1)
+        (partial / "model/weights").write_bytes(b"w")
+        (partial / "model/weights").chmod(0o600)  # as safetensors does
+        (partial / "engine/state").write_bytes(b"s")
+        path = publish(tmp_path, partial, TrainerState(1, 1, 1, 0), keep=None).path
+    finally:
+        os.umask(before)
+    modes = {oct(file.stat().st_mode & 0o777) for file in path.rglob("*") if file.is_file()}
+    assert modes == {"0o640"}
+    assert all(any(folder.iterdir()) for folder in path.rglob("*") if folder.is_dir())
+
+
+def test_a_damaged_one_is_named_with_the_one_used_instead(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / "step_000003/model/deep/weights").write_bytes(b"other")
+    (tmp_path / "step_000002/model/deep/weights").unlink()
+    for found, notes in (newest_intact(tmp_path), latest(tmp_path)):
+        assert found is not None
+        assert found.state.step == 1
+        assert "step_000003" in notes[0]
+        assert "checksum" in notes[0]
+        assert "model/deep/weights is missing" in notes[1]
+        assert all(note.endswith("step_000001 is used instead") for note in notes)

@@ -50,6 +50,23 @@ def test_tokenizer_larger_than_embeddings(tmp_path: Path) -> None:
         load(save_tiny_qwen2(tmp_path, extra_tokens=3))
 
 
+class _RunsCode:
+    def __reduce__(self):
+        return print, ("weights that run code",)
+
+
+def test_weights_that_would_run_code_are_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (save_tiny_qwen2(tmp_path) / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": _RunsCode()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="reading it could run its code: it is not loaded") as caught:
+        load(tmp_path)
+    assert "safetensors" in str(caught.value.fix)
+    assert "\n" not in caught.value.what
+    assert "weights that run code" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["rubbish", "cut", "gone"])
 def test_damaged_weights(tmp_path: Path, damage: str) -> None:
     weights = save_tiny_qwen2(tmp_path) / "model.safetensors"

@@ -25,6 +25,8 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
         self.may_answer.set()
+        self.is_awake = threading.Event()  # cleared: it listens, and answers nothing at all
+        self.is_awake.set()
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
@@ -45,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        self.server.is_awake.wait(20)
         if self.path == "/v1/models":
             self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
         elif not self.path.startswith("/server_info"):
@@ -59,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
         self.server.asked.append((self.path, body))
+        self.server.is_awake.wait(20)
         if self.path.endswith("lora_adapter"):
             self.load_or_unload(body["lora_name"])
         elif self.path != "/v1/completions":

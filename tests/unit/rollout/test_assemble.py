@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 
 from rlctl.batch import FINISH_REASONS
-from rlctl.rollout.assemble import assemble
+from rlctl.rollout.assemble import assemble, unknown_end
 from rlctl.rollout.protocol import Sampled
 from rlctl.rollout.sampler import RecordingSampler
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, take
@@ -37,3 +40,18 @@ def test_the_sampler_counts_what_it_chose_and_says_why_a_row_ended() -> None:
         sampler(chosen[:, :place], torch.nn.functional.one_hot(chosen[:, place], 10).float())
     assert sampler.lengths.tolist() == [2, 3, 1]
     assert sampler.stopped.tolist() == [True, False, True]
+
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}END{% endfor %}"
+
+
+@pytest.mark.parametrize(("end", "named"), [("<eos>", None), ("<|turn|>", "<|turn|>"), ("\n", None)])
+def test_a_template_that_ends_a_reply_otherwise_than_responses_end(end: str, named: str | None) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = TEMPLATE.replace("END", end.replace("<eos>", tokenizer.eos_token))
+    assert unknown_end(tokenizer, [tokenizer.eos_token_id]) == named
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    assert unknown_end(tokenizer, [tokenizer.eos_token_id, turn]) is None
+    tokenizer.chat_template = None
+    assert unknown_end(tokenizer, [tokenizer.eos_token_id]) is None

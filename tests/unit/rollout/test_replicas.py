@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.rollout import replicas
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 
 
@@ -35,3 +39,49 @@ def test_a_machine_that_starts_no_process_ends_the_run_at_once(
 def test_further_arguments_come_last() -> None:
     settings = ReplicaSettings(dtype="float32", max_model_len=8, more_arguments=("--block-size", "32"))
     assert settings.arguments("model")[-2:] == ["--block-size", "32"]
+
+
+STUB = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Fine(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
+"""
+
+
+def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, popen = [], subprocess.Popen
+
+    def stub(command: list[str], **options: Any) -> Any:
+        port = command[command.index("--port") + 1]
+        started.append(popen([sys.executable, "-c", STUB, port], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", stub)
+    monkeypatch.setattr(replicas, "_PROBE_S", 0.2)
+    monkeypatch.setattr(replicas, "_STOP_S", 0.5)
+    settings = ReplicaSettings(dtype="float32", max_model_len=8, answer_timeout=1.0, max_restarts=1)
+    servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
+    servers.start()
+    try:
+        for attempt in (0, 1):
+            wait_for(servers._replicas[0].is_ready.is_set)
+            os.kill(started[attempt].pid, signal.SIGSTOP)
+            wait_for(lambda attempt=attempt: started[attempt].poll() is not None)
+        wait_for(lambda: servers._failure)
+        assert len(started) == 2
+        with pytest.raises(RunFailure, match="listens, and has not answered"):
+            servers.check()
+    finally:
+        servers.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -145,6 +145,39 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
     assert server.paths()[-2:] == ["/collective_rpc", "/reset_prefix_cache"]
 
 
+@pytest.mark.parametrize("moment", ["sampling", "syncing"])
+def test_a_server_that_listens_and_does_not_answer_is_named(
+    servers: list[Server], tmp_path: Path, moment: str
+) -> None:
+    engine, model = engine_on(servers, tmp_path, answer_timeout=1.0)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    servers[1].is_awake.clear()
+    sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
+    with pytest.raises(RunFailure, match="listens, and has not answered for") as caught:
+        sync() if moment == "syncing" else generate(engine)
+    servers[1].is_awake.set()
+    assert caught.value.where == servers[1].url
+    engine.close()
+
+
+def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server has the new weights, the second went away for good: nothing is sampled from either."""
+    engine, model = engine_on(servers, tmp_path)
+    engine._start_timeout = 0.3
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    servers[1].shutdown()
+    servers[1].server_close()
+    with pytest.raises(RunFailure, match="does not answer any more") as caught:
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
+    assert caught.value.where == servers[1].url
+    assert "/collective_rpc" in servers[0].paths()[-2:]
+    with pytest.raises(RunFailure, match="mixture"):
+        generate(engine)
+    engine.close()
+
+
 def test_what_a_server_refuses_is_said_and_not_tried_again(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers[:1], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)

@@ -138,8 +138,27 @@ def test_resume_takes_later_steps_back(tmp_path: Path) -> None:
 
 
 def test_nothing_to_discard(tmp_path: Path) -> None:
-    RolloutWriter(tmp_path, -1).discard_after(3)
+    [note] = RolloutWriter(tmp_path, -1).discard_after(3)
+    assert "no responses of steps 1 to 3" in note
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_names_damaged_and_missing_parts(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, -1)
+    for step in range(1, 7):
+        add(writer, step, batch([0, 0]))
+        if step % 2 == 0:
+            writer.flush()
+    directory = tmp_path / "rollouts"
+    parts = sorted(directory.iterdir())
+    assert RolloutWriter(tmp_path, -1).discard_after(6) == []
+    parts[0].write_bytes(parts[0].read_bytes()[:-9])
+    parts[1].unlink()
+    damaged, missing = RolloutWriter(tmp_path, -1).discard_after(6)
+    assert "rollouts-000001-000002.parquet is damaged" in damaged
+    assert "no responses of steps 1 to 4" in missing
+    left = ds.dataset(sorted(map(str, directory.glob("*.parquet")))).to_table()["step"]
+    assert set(left.to_pylist()) == {5, 6}
 
 
 def test_a_part_that_cannot_be_written_leaves_nothing_half(

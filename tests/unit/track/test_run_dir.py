@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.track.redact import redact, redact_command, redact_lines, redact_tree
-from rlctl.track.run_dir import claim_default_path, environment_record, open_run_dir
+from rlctl.track.run_dir import claim_default_path, environment_record, note_in_environment, open_run_dir
 
 HOLD = """
 import sys
@@ -125,6 +125,20 @@ def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert record["packages"]["torch"]
     assert record["num_cpus"] >= 1
     assert "e" * 40 not in text
+
+
+def test_resumes_keep_what_the_run_ran_on_before(tmp_path: Path) -> None:
+    for attempt in range(3):
+        with open_run_dir(tmp_path / "run", resume=attempt > 0) as run:
+            run.write_environment(["rlctl", f"attempt-{attempt}"])
+            note_in_environment(run.path, rollout_engine=f"engine {attempt}")
+    record = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert record["command"] == ["rlctl", "attempt-2"]
+    assert [(was["command"][1], was["rollout_engine"]) for was in record["history"]] == [
+        ("attempt-0", "engine 0"),
+        ("attempt-1", "engine 1"),
+    ]
+    assert all("history" not in was for was in record["history"])
 
 
 def test_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,5 +215,5 @@ def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("a", 0.0)
     ]
     assert run(["samples", str(path), "-s", "7"]) == 2
-    assert "kept: 1, 2" in capsys.readouterr().err
+    assert "kept: steps 1 to 2" in capsys.readouterr().err
     assert run(["samples", str(path), "--sort", "up"]) == 2

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlctl.errors import UsageError
+from rlctl.track import background
+from rlctl.track.background import BackgroundSink
 from rlctl.track.jsonl import JsonlSink
 from rlctl.track.tracker import Tracker, build_tracker
 
@@ -51,6 +54,84 @@ def test_a_failing_sink_warns_once_and_is_dropped(tmp_path: Path) -> None:
     assert "ConnectionError: no network" in notes[0]
     assert "hf_" not in notes[0]
     assert steps(tmp_path) == [1, 2, 3]
+
+
+class Hanging:
+    name = "hanging"
+
+    def __init__(self, hangs: threading.Event) -> None:
+        self.hangs, self.steps = hangs, []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.hangs.wait(60)
+        self.steps.append(step)
+
+    def close(self, status: str) -> None:
+        self.steps.append(-1)
+
+
+def test_a_slow_tracker_gets_every_step_and_training_does_not_wait(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    slow = Hanging(goes_on)
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [BackgroundSink("slow", lambda: slow)]) as tracker:
+        for step in range(1, 4):
+            tracker.log(step, {"a": 1.0})
+        assert steps(tmp_path) == [1, 2, 3]
+        assert slow.steps == []
+        goes_on.set()
+    assert slow.steps == [1, 2, 3, -1]
+
+
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    notes: list[str] = []
+    goes_on = threading.Event()
+    hanging = BackgroundSink("hanging", lambda: Hanging(goes_on))
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [hanging], show=notes.append) as tracker:
+        tracker.log(1, {"a": 1.0})
+    assert "not done" in notes[-1]
+    crowded = BackgroundSink("crowded", lambda: Hanging(goes_on))
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [crowded], last_step=1, show=notes.append) as tracker:
+        for step in range(2, 9):
+            tracker.log(step, {"a": 1.0})
+    assert steps(tmp_path) == list(range(1, 9))
+    assert sum("crowded failed and is left out" in note for note in notes) == 1
+    goes_on.set()
+
+
+def test_a_tracker_that_cannot_write_is_dropped_with_its_reason(tmp_path: Path) -> None:
+    notes: list[str] = []
+    sink = BackgroundSink("broken", Broken)
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [sink], show=notes.append) as tracker:
+        tracker.log(1, {"a": 1.0})
+        sink._thread.join()
+        tracker.log(2, {"a": 1.0})
+    assert steps(tmp_path) == [1, 2]
+    assert "broken failed and is left out, training goes on (ConnectionError: no network" in notes[0]
+
+
+def test_notes_cannot_steer_the_terminal() -> None:
+    notes: list[str] = []
+    with Tracker(show=notes.append) as tracker:
+        tracker.note("warning: \x1b[2Jthe grader said\x07")
+    assert notes == ["warning: \\x1b[2Jthe grader said\\x07"]
+
+
+def test_a_resume_says_which_steps_its_log_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with build(tmp_path) as tracker:
+        for step in range(1, 7):
+            tracker.log(step, {"a": 1.0})
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], "{damaged\n", lines[2], *lines[4:]]))
+    with build(tmp_path, start_step=5) as tracker:
+        pass
+    assert "has no readable line of steps 2, 4, which this run has trained" in capsys.readouterr().err
+    file.unlink()
+    with build(tmp_path, start_step=5) as tracker:
+        pass
+    assert "no readable line of steps 1 to 5" in capsys.readouterr().err
 
 
 def test_a_terminal_that_goes_away_does_not_stop_training(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""`rlctl report`: everything about one run or several, on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.cli.complete import complete_run
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run directories.", autocompletion=complete_run)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Write there.", show_default="report.html in the first run"
+        ),
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if/--no-what-if", help="Replay kept responses under other corrections.")
+    ] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write one page about a run: curves, findings, spec against preset, validation, sampled responses.
+
+    Responses are shaded token by token by the log-ratio of both policies. Several runs share each plot. The
+    page needs nothing else and loads nothing.
+
+      rlctl report runs/rlctl/rloo-seq-is-20260101-120000 --open
+
+      rlctl report runs/rlctl/a runs/rlctl/b --out compared.html
+    """
+    from rlctl.cli.diagnose_output import check_out, write_out
+    from rlctl.track.open_run import open_run
+
+    for run in runs:
+        open_run(run)
+    out = out or runs[0] / "report.html"
+    check_out(runs, out, is_page=True)
+    from rlctl.report.run_page import run_page
+
+    write_out(run_page(runs, with_what_if=what_if), out)
+    typer.echo(str(out))
+    if open_page:
+        typer.launch(out.resolve().as_uri())

@@ -1,0 +1,174 @@
+"""What the page of a run shows beside its diagnosis: spec against preset, validation, sampled responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.errors import RlctlError, UsageError
+from rlctl.spec.load import load_spec
+from rlctl.tiny.task import DATA_SOURCE, WRITTEN
+from rlctl.track.open_run import RunRecord
+from rlctl.track.run_state import read_state
+from rlctl.train.resume import changes
+from rlctl.user_code import visible
+
+#: Steps and responses per step that a page shows, and tokens of each response.
+STEPS, PER_STEP, TOKENS = 10, 4, 400
+#: |log ρ| from which a token is shaded one level stronger, nats.
+SHADES = (0.02, 0.1, 0.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a response.
+
+    Attributes:
+        text: what it adds to the response.
+        shade: style class: `p1` to `p4` where training finds it likelier than the rollout did, `n1` … where
+            less likely.
+        about: its figures, in words.
+    """
+
+    text: str
+    shade: str
+    about: str
+
+
+def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
+    """What the run's spec is compared with, and the values that differ: key, there, here."""
+    spec = record.spec
+    state = read_state(record.path)
+    presets = [name for name in state.preset.split("+") if name]
+    base = ["model.path=embedded"] if spec.is_embedded else [f"model.path={spec.model.path}"]
+    try:
+        before, than = load_spec(presets, [], base).spec, " + ".join(presets) or "the defaults"
+    except RlctlError:  # presets of files that are gone, or that are complete only with the run's own values
+        before, than = load_spec([], [], ["model.path=embedded"]).spec, "the defaults"
+    own = {"trainer.run_dir"}
+    rows = [
+        (key, visible(_value(old)), visible(_value(new)))
+        for key, (old, new) in changes(before, spec).items()
+        if key not in own
+    ]
+    return than, rows
+
+
+def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Validation metric → its value first, best and last, with the steps of these."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("val/") and math.isfinite(float(value)):
+                found.setdefault(key.removeprefix("val/"), []).append((int(row["step"]), float(value)))
+    table = []
+    for key, values in found.items():
+        best = (
+            max(values, key=lambda pair: pair[1]) if key.endswith(("/reward_mean",)) or "@" in key else None
+        )
+        cells = [values[0], best, values[-1]]
+        table.append((key, [f"{one[1]:.4g} (step {one[0]})" if one else "" for one in cells]))
+    return table
+
+
+def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
+    """Steps spread over the run, with some responses of each, token by token; empty where none were kept."""
+    try:
+        kept = record.rollout_steps()
+    except UsageError:
+        return []
+    places = {round(i * (len(kept) - 1) / max(STEPS - 1, 1)) for i in range(STEPS)} if kept else set()
+    decode = _decoder(record)
+    steps = []
+    for place in sorted(places):
+        rows = record.rollouts(kept[place]).slice(0, PER_STEP).to_pylist()
+        steps.append({"step": kept[place], "samples": [_sample(row, decode) for row in rows]})
+    return steps
+
+
+def sample_note(record: RunRecord) -> str:
+    """What a reader must know to read the responses."""
+    return WRITTEN if any(DATA_SOURCE in key for key in read_state(record.path).validation) else ""
+
+
+def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+    pairs = zip(row["training_log_probs"], row["rollout_log_probs"], strict=True)
+    ratios = [trained - sampled for trained, sampled in pairs]
+    ids = row["response_ids"][:TOKENS]
+    texts = pieces(ids, decode) if decode else None
+    tokens = [Token(visible(row["response"]), "", "")]
+    if texts is not None:
+        tokens = [
+            Token(visible(text), _shade(ratio, kept=kept), _about(ratio, log_prob, weight, kept=kept))
+            for text, ratio, log_prob, weight, kept in zip(
+                texts,
+                ratios,
+                row["rollout_log_probs"],
+                row["rollout_is_weights"],
+                row["keep_mask"],
+                strict=False,
+            )
+        ]
+    left = len(ratios) - len(ids)
+    return {
+        "source": visible(row["data_source"]),
+        "prompt": visible(row["prompt"]),
+        "truth": visible(row["ground_truth"]),
+        "reward": "ungraded" if row["reward"] is None else f"{row['reward']:g}",
+        "log_ratio": f"{round(math.fsum(ratios), 4) + 0.0:+.4f}",
+        "num_tokens": len(ratios),
+        "truncated": row["truncated"],
+        "tokens": tokens,
+        "left": left if texts is not None and left > 0 else 0,
+    }
+
+
+def _shade(ratio: float, *, kept: bool) -> str:
+    level = sum(abs(ratio) >= bound for bound in SHADES) if math.isfinite(ratio) else len(SHADES)
+    shade = f"{'p' if ratio > 0 else 'n'}{level}" if level else ""
+    return shade if kept else f"{shade} out".strip()
+
+
+def _about(ratio: float, log_prob: float, weight: float, *, kept: bool) -> str:
+    rejected = "" if kept else ", rejected"
+    return (
+        f"log ρ {round(ratio, 4) + 0.0:+.4f}, rollout log-prob {log_prob:.3f}, weight {weight:.3f}{rejected}"
+    )
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """What each token adds to the text; one that ends inside a character adds nothing, the next one all."""
+    texts, start, shown = [], 0, ""
+    for place in range(len(ids)):
+        text = decode(ids[start : place + 1])
+        if text.endswith("\ufffd"):
+            texts.append("")
+            continue
+        texts.append(text[len(shown) :])
+        shown = text
+        if (
+            place - start >= 16
+        ):  # the last token stays as context: how it decodes may depend on the one before
+            start, shown = place, decode(ids[place : place + 1])
+    return texts
+
+
+def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
+    """The tokenizer's, from a checkpoint or the model's directory; None where there is no such file."""
+    from tokenizers import Tokenizer
+
+    folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]
+    file = next(
+        (folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None
+    )
+    if file is None:
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,252 @@
+"""A rank that no longer goes on, noticed: who is waited for, since when, every thread's stack, then the end.
+
+A thread of each rank looks at its main thread (and at the one that samples ahead): while their Python stacks
+change or phases begin, the rank works. Each rank writes how long it has been idle to a file of the run
+directory that the others read. Only where every rank has been idle for the whole time is the run ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from rlctl import leftovers
+from rlctl.engine.launch import end_rank
+from rlctl.errors import RlctlError, RunFailure
+from rlctl.files import write_text
+from rlctl.track.console import PHASES
+
+#: Of a run directory, while it runs on several ranks.
+_BEATS = ".ranks"
+#: Shares of the timeout after which the user is told, and after which stacks are written.
+_TELL, _DUMP = 1 / 20, 1 / 4
+_INTERVAL_S = 2.0
+#: Seconds between two notes of the shared memory held, see `rlctl.leftovers`.
+_NOTE_S = 10.0
+#: A rank whose file has not changed for this long does not run at all.
+_SILENT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank writes about itself.
+
+    Attributes:
+        number: rises with every beat.
+        phases: phases begun so far; all ranks begin the same ones, so that the others wait for the lowest.
+        place: what it does, in words.
+        idle_s: seconds since its main thread last went on.
+    """
+
+    number: int
+    phases: int
+    place: str
+    idle_s: float
+    host: str
+    pid: int
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another rank as this one knows it; `seen`: when its beat last changed, on the monotonic clock."""
+
+    seen: float
+    beat: Beat | None = None
+    leftover: Beat | None = None  # of an earlier process, maybe: only a change says something
+
+
+class Watchdog:
+    """Watches this rank; a context manager, and a sink of the tracker that hears of steps and phases.
+
+    Args:
+        rank, world_size: this rank among the run's.
+        run_dir: where ranks tell one another how they are.
+        timeout_s: seconds in which no rank has gone on, after which the run is ended.
+        end: ends this process with the error.
+    """
+
+    name = "watchdog"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+        timeout_s: float,
+        end: Callable[[RlctlError], None] = end_rank,
+    ) -> None:
+        self._rank, self._run_dir, self._timeout, self._end = rank, run_dir, timeout_s, end
+        self._interval = min(_INTERVAL_S, timeout_s / 60)
+        self._place, self._step, self._phases, self._number = "starting", 0, 0, 0
+        self._moved = self._started = time.monotonic()
+        self._signature: object = None
+        self._peers = {other: _Peer(self._started) for other in range(world_size) if other != rank}
+        self._told = self._dumped = False
+        self.show: Callable[[str], None] = _print
+        self._notes: Path | None = None
+        self._held, self._note_at = contextlib.ExitStack(), self._started
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase begins: words, or a name of `timing_s/*`."""
+        self._phases += 1
+        self._place = f"step {self._step + 1}, {PHASES[phase]}" if phase in PHASES else phase
+        self._moved = time.monotonic()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        del metrics
+        self._step = step
+
+    def close(self, status: str) -> None:
+        """The tracker closes before engines do: goes on until the context ends."""
+
+    def __enter__(self) -> Self:
+        with contextlib.suppress(OSError):  # nowhere to note what to clear away
+            self._notes, handle = leftovers.own_directory("rank")
+            self._held.callback(shutil.rmtree, self._notes, ignore_errors=True)
+            self._held.callback(os.close, handle)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._held.close()
+        with contextlib.suppress(OSError):
+            self._beat_file(self._rank).unlink(missing_ok=True)
+            self._beat_file(self._rank).parent.rmdir()  # the last rank
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._interval):
+            now = time.monotonic()
+            if self._notes and now >= self._note_at:
+                self._note_at = now + _NOTE_S
+                leftovers.note_segments(self._notes)
+            if (signature := _stacks()) != self._signature:
+                self._signature, self._moved = signature, now
+            idle = now - self._moved
+            if self._peers:
+                self._tell_peers(idle)
+                self._read_peers(now)
+            self._react(self._idle_of_all(now, idle), now)
+
+    def _react(self, idle: float, now: float) -> None:
+        """`idle`: seconds since any rank went on."""
+        if idle < self._timeout * _TELL:
+            self._told = self._dumped = False
+            return
+        words = f"{self._place}: nothing has happened for {idle:.0f} s{self._awaited(now)}"
+        if not self._told:
+            self._told = True
+            if self._speaks(now):
+                self.show(f"warning: {words}")
+        if not self._dumped and idle >= self._timeout * _DUMP:
+            self._dumped = True
+            self._write_stacks()
+        if idle >= self._timeout:
+            self._end(
+                RunFailure(
+                    words,
+                    where=str(self._stacks_file),
+                    fix="that file has the stacks of all threads; go on with --resume RUN_DIR, and if a step "
+                    "takes that long set trainer.hang_timeout higher",
+                )
+            )
+            self._is_over.set()
+
+    def _idle_of_all(self, now: float, idle: float) -> float:
+        others = (
+            min(now - peer.seen + (peer.beat.idle_s if peer.beat else 0.0), now - self._started)
+            for peer in self._peers.values()
+        )
+        return min([idle, *others])
+
+    def _awaited(self, now: float) -> str:
+        """Who keeps the others waiting, as far as that can be told."""
+        silent = {rank: peer for rank, peer in self._peers.items() if self._is_silent(peer, now)}
+        if silent:
+            names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
+            since = max(now - peer.seen for peer in silent.values())
+            what = (
+                "is stopped or cannot be reached" if all(p.beat for p in silent.values()) else "never joined"
+            )
+            return f"; waiting for {names}, not heard of for {since:.0f} s: it {what}"
+        beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
+        last = min((beat.phases for beat in beats.values()), default=self._phases)
+        behind = {rank: beat for rank, beat in beats.items() if beat.phases == last < self._phases}
+        if behind:
+            return "; waiting for " + ", ".join(f"{_name(r, b)}, at {b.place}" for r, b in behind.items())
+        return ""
+
+    def _is_silent(self, peer: _Peer, now: float) -> bool:
+        return now - peer.seen > max(_SILENT_S, 5 * self._interval)
+
+    def _speaks(self, now: float) -> bool:
+        """The lowest rank that runs prints for all."""
+        return all(rank > self._rank or self._is_silent(peer, now) for rank, peer in self._peers.items())
+
+    def _tell_peers(self, idle: float) -> None:
+        self._number += 1
+        beat = Beat(self._number, self._phases, self._place, idle, platform.node(), os.getpid())
+        file = self._beat_file(self._rank)
+        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+            if self._run_dir.is_dir():
+                file.parent.mkdir(exist_ok=True)
+                write_text(file, json.dumps(asdict(beat)))
+
+    def _read_peers(self, now: float) -> None:
+        for rank, peer in self._peers.items():
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                beat = Beat(**json.loads(self._beat_file(rank).read_text()))
+                peer.leftover = peer.leftover or beat
+                if beat not in {peer.beat, peer.leftover}:
+                    peer.beat, peer.seen = beat, now
+
+    def _beat_file(self, rank: int) -> Path:
+        return self._run_dir / _BEATS / f"{rank:05d}.json"
+
+    @property
+    def _stacks_file(self) -> Path:
+        return self._run_dir / f"stacks-rank{self._rank}.txt"
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self._place}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _stacks() -> object:
+    """Where the main thread and those that sample ahead are; equal as long as none goes on."""
+    frames = sys._current_frames()
+    signature = []
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.name.startswith("rollouts"):
+            continue
+        frame = frames.get(thread.ident or 0)
+        while frame:
+            signature.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+    return signature
+
+
+def _name(rank: int, beat: Beat | None) -> str:
+    return f"rank {rank}" + (f" (pid {beat.pid} on {beat.host})" if beat else "")
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,67 @@
+"""`rlctl report`: one page about a run, from files that a run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.report.run_sections import pieces
+from rlctl.spec.load import dump_spec, load_spec
+from rlctl.track.rollouts import SCHEMA
+
+HOSTILE = "</script><script>alert(1)</script>\x1b[2J"
+
+
+def a_run(path: Path, *overrides: str, reward: float = 0.5) -> Path:
+    (path / "rollouts").mkdir(parents=True)
+    spec = load_spec(["rloo-seq-is"], [], overrides).spec
+    (path / "spec.yaml").write_text(dump_spec(spec))
+    (path / "environment.json").write_text(json.dumps({"command": ["rlctl", "train", "-p", "rloo-seq-is"]}))
+    lines = [
+        {"step": step, "critic/score/mean": reward, "actor/entropy": 1.0, "val/own/reward_mean": step / 8}
+        for step in range(1, 7)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = {
+        "step": 3, "policy_version": 3, "group_id": 0, "data_source": "own", "prompt": HOSTILE,
+        "response": HOSTILE, "ground_truth": "7", "reward": 1.0, "truncated": False, "response_ids": [1, 2],
+        "rollout_log_probs": [-1.0, -2.0], "training_log_probs": [-1.0, -2.6],
+        "rollout_is_weights": [1.0, 0.5], "keep_mask": [True, False],
+    }  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row], SCHEMA), path / "rollouts/rollouts-000003-000003.parquet")
+    return path
+
+
+def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    first = a_run(tmp_path / "a", "actor.lr=7e-5")
+    assert run(["report", str(first), "--no-what-if"]) == 0
+    page = (first / "report.html").read_text()
+    assert capsys.readouterr().out.strip() == str(first / "report.html")
+    assert "<script>alert" not in page
+    assert "\x1b" not in page
+    for shown in ("actor.lr", "7e-05", "0.75 (step 6)", "step 3", "log ρ -0.6000"):
+        assert shown in page, shown
+    assert "http://" not in page.partition("plotly")[0]
+    second = a_run(tmp_path / "b", reward=0.9)
+    both = tmp_path / "both.html"
+    assert run(["report", str(first), str(second), "--no-what-if", "--out", str(both)]) == 0
+    assert both.read_text().count("run-details") >= 2
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+
+
+def test_pieces_of_a_text_whose_characters_span_tokens() -> None:
+    text = "aé😀 b" * 20
+    data = text.encode()
+    found = pieces(range(len(data)), lambda ids: bytes(data[i] for i in ids).decode("utf-8", "replace"))
+    assert "".join(found) == text
+    assert len(found) == len(data)

@@ -1,0 +1,103 @@
+"""Ranks that no longer go on, as the others see them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import RlctlError
+from rlctl.train import watchdog
+from rlctl.train.watchdog import Watchdog
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The main thread stands where it is, whatever the test itself does."""
+    monkeypatch.setattr(watchdog, "_stacks", lambda: "the same")
+    monkeypatch.setattr(watchdog, "_SILENT_S", 0.2)
+    return iter([None])
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def watch(rank: int, ranks: int, place: Path, timeout: float) -> tuple[Watchdog, list[RlctlError], list[str]]:
+    ended: list[RlctlError] = []
+    told: list[str] = []
+    dog = Watchdog(rank, ranks, place, timeout, end=ended.append)
+    dog.show = told.append
+    return dog, ended, told
+
+
+def test_the_rank_that_is_waited_for_is_named_with_the_stacks_of_the_waiting(
+    tmp_path: Path, idle: None
+) -> None:
+    zero, ended, told = watch(0, 2, tmp_path, timeout=3.0)
+    one, _, _ = watch(1, 2, tmp_path, timeout=3.0)
+    with zero:
+        with one:
+            until(lambda: zero._peers[1].beat)
+            for dog in (zero, one):
+                dog.begin_phase("gen")
+            zero.begin_phase("update_actor")
+            one.__exit__()  # it stops in the middle of sampling
+        until(lambda: ended)
+    assert "step 1, updating: nothing has happened for" in ended[0].what
+    assert "waiting for rank 1 (pid" in ended[0].what
+    assert "stopped or cannot be reached" in ended[0].what
+    assert "_watch" in (tmp_path / "stacks-rank0.txt").read_text()
+    assert any(text.startswith("warning: step 1, updating") for text in told)
+    assert not (tmp_path / ".ranks").exists()
+
+
+def test_a_rank_that_is_behind_is_named(tmp_path: Path, idle: None) -> None:
+    zero, ended, _ = watch(0, 2, tmp_path, timeout=2.0)
+    one, _, _ = watch(1, 2, tmp_path, timeout=600.0)
+    one._interval = 0.02
+    with zero, one:
+        for dog in (zero, one):
+            dog.begin_phase("gen")
+        zero.begin_phase("update_actor")
+        until(lambda: ended)
+    assert "at step 1, sampling" in ended[0].what
+
+
+def test_a_rank_that_never_joined_is_named(tmp_path: Path, idle: None) -> None:
+    (tmp_path / ".ranks").mkdir()
+    left = {"number": 7, "phases": 9, "place": "step 3", "idle_s": 0.0, "host": "a", "pid": 1}
+    (tmp_path / ".ranks" / "00001.json").write_text(json.dumps(left))  # of the run before it was resumed
+    zero, ended, _ = watch(0, 2, tmp_path, timeout=1.0)
+    with zero:
+        zero.begin_phase("waiting for all 2 ranks")
+        until(lambda: ended)
+    assert ended[0].what.endswith("never joined")
+
+
+def test_while_another_rank_works_nobody_is_ended(tmp_path: Path, idle: None) -> None:
+    zero, ended, _ = watch(0, 2, tmp_path, timeout=1.0)
+    one, _, _ = watch(1, 2, tmp_path, timeout=1.0)
+    with zero, one:
+        for _ in range(30):  # hashes a large checkpoint, say
+            one.begin_phase("save_checkpoint")
+            time.sleep(0.1)
+        assert ended == []
+
+
+def test_a_main_thread_that_computes_is_not_idle(tmp_path: Path) -> None:
+    dog, ended, _ = watch(0, 1, tmp_path, timeout=1.5)
+    with dog:
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            sum(i for i in range(999))
+        assert ended == []
+        threading.Event().wait(4.0)  # and one that waits is
+    assert ended

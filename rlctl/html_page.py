@@ -29,7 +29,7 @@ def render(
     folders: Sequence[Path] = (),
     **values: object,
 ) -> str:
-    """A page: a template that extends `html_page.html.j2`, with these values. Text is escaped; `Markup` is not.
+    """A page: a template that extends `html_page.html.j2`. Text is escaped; `Markup` is not.
 
     Args:
         template: the file.

@@ -78,7 +78,7 @@ def vllm_samples() -> str:
         save_model(model, directory)
         tokenizer.save_pretrained(directory)
         engine = TrainedVLLMRollout(
-            directory,
+            str(directory),
             tokenizer,
             ExpectedWeights(model),
             dtype="bf16",

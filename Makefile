@@ -8,6 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch>=2.6,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
+# Every process that a test starts would compile rlctl again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help train test test-fast check docs setup setup-dev verl conformance system bench mutants gpu clean
 
 help:  ## Show this list

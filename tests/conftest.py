@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: What a test module mentions if it starts processes, engines or training.
 _STARTS = re.compile(
     r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright|RayEngine)\b"
+    r"|rlctl\.evaluate\.evaluation import"  # grading processes
     r"|from tests import .*\b(runs|processes|clusters)\b|from tests\.(runs|processes|clusters)"
 )
 
@@ -27,19 +29,33 @@ def _starts_processes(path: Path) -> bool:
     return bool(_STARTS.search(path.read_text(encoding="utf-8")))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What `-m "not processes …"` leaves out is not imported either: it imports DeepSpeed and more."""
+    is_left_out = "not processes" in config.option.markexpr and collection_path.match("test_*.py")
+    return True if is_left_out and _starts_processes(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `processes`, by module: `make test-fast` leaves these tests out."""
+    """Mark `processes`, by module: `make test-fast` leaves these tests out, other runs begin with them.
+
+    A long module at the end would leave all workers but one idle.
+    """
     for item in items:
         if _starts_processes(item.path):
             item.add_marker("processes")
+    items.sort(key=lambda item: not _starts_processes(item.path))
 
 
 @pytest.fixture(scope="session")
 def embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`RLCTL_CACHE` of the session, with the embedded model of seed 1 built once."""
+    """`RLCTL_CACHE` of this worker, with the embedded model of seed 1, which all workers build once."""
     from rlctl.tiny.embedded import ensure_embedded
 
     cache = tmp_path_factory.mktemp("rlctl-cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = tmp_path_factory.getbasetemp().parent / "rlctl-cache"
+        ensure_embedded(1, shared)
+        shutil.copytree(shared, cache, dirs_exist_ok=True)
     ensure_embedded(1, cache)
     return cache
 

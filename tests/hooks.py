@@ -178,3 +178,23 @@ def clock_jumps(*jumps: float) -> None:
     time.time = lambda: original_time() + off[0]
     jsonl.datetime = Jumping
     jsonl.JsonlSink.log = log
+
+
+def forked_ranks() -> None:
+    """Ranks are forks of their launcher and of its imports: for tests of what ranks do once they run."""
+    from functools import partial
+
+    from torch.distributed.launcher import api
+
+    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
+
+
+def forked_ranks_with_vllm() -> None:
+    """... and vLLM is imported before."""
+    forked_ranks()
+    from rlctl.rollout import vllm
+    from rlctl.rollout.process_state import Guest
+
+    vllm._settle_environment()
+    with Guest().running():
+        from vllm import LLM  # noqa: F401

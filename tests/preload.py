@@ -16,4 +16,11 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     import rlctl.train.setup
     import rlctl.train.start
     import tests.models
+
+    with contextlib.suppress(ImportError):
+        import pandas  # by pyarrow, where it is installed
+    with contextlib.suppress(ImportError):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")  # compiles hundreds of patterns
 logging.disable(logging.NOTSET)

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -146,6 +146,32 @@ def on_ranks(count: int, function: Callable[..., object], *arguments: object, wh
     codes = [job.wait() for job in jobs]
     assert not any(codes), "\n".join(job.output[-4000:] for job in jobs)
     return [torch.load(where / f"result-{count}-{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def on_ranks_each(
+    count: int, function: Callable[..., object], cases: Iterable[tuple[object, ...]], *, where: Path
+) -> dict[tuple[object, ...], list[object]]:
+    """`function(ranks, *case)` for one case after the other, all in the same processes.
+
+    Returns:
+        Case → what each rank returned.
+    """
+    cases = list(cases)
+    by_rank = on_ranks(count, _each, function, cases, where=where)
+    return {case: [found[case] for found in by_rank] for case in cases}  # type: ignore[index]
+
+
+def _each(
+    ranks: object, function: Callable[..., object], cases: list[tuple[object, ...]]
+) -> dict[tuple[object, ...], object]:
+    found = {}
+    for case in cases:
+        try:
+            found[case] = function(ranks, *case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+    return found
 
 
 def _on_rank(function: Callable[..., object], arguments: tuple[object, ...], result: str) -> int:

@@ -216,7 +216,8 @@ def test_prompt_longer_than_allowed(few: Path, tmp_path: Path) -> None:
 def test_error_on_a_rank_is_the_launchers(tmp_path: Path, few: Path) -> None:
     """The second rank's own error would be lost in torch's pages; ours names it and keeps its exit code."""
     run = tmp_path / "run"
-    job = runs.start_train(run, *RUN, f"data.train_files={few}", "trainer.n_gpus_per_node=2")
+    two = ("trainer.n_gpus_per_node=2", f"data.train_files={few}")
+    job = runs.start_train(run, *RUN, *two, before=hooks.forked_ranks)
     refused(job, 2, "a batch takes 8 prompts", "(rank ")
     assert job.orphans() == []
     assert not run.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,21 +41,30 @@ def finish(run: Path) -> str:
     return job.output
 
 
-def killed(run: Path, before: partial) -> None:
-    job = runs.start_train(run, *RUN, before=before)
+def killed(run: Path, before: partial, env: dict[str, str] | None = None) -> None:
+    job = runs.start_train(run, *RUN, before=before, env=env)
     assert job.wait() == -signal.SIGKILL, job.output[-4000:]
     assert job.orphans() == []
 
 
-def half_done(run: Path) -> None:
-    """Killed after step 5, checkpoints of steps 2 and 4."""
-    killed(run, partial(hooks.kill_after_logging, 5))
+@pytest.fixture(scope="module")
+def killed_after_5(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Killed after step 5, checkpoints of steps 2 and 4; never written to."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    killed(run, partial(hooks.kill_after_logging, 5), env={"RLCTL_CACHE": str(embedded_cache)})
     assert runs.checkpoints(run) == ["step_000002", "step_000004"]
+    return run
+
+
+@pytest.fixture
+def half_done(killed_after_5: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(killed_after_5, tmp_path / "run"))
 
 
 def test_killed_between_checkpoints(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
-    half_done(run)
+    killed(run, partial(hooks.kill_after_logging, 5))
     assert "resuming after step 4" in finish(run)
     assert_same_run(run, whole)
     discarded = (run / "metrics.discarded.jsonl").read_text().splitlines()
@@ -79,9 +89,8 @@ def test_killed_right_after_the_metrics_of_a_saved_step(tmp_path: Path, whole: P
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
-def test_damaged_checkpoint_falls_back_one(tmp_path: Path, whole: Path, damage: str) -> None:
-    run = tmp_path / "run"
-    half_done(run)
+def test_damaged_checkpoint_falls_back_one(half_done: Path, whole: Path, damage: str) -> None:
+    run = half_done
     newest = run / "checkpoints/step_000004"
     victim = newest / "model/model.safetensors"
     content = bytearray(victim.read_bytes())
@@ -101,9 +110,8 @@ def test_damaged_checkpoint_falls_back_one(tmp_path: Path, whole: Path, damage: 
     assert "damaged-step_000004" in runs.checkpoints(run)
 
 
-def test_half_a_last_line_of_metrics(tmp_path: Path, whole: Path) -> None:
-    run = tmp_path / "run"
-    half_done(run)
+def test_half_a_last_line_of_metrics(half_done: Path, whole: Path) -> None:
+    run = half_done
     with (run / "metrics.jsonl").open("a") as log:
         log.write('{"step": 6, "timesta')
     finish(run)
@@ -130,13 +138,11 @@ def test_the_clock_jumps(tmp_path: Path, whole: Path) -> None:
     assert all(line["timing_s/step"] < 600 for line in runs.metrics(run))
 
 
-def test_moved_run_directory_resumes(tmp_path: Path, whole: Path) -> None:
-    run = tmp_path / "run"
-    half_done(run)
-    shutil.move(run, tmp_path / "elsewhere")
-    finish(tmp_path / "elsewhere")
-    assert_same_run(tmp_path / "elsewhere", whole)
-    assert not run.exists()
+def test_moved_run_directory_resumes(half_done: Path, killed_after_5: Path, whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in killed_after_5.rglob("*")}
+    finish(half_done)
+    assert_same_run(half_done, whole)
+    assert {path: path.stat().st_mtime_ns for path in killed_after_5.rglob("*")} == before
 
 
 def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> None:
@@ -151,9 +157,9 @@ def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> Non
 LONG = ("-p", "rloo-seq-is", "trainer.total_training_steps=100000", "trainer.logger=[]")
 
 
-def running(run: Path, *arguments: str) -> Job:
+def running(run: Path, *arguments: str, before: Callable[[], None] | None = hooks.forked_ranks) -> Job:
     """A long run that has made a few steps."""
-    job = runs.start_train(run, *LONG, *arguments)
+    job = runs.start_train(run, *LONG, *arguments, before=before)
     job.wait_for(lambda: len(runs.metrics(run)) >= 3)
     return job
 
@@ -212,7 +218,7 @@ def test_asked_twice_it_leaves_at_once(tmp_path: Path) -> None:
 
 def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    job = running(run, "trainer.n_gpus_per_node=2")
+    job = running(run, "trainer.n_gpus_per_node=2", before=None)
     ranks = [process for process in job.family() if "spawn_main" in " ".join(process.cmdline())]
     assert len(ranks) == 2, [process.cmdline() for process in job.family()]
     ranks[1].kill()

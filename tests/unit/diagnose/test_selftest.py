@@ -35,6 +35,7 @@ def small(monkeypatch, *rules, kinds=()):
     monkeypatch.setattr(matrix, "KINDS", tuple(kind for kind in KINDS if kind.name in kinds))
 
 
+@pytest.mark.slow
 def test_every_rule_finds_its_faults_and_healthy_runs_are_quiet():
     done = []
     found = matrix.run(1, lambda *counts: done.append(counts))
@@ -106,6 +107,7 @@ def test_the_shipped_logs_are_the_simulated_ones():
     assert tried == SIMULATED | {""}
 
 
+@pytest.mark.slow
 def test_the_command_passes_on_all_of_them(capsys):
     assert rlctl(["diagnose", "--selftest", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)

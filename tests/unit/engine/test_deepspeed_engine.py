@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import naive_log_probs, tiny_batch, tiny_model
-from tests.processes import on_ranks
+from tests.processes import on_ranks, on_ranks_each
 from tests.unit.engine import engine_jobs
 
 STAGES = (0, 1, 2, 3)
@@ -66,15 +67,21 @@ def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> N
     assert got["untouched"]
 
 
+SAVED = [*((stage, "fp32") for stage in STAGES), (2, "bf16")]
+
+
+@pytest.fixture(scope="module")
+def saved_engines(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("saved")
+    cases = [(*case, str(where)) for case in SAVED]
+    return {n: on_ranks_each(n, engine_jobs.save_and_load, cases, where=where) for n in (1, 2)}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")]
-)
-def test_fresh_engine_goes_on_where_the_saved_one_was(
-    tmp_path: Path, stage: int, dtype: str, world_size: int
-) -> None:
-    jobs = on_ranks(world_size, engine_jobs.save_and_load, stage, dtype, str(tmp_path), where=tmp_path)
-    for saved, loaded, wanted, got, norms in jobs:
+@pytest.mark.parametrize("case", SAVED)
+def test_fresh_engine_goes_on_where_the_saved_one_was(saved_engines, case, world_size: int) -> None:
+    [ranks] = [found for key, found in saved_engines[world_size].items() if key[:2] == case]
+    for saved, loaded, wanted, got, norms in ranks:
         assert distance(saved, loaded) == 0.0
         assert distance(wanted, got) == 0.0
         assert distance(saved, wanted) > 1e-3
@@ -97,13 +104,20 @@ def test_chunked_head_trains_the_same(tmp_path: Path, stage: int, world_size: in
     assert distance(whole, pieces) < 2e-5
 
 
+@pytest.fixture(scope="module")
+def bad_gradients(tmp_path_factory: pytest.TempPathFactory):
+    where = tmp_path_factory.mktemp("bad")
+    cases = list(itertools.product(STAGES, (0.0, 1.0)))
+    return {n: on_ranks_each(n, engine_jobs.bad_gradient, cases, where=where) for n in (1, 2)}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("grad_clip", [0.0, 1.0])
 def test_bad_gradient_never_reaches_the_weights(
-    tmp_path: Path, stage: int, world_size: int, grad_clip: float
+    bad_gradients, stage: int, world_size: int, grad_clip: float
 ) -> None:
-    said, before, after = on_ranks(world_size, engine_jobs.bad_gradient, stage, grad_clip, where=tmp_path)[0]
+    said, before, after = bad_gradients[world_size][stage, grad_clip][0]
     if said != "applied=False":  # under ZeRO without clipping only the rank that owns the part knows
         assert "some ranks only" in said
         assert (world_size, grad_clip) == (2, 0.0)

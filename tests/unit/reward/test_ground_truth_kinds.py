@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rlctl.reward import maths
 from rlctl.reward.round_trip import right_answer, wrong_answer
 
+pytestmark = pytest.mark.slow
 PROPERTY = settings(max_examples=8, deadline=None)
 
 N = st.integers(2, 60).map(str)

@@ -1,4 +1,4 @@
-"""A spec → another framework's configuration, by the same tables read backwards; what became of every key."""
+"""A spec → another framework's configuration, by the same tables read backwards."""
 
 from __future__ import annotations
 
@@ -23,22 +23,17 @@ _RULE_LEAVES = {
     "rules.reject_lower": [f"{_LEVEL}rs_threshold"],
     "rules.reject_upper": [f"{_LEVEL}rs_threshold"],
 }
-#: Keys that say how a run is started rather than what it does; they stand in the text's first lines.
+#: Keys about how a run is started; they are written in the text's first lines.
 _LAUNCH = {"_class", "num_processes"}
 
 
 @dataclass(slots=True)
 class Export:
-    """The other framework's keys, and what became of the spec's.
+    """The other framework's keys, and the outcome for each of the spec's."""
 
-    Attributes:
-        table: the framework.
-        rows: one for every spec key that is set away from its default or that is written.
-        settings: key → value, those that are not the framework's own default.
-    """
-
-    table: KeyTable
-    rows: list[KeyOutcome]
+    table: KeyTable  # the framework
+    rows: list[KeyOutcome]  # one for every spec key that is set away from its default or that is written
+    #: key → value, those that are not the framework's own default
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,8 +58,10 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
         if formula is None and rule.to in direct:
             continue  # an older name of a key that is written
         direct.add(rule.to)
-        value = _computed(formula, values) if formula else _inverse(rule, values.get(rule.to))
-        written[key] = value
+        try:
+            written[key] = compute(formula, values) if formula else _inverse(rule, values.get(rule.to))
+        except ValueError:
+            written[key] = _MISSING
         for source in placeholders(formula) if formula else [rule.to]:
             for leaf in _RULE_LEAVES.get(source, [source]):
                 if key not in read_by.setdefault(leaf, []):
@@ -100,13 +97,6 @@ def _rules(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _computed(formula: str, values: dict[str, Any]) -> Any:
-    try:
-        return compute(formula, values)
-    except ValueError:
-        return _MISSING
-
-
 def _inverse(rule: KeyRule, value: Any) -> Any:
     """The framework's value that becomes `value`."""
     if rule.values is None or (value is None and "null" not in rule.values):
@@ -119,7 +109,7 @@ def _inverse(rule: KeyRule, value: Any) -> Any:
 
 def _is_default(value: Any, default: Any) -> bool:
     if value is None or value == []:
-        return True  # left out: the framework's default applies, and `_outcome` says so where it is another
+        return True  # left out: the framework's default applies; `_outcome` adds a note where it is another
     if default == "null":
         return False
     same_number = isinstance(value, int | float) and isinstance(default, int | float)
@@ -147,17 +137,14 @@ def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> 
 def as_text(result: Export) -> str:
     """What the framework reads: a launch script of verl or OpenRLHF, YAML of TRL."""
     settings = {key: value for key, value in result.settings.items() if key not in _LAUNCH}
-    lost = [
-        f"# Not carried over: {row.key}: {row.note}" for row in result.rows if row.status == "not supported"
-    ]
+    left_out = (row for row in result.rows if row.status == "not supported")
+    lost = [f"# Not carried over: {row.key}: {row.note}" for row in left_out]
     if result.table.name == "trl":
         kind = {"RLOOConfig": "rloo"}.get(str(result.settings.get("_class")), "grpo")
         count = result.settings.get("num_processes", 1)
-        lines = [
-            f"# accelerate launch --num_processes {count} -m trl.scripts.{kind} --config THIS_FILE",
-            *lost,
-        ]
-        return "\n".join(lines + [f"{key}: {json.dumps(value)}" for key, value in settings.items()]) + "\n"
+        head = f"# accelerate launch --num_processes {count} -m trl.scripts.{kind} --config THIS_FILE"
+        pairs = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
+        return "\n".join([head, *lost, *pairs]) + "\n"
     if result.table.style == "flags":
         command = "python3 -m openrlhf.cli.train_ppo_ray"
         options = [_flag(key, value) for key, value in settings.items() if value is not False]

@@ -75,10 +75,9 @@ def as_markdown(result: Translation, spec_text: str) -> str:
         lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
     if result.problems:
         lines += ["## Before it runs", ""]
-        lines += [
-            f"- `{one.key}`: {one.what}" + (f" ({one.fix})" if one.fix else "") for one in result.problems
-        ]
-        lines += [""]
+        for one in result.problems:
+            lines.append(f"- `{one.key}`: {one.what}" + (f" ({one.fix})" if one.fix else ""))
+        lines.append("")
     lines += [f"- {note}" for note in result.notes]
     return "\n".join([*lines, "", "```yaml", spec_text.rstrip(), "```"])
 
@@ -86,13 +85,8 @@ def as_markdown(result: Translation, spec_text: str) -> str:
 def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
     lines = ["| line | key | value | becomes | note |", "|---|---|---|---|---|"]
     for row in rows:
-        cells = (
-            row.where.removeprefix("line "),
-            f"`{row.key}`",
-            f"`{shown(row.value)}`",
-            became(row),
-            row.note,
-        )
+        key, value = f"`{row.key}`", f"`{shown(row.value)}`"
+        cells = (row.where.removeprefix("line "), key, value, became(row), row.note)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 

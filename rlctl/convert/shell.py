@@ -1,7 +1,7 @@
-"""What a launch script would start: a bash script read, never run.
+"""The commands that a launch script would start: a bash script is read, never run.
 
 Followed: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and `[ … ]`
-that can be decided, the first turn of `for`, functions, `source`, here-documents. What only a run would tell
+that can be decided, the first turn of `for`, functions, `source`, here-documents. What only a run determines
 (`$(…)`, unset variables) stays in the text as it was written.
 """
 
@@ -50,7 +50,7 @@ def commands(
 
 
 def is_unresolved(text: str) -> bool:
-    """Whether an expanded text still holds what only a run of the script would tell."""
+    """Whether an expanded text still holds what only a run of the script determines."""
     return bool(re.search(r"\$\{?[A-Za-z_@*0-9]|\$\(|`", text))
 
 
@@ -83,10 +83,8 @@ class _Shell:
                 self._run_block(node)
                 status = None
                 continue
-            skipped = (node.before == "&&" and status is False) or (
-                node.before == "||" and status is not False
-            )
-            if not skipped:
+            needed = {"&&": status is not False, "||": status is False}
+            if needed.get(node.before, True):
                 status = self._run_command(node)
         self.depth -= 1
         return status
@@ -105,9 +103,8 @@ class _Shell:
             if values:
                 self.variables[block.words[0].raw] = values[0].text
                 if len(values) > 1:
-                    self._note(
-                        block.line, f"a loop: only its first turn, {block.words[0].raw}={values[0].text}"
-                    )
+                    turn = f"{block.words[0].raw}={values[0].text}"
+                    self._note(block.line, f"a loop: only its first turn, {turn}")
                 self._run(block.body)
         elif block.kind == "function":
             self.functions[block.words[0].raw] = block.body
@@ -232,15 +229,17 @@ class _Shell:
 
     def _text(self, raw: str) -> str:
         """`raw` with every expansion made, as one text."""
-        parts = self._parts(raw, quoted=True)
-        return "".join(
-            " ".join(arg.text for arg in many) if many is not None else text for text, _, many in parts
-        )
+        texts = []
+        for text, _, several in self._parts(raw, quoted=True):
+            texts.append(text if several is None else " ".join(arg.text for arg in several))
+        return "".join(texts)
 
     def _value(self, raw: str) -> str | list[Arg]:
         """What `$NAME`, `${…}`, `$((…))` or `$(…)` stands for; itself where that is not known."""
         if raw.startswith("$(("):
-            expression = re.sub(r"[A-Za-z_]\w*", self._number, self._text(raw[3:-2]))
+            known = {name: value for name, value in self.variables.items() if isinstance(value, str)}
+            names = re.compile(r"[A-Za-z_]\w*")
+            expression = names.sub(lambda name: known.get(name[0], name[0]), self._text(raw[3:-2]))
             try:
                 return str(int(evaluate(re.sub(r"(?<!/)/(?!/)", "//", expression), {})))
             except ValueError:
@@ -258,10 +257,6 @@ class _Shell:
         if is_length and value is not None:
             return str(len(value))
         return self._operated(raw, value, rest)
-
-    def _number(self, name: re.Match[str]) -> str:
-        value = self.variables.get(name[0])
-        return value if isinstance(value, str) else name[0]
 
     def _variable(self, name: str, index: str | None) -> str | list[Arg] | None:  # noqa: PLR0911
         if name in {"@", "*"}:
@@ -332,14 +327,11 @@ def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
 
 
 def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
-    """`[ … ]`, where it is about text and numbers; None: it asks the machine."""
-    if "&&" in words or "||" in words or "-a" in words or "-o" in words:
-        mark = next(word for word in words if word in {"&&", "||", "-a", "-o"})
-        at = words.index(mark)
-        left, right = _test(words[:at]), _test(words[at + 1 :])
-        if mark in {"&&", "-a"}:
-            return False if False in (left, right) else None if None in (left, right) else True
-        return True if True in (left, right) else None if None in (left, right) else False
+    """`[ … ]`, where it is about text and numbers; None: it depends on the machine."""
+    at = next((place for place, word in enumerate(words) if word in {"&&", "||", "-a", "-o"}), None)
+    if at is not None:
+        sides, decides = {_test(words[:at]), _test(words[at + 1 :])}, words[at] in {"||", "-o"}
+        return decides if decides in sides else None if None in sides else not decides
     if words[:1] == ["!"]:
         inner = _test(words[1:])
         return None if inner is None else not inner

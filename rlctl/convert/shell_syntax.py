@@ -68,7 +68,7 @@ class Parser:
         self.stopped_by = ""
         return nodes
 
-    def _compound(self, first: str, command: ShellCommand) -> ShellNode | None:  # noqa: PLR0911
+    def _compound(self, first: str, command: ShellCommand) -> ShellNode | None:
         line = command.words[0].line if command.words else self.line
         if first == "if":
             found = Compound("if", line)
@@ -83,12 +83,9 @@ class Parser:
                 found.branches.append(([], self.block({"fi"})))
             return found
         if first in {"for", "while", "until"}:
-            kind = "for" if first == "for" else "while"
-            if kind == "while":
-                self.block({"do"})
-                return Compound(kind, line, body=self.block({"done"}))
             self.block({"do"})
             words = [word for word in command.words[1:] if word.raw != "in"]
+            kind = "for" if first == "for" else "while"
             return Compound(kind, line, words, body=self.block({"done"}))
         if first == "case":
             self.block({"esac"})
@@ -97,9 +94,8 @@ class Parser:
             name = command.words[1].raw if first == "function" else first
             if not any(word.raw == "{" for word in command.words):
                 self.block({"{"})
-            return Compound(
-                "function", line, [ShellWord(name.removesuffix("()"), line)], body=self.block({"}"})
-            )
+            words = [ShellWord(name.removesuffix("()"), line)]
+            return Compound("function", line, words, body=self.block({"}"}))
         if first == "{":
             return Compound("if", line, branches=[([], self.block({"}"}))])
         return None
@@ -147,8 +143,9 @@ class Parser:
         double = self.text[self.at : self.at + 2]
         inside_test = bool(command.words) and command.words[0].raw == "[["
         if inside_test and (double in {"&&", "||"} or char in "()"):
-            command.words.append(ShellWord(double if double in {"&&", "||"} else char, self.line))
-            self.at += 2 if double in {"&&", "||"} else 1
+            mark = double if double in {"&&", "||"} else char
+            command.words.append(ShellWord(mark, self.line))
+            self.at += len(mark)
             return False
         self.operator = double if double in {"&&", "||", ";;"} else char
         self.at += len(self.operator)

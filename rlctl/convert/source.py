@@ -1,4 +1,4 @@
-"""A file of another framework → its settings: key, value and line. Nothing of it is executed."""
+"""A file of another framework → its settings: key, value and line. No part of it is executed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,16 @@ class Unresolved(str):
 
 @dataclass(frozen=True, slots=True)
 class ForeignSetting:
-    """One key as the file sets it.
+    """One key as the file sets it."""
 
-    Attributes:
-        key: the framework's, dotted.
-        value: bool, number, text, None, list, mapping or `Unresolved`.
-        where: line, with the file's name where it is another one.
-    """
-
-    key: str
-    value: Any
-    where: str
+    key: str  # the framework's, dotted
+    value: Any  # bool, number, text, None, list, mapping or `Unresolved`
+    where: str  # line, with the file's name where it is another one
 
 
 @dataclass(slots=True)
 class ForeignConfig:
-    """What a file sets, in its order, the last value of every key; and what could not be followed."""
+    """The settings of a file in its order, the last value of every key; and what could not be followed."""
 
     table: KeyTable
     settings: dict[str, ForeignSetting]
@@ -122,14 +116,16 @@ def _from_shell(
     def started(script: str) -> list[list[Arg]]:
         return commands(script, path=path, environment=environment, arguments=arguments, notes=notes)
 
-    found: list[tuple[KeyTable, list[ForeignSetting]]] = []
+    found: list[_Found] = []
     pending = started(text)
+    patterns = [pattern for one in chosen for pattern in one.commands]
     while pending:
         args = pending.pop(0)
         words = [Arg(piece, arg.line) for arg in args for piece in _words(arg.text)]
-        nested = next((arg.text for arg in args if "\n" in arg.text and _launches(arg.text, chosen)), None)
-        if nested is not None and len(args) > 1:
-            pending += started(nested)
+        scripts = (arg.text for arg in args if "\n" in arg.text)
+        nested = [script for script in scripts if any(re.search(pattern, script) for pattern in patterns)]
+        if nested and len(args) > 1:
+            pending += started(nested[0])
             continue
         for one in chosen:
             if (start := _launched_at(one, words)) is not None:
@@ -147,10 +143,6 @@ def _words(text: str) -> list[str]:
     options = [piece for piece in pieces if piece.startswith("--") or _OVERRIDE.fullmatch(piece)]
     is_line = len(options) > 1 or (len(pieces) > 1 and any(piece in _PROGRAMS for piece in pieces))
     return pieces if is_line and "{" not in text[:1] else [text]
-
-
-def _launches(line: str, chosen: list[KeyTable]) -> bool:
-    return any(re.search(pattern, line) for one in chosen for pattern in one.commands)
 
 
 def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
@@ -184,8 +176,8 @@ def _options(
         elif text.startswith("--"):
             name, equals, value = text[2:].partition("=")
             values = [value] if equals else []
-            while (not equals and at < len(args) and not _is_option(args[at].text) and not is_launcher) or (
-                is_launcher and not values and not equals
+            while not equals and (
+                not values if is_launcher else at < len(args) and not _is_option(args[at].text)
             ):
                 values.append(args[at].text)
                 at += 1
@@ -237,15 +229,10 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
 
 def _from_mapping(path: Path, kind: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     settings = _settings_of(path, kind, notes)
-    scores = {one.name: _score(one, settings) for one in chosen}
-    best = max(chosen, key=lambda one: scores[one.name])
-    if not scores[best.name] and len(chosen) > 1:
+    scores = [sum(setting.key.startswith(tuple(one.marks)) for setting in settings) for one in chosen]
+    if not max(scores) and len(chosen) > 1:
         return None
-    return best, settings
-
-
-def _score(one: KeyTable, settings: list[ForeignSetting]) -> int:
-    return sum(any(setting.key.startswith(mark) for mark in one.marks) for setting in settings)
+    return chosen[scores.index(max(scores))], settings
 
 
 def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[ForeignSetting]:
@@ -258,22 +245,18 @@ def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False
     where = f"{path.name}:" if other else "line "
     try:
         if kind == "toml":
-            content = tomllib.loads(text)
-            return [
-                ForeignSetting(key, value, _toml_line(text, key, where))
-                for key, value in _leaves(content, "")
-            ]
+            leaves = _leaves(tomllib.loads(text), "")
+            return [ForeignSetting(key, value, _toml_line(text, key, where)) for key, value in leaves]
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"not valid {kind.upper()}: {error}".split("\n")[0], where=str(path)) from error
     if not isinstance(root, yaml.MappingNode):
         raise UsageError("no `key: value` pairs at its top level", where=str(path))
     settings = list(_yaml_leaves(root, "", where))
-    parents = [setting.value for setting in settings if setting.key == "defaults"]
     inherited: list[ForeignSetting] = []
-    for parent in (name for value in parents for name in (value if isinstance(value, list) else [value])):
-        if parent != "_self_":
-            inherited += _other_file(path, str(parent), notes)
+    for value in (setting.value for setting in settings if setting.key == "defaults"):
+        for parent in value if isinstance(value, list) else [value]:
+            inherited += _other_file(path, str(parent), notes) if parent != "_self_" else []
     return inherited + [setting for setting in settings if setting.key != "defaults"]
 
 
@@ -310,12 +293,11 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _toml_line(text: str, key: str, where: str) -> str:
     """The line of a key: the first that assigns its last part under the nearest table header."""
-    parts = key.replace("[]", "").split(".")
-    header = ""
+    name, header = key.replace("[]", ""), ""
     for number, line in enumerate(text.split("\n"), start=1):
         if found := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
             header = f"{found[1]}."
-        elif (found := re.match(r"\s*([\w.\"-]+)\s*=", line)) and f"{header}{found[1]}" == ".".join(parts):
+        elif (found := re.match(r"\s*([\w.\"-]+)\s*=", line)) and f"{header}{found[1]}" == name:
             return f"{where}{number}"
     return f"{where}1"
 
@@ -332,41 +314,35 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None
         line = getattr(error, "lineno", 1)
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
     constants: dict[str, Any] = {}
-    configs: dict[str, str] = {}
-    found: dict[str, list[ForeignSetting]] = {one.name: [] for one in chosen}
+    configs: dict[str, str] = {}  # variable → the class that it holds
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            if (value := _python_value(node.value, constants)) is not None and not isinstance(
-                value, Unresolved
-            ):
+            value = _python_value(node.value, constants)
+            if value is not None and not isinstance(value, Unresolved):
                 constants.setdefault(node.targets[0].id, value)
             if isinstance(node.value, ast.Call):
                 configs[node.targets[0].id] = _called(node.value)
-    for one in chosen:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and (name := _called(node)) in one.classes:
-                found[one.name].append(
-                    ForeignSetting(f"{one.classes[name]}_class", name, f"line {node.lineno}")
-                )
-                found[one.name] += [
-                    ForeignSetting(
-                        f"{one.classes[name]}{given.arg}",
-                        _python_value(given.value, constants),
-                        f"line {given.value.lineno}",
-                    )
-                    for given in node.keywords
-                    if given.arg is not None
-                ]
-            elif (
-                isinstance(node, ast.Assign)
-                and isinstance(target := node.targets[0], ast.Attribute)
-                and isinstance(target.value, ast.Name)
-                and (prefix := one.classes.get(configs.get(target.value.id, ""))) is not None
-            ):
-                value = _python_value(node.value, constants)
-                found[one.name].append(ForeignSetting(f"{prefix}{target.attr}", value, f"line {node.lineno}"))
-    best = max(chosen, key=lambda one: len(found[one.name]))
-    return (best, found[best.name]) if found[best.name] else None
+    each = [(one, list(_python_settings(one, tree, constants, configs))) for one in chosen]
+    best = max(each, key=lambda item: len(item[1]))
+    return best if best[1] else None
+
+
+def _python_settings(
+    one: KeyTable, tree: ast.Module, constants: Mapping[str, Any], configs: Mapping[str, str]
+) -> Iterator[ForeignSetting]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call() if (name := _called(node)) in one.classes:
+                prefix = one.classes[name]
+                yield ForeignSetting(f"{prefix}_class", name, f"line {node.lineno}")
+                for given in node.keywords:
+                    if given.arg is not None:
+                        value = _python_value(given.value, constants)
+                        yield ForeignSetting(f"{prefix}{given.arg}", value, f"line {given.value.lineno}")
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
+                if (kind := configs.get(variable, "")) in one.classes:
+                    value = _python_value(node.value, constants)
+                    yield ForeignSetting(f"{one.classes[kind]}{name}", value, f"line {node.lineno}")
 
 
 def _called(call: ast.Call) -> str:
@@ -387,7 +363,7 @@ def _last(one: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSet
     for setting in settings:
         key = one.canonical(setting.key)
         found.pop(key, None)
-        found[key] = ForeignSetting(key, setting.value, setting.where)
+        found[key] = replace(setting, key=key)
     return found
 
 
@@ -400,21 +376,16 @@ def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetti
             return value
         if product := _PRODUCT.fullmatch(value):
             return int(product[1]) * int(product[2])
-        whole = _INTERPOLATION.fullmatch(value)
         found = _INTERPOLATION.search(value)
         if found is None:
             return value
         name = found[1] if found[1][0] != "." else setting.key.rpartition(".")[0] + found[1]
-        if name not in settings:
+        other = replaced(settings[name], depth + 1) if name in settings else value
+        if found[0] == value:
+            return other
+        if isinstance(other, Unresolved):
             return value
-        other = replaced(settings[name], depth + 1)
-        if whole or isinstance(other, Unresolved):
-            return other if whole else value
         text = value.replace(found[0], str(other))
-        return (
-            replaced(ForeignSetting(setting.key, Unresolved(text), setting.where), depth + 1)
-            if "${" in text
-            else text
-        )
+        return replaced(replace(setting, value=Unresolved(text)), depth + 1) if "${" in text else text
 
-    return {key: ForeignSetting(key, replaced(setting), setting.where) for key, setting in settings.items()}
+    return {key: replace(setting, value=replaced(setting)) for key, setting in settings.items()}

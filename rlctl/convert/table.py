@@ -20,27 +20,20 @@ Style = Literal["hydra", "flags"]
 
 
 class KeyRule(BaseModel):
-    """What becomes of one key.
-
-    Attributes:
-        to: the spec key that takes its value; empty where only formulas read it, or nothing does.
-        default: the framework's own default; None where it has none or computes it.
-        values: value → value here, both as text where they are words; a value that is not listed has no
-            counterpart. None: any value, unchanged.
-        differs: in what its meaning differs; a mapping says it per value, `*` for all others.
-        unsupported: why nothing here corresponds to it.
-        neutral: with these values an unsupported key changes nothing.
-        outside: not among the options of the version in `title`: an older one's, or of a library beneath it.
-    """
+    """How one key is translated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    to: str = ""
-    default: Any = None
+    to: str = ""  # the spec key that takes its value; empty where only formulas read it, or nothing does
+    default: Any = None  # the framework's own default; None where it has none or computes it
+    #: value → value here, both as text where they are words; a value that is not listed has no counterpart.
+    #: None: any value, unchanged
     values: dict[str, Any] | None = None
+    #: in what its meaning differs; a mapping states it per value, `*` for all others
     differs: str | dict[str, str] = ""
-    unsupported: str = ""
-    neutral: list[Any] = []
+    unsupported: str = ""  # why nothing here corresponds to it
+    neutral: list[Any] = []  # with these values an unsupported key changes nothing
+    #: not among the options of the version in `title`: an older one's, or of a library beneath it
     outside: bool = False
 
     def difference(self, value: Any) -> str:
@@ -51,43 +44,27 @@ class KeyRule(BaseModel):
 
 
 class KeyTable(BaseModel):
-    """One framework.
-
-    Attributes:
-        name: as on the command line.
-        title: name and version that the keys are those of.
-        style: how its options are written in a command: `a.b=c` or `--a.b c`.
-        commands: regular expressions of the launch command.
-        launcher: options of the launcher before it that are read, as `num_processes`.
-        classes: Python classes whose arguments are its keys → prefix of these keys.
-        marks: starts of keys that only it has.
-        aliases: other spelling of a key → the key.
-        constants: spec keys that any run of this framework has.
-        keys: key → rule; a text is short for `to`.
-        unsupported: key, or its start where it ends in a dot or a dash → why.
-        formulas: spec key → expression over `{keys}`; a list of them: the first that can be evaluated.
-        export: key → expression over `{spec keys}`, where the reverse of `keys` does not do.
-        export_unsupported: spec key → why no key of the framework corresponds.
-        note: said of every import.
-    """
+    """One framework."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    title: str
-    style: Style
-    commands: list[str]
-    launcher: list[str] = []
-    classes: dict[str, str] = {}
-    marks: list[str]
-    aliases: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    keys: dict[str, KeyRule]
-    unsupported: dict[str, str] = {}
+    name: str  # as on the command line
+    title: str  # name and version that the keys are those of
+    style: Style  # how its options are written in a command: `a.b=c` or `--a.b c`
+    commands: list[str]  # regular expressions of the launch command
+    launcher: list[str] = []  # options of the launcher before it that are read, as `num_processes`
+    classes: dict[str, str] = {}  # Python classes whose arguments are its keys → prefix of these keys
+    marks: list[str]  # starts of keys that only it has
+    aliases: dict[str, str] = {}  # other spelling of a key → the key
+    constants: dict[str, Any] = {}  # spec keys that any run of this framework has
+    keys: dict[str, KeyRule]  # key → rule; a text is short for `to`
+    unsupported: dict[str, str] = {}  # key, or its start where it ends in a dot or a dash → why
+    #: spec key → expression over `{keys}`; a list of them: the first that can be evaluated
     formulas: dict[str, str] = {}
+    #: key → expression over `{spec keys}`, where the reverse of `keys` does not do
     export: dict[str, str] = {}
-    export_unsupported: dict[str, str] = {}
-    note: str = ""
+    export_unsupported: dict[str, str] = {}  # spec key → why no key of the framework corresponds
+    note: str = ""  # added to every import
 
     def canonical(self, key: str) -> str:
         """The key as the table writes it: aliases, and dashes for underscores or the reverse."""
@@ -100,7 +77,9 @@ class KeyTable(BaseModel):
         """The rule of a key, or of the longest start of it that is not supported; None: unknown."""
         if key in self.keys:
             return self.keys[key]
-        starts = [start for start in self.unsupported if key == start or _starts(key, start)]
+        open_ended = (start for start in self.unsupported if start.endswith((".", "-", "_")))
+        starts = [start for start in open_ended if key.startswith(start)]
+        starts += [key] if key in self.unsupported else []
         if not starts:
             return None
         return KeyRule(unsupported=self.unsupported[max(starts, key=len)], neutral=[None, "{}", "[]"])
@@ -115,19 +94,11 @@ class KeyTable(BaseModel):
         return found
 
 
-def _starts(key: str, start: str) -> bool:
-    return start.endswith((".", "-", "_")) and key.startswith(start)
-
-
 def word(value: Any) -> str:
     """A value as tables write it: `true`, `null`, `0.5`."""
-    return (
-        {True: "true", False: "false"}[value]
-        if isinstance(value, bool)
-        else "null"
-        if value is None
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def placeholders(formula: str) -> list[str]:
@@ -136,20 +107,15 @@ def placeholders(formula: str) -> list[str]:
 
 
 class Open:
-    """A value that is not known: a formula may hand it on, but not compute with it."""
+    """A value that is not known: a formula may pass it on, but not compute with it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def __eq__(self, other: object) -> bool:
+    def _refuse(self, *others: object) -> Any:
         raise TypeError("not known")
 
-    def __bool__(self) -> bool:
-        raise TypeError("not known")
-
-    def __str__(self) -> str:
-        raise TypeError("not known")
-
+    __eq__ = __bool__ = __str__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 

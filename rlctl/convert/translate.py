@@ -1,4 +1,4 @@
-"""Settings of another framework → a spec, and what became of every key."""
+"""Settings of another framework → a spec, and the outcome for every key."""
 
 from __future__ import annotations
 
@@ -25,46 +25,29 @@ STATUSES: dict[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class KeyOutcome:
-    """What became of one key.
+    """The outcome for one key."""
 
-    Attributes:
-        key: the other framework's key; in an export the spec's.
-        value: as written there.
-        status: see `STATUSES`.
-        became: keys on the other side → values.
-        note: what differs, why it is not supported, or what is missing.
-        where: line of the file; empty for a default of the framework.
-    """
-
-    key: str
-    value: Any
-    status: Status
-    became: dict[str, Any]
-    note: str
-    where: str
+    key: str  # the other framework's key; in an export the spec's
+    value: Any  # as written there
+    status: Status  # see `STATUSES`
+    became: dict[str, Any]  # keys on the other side → values
+    note: str  # what differs, why it is not supported, or what is missing
+    where: str  # line of the file; empty for a default of the framework
 
 
 @dataclass(slots=True)
 class Translation:
-    """A spec as dotted keys, and how it came about.
+    """A spec as dotted keys, and where it comes from."""
 
-    Attributes:
-        table: the framework.
-        rows: one for every key that the file sets.
-        spec: key → value.
-        origins: spec key → where its value comes from, in words.
-        implied: rows for defaults of the framework that are not rlctl's.
-        problems: what must be settled before `rlctl train` accepts the spec.
-        notes: what could not be followed in the file.
-    """
-
-    table: KeyTable
-    rows: list[KeyOutcome]
-    spec: dict[str, Any]
-    origins: dict[str, str]
+    table: KeyTable  # the framework
+    rows: list[KeyOutcome]  # one for every key that the file sets
+    spec: dict[str, Any]  # key → value
+    origins: dict[str, str]  # spec key → where its value comes from, in words
+    #: rows for defaults of the framework that are not rlctl's
     implied: list[KeyOutcome] = field(default_factory=list)
+    #: what must be settled before `rlctl train` accepts the spec
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be followed in the file
 
     @property
     def counts(self) -> dict[Status, int]:
@@ -84,14 +67,12 @@ def translate(source: ForeignConfig) -> Translation:
     for setting in source.settings.values():
         _add_row(result, setting, values, computed)
     _add_defaults(result, given, values, computed)
-    result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | {
-        key: value for key, value in result.spec.items() if key not in known_leaves()
-    }
+    result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | result.spec
     result.problems += _problems(result)
     return result
 
 
-#: A value without counterpart; a formula that says nothing.
+#: A value without counterpart; a formula without a result for these values.
 _MISSING, _LEFT_OUT = object(), object()
 
 
@@ -120,27 +101,31 @@ def _add_row(
         note = f"did you mean {nearest[0]}?" if nearest else ""
         result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
         return
-    became = _targets(table, rule, key, values, computed)
+    became = {target: computed[target] for target in table.read_by.get(key, [])}
+    if rule.to:
+        became[rule.to] = _mapped(rule, values[key])
+    became = {target: value for target, value in became.items() if value is not _LEFT_OUT}
     note = ""
     status: Status = "same"
     if rule.unsupported:
         is_neutral = any(word(setting.value) == word(neutral) for neutral in rule.neutral)
         status, note = ("same", "off here too") if is_neutral else ("not supported", rule.unsupported)
     elif _MISSING in became.values():
-        status = "not supported"
-        note = f"no counterpart of {word(setting.value)}"
+        status, note = "not supported", f"no counterpart of {word(setting.value)}"
     elif difference := rule.difference(setting.value):
         status, note = "different", difference
     open_values = {target: value for target, value in became.items() if isinstance(value, Unresolved)}
-    became = {target: value for target, value in became.items() if value is not _MISSING}
-    said = {problem.key for problem in result.problems}
+    became = {
+        target: value
+        for target, value in became.items()
+        if value is not _MISSING and target not in open_values
+    }
+    reported = {problem.key for problem in result.problems}
     for target, value in open_values.items():
-        del became[target]
-        if target in said:
-            continue
-        what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
-        fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
-        result.problems.append(Problem("error", target, what, fix))
+        if target not in reported:
+            what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
+            fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
+            result.problems.append(Problem("error", target, what, fix))
     if status == "not supported" and not rule.unsupported:
         lost = [rule.to] if became.get(rule.to, _MISSING) is _MISSING else []
         lost = [one for one in [*lost, *table.read_by.get(key, [])] if one and one not in became]
@@ -152,16 +137,6 @@ def _add_row(
     for target, value in became.items():
         result.spec[target], result.origins[target] = value, f"{key}, {setting.where}"
     result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
-
-
-def _targets(
-    table: KeyTable, rule: KeyRule, key: str, values: dict[str, Any], computed: dict[str, Any]
-) -> dict[str, Any]:
-    """Spec key → value for everything that one key decides."""
-    became = {target: computed[target] for target in table.read_by.get(key, [])}
-    if rule.to:
-        became[rule.to] = _mapped(rule, values[key])
-    return {target: value for target, value in became.items() if value is not _LEFT_OUT}
 
 
 def _mapped(rule: KeyRule, value: Any) -> Any:
@@ -184,22 +159,16 @@ def _add_defaults(
         became: dict[str, Any] = {}
         if rule.to and rule.default is not None and rule.to not in result.spec:
             became[rule.to] = _mapped(rule, rule.default)
-        for target in result.table.read_by.get(key, []):
-            if target not in result.spec:
-                became[target] = computed[target]
-        became = {
-            target: value
-            for target, value in became.items()
-            if value is not _MISSING
-            and value is not _LEFT_OUT
-            and not isinstance(value, Unresolved)
-            and not _is_equal(value, ours.get(target))
-        }
+        targets = result.table.read_by.get(key, [])
+        became |= {target: computed[target] for target in targets if target not in result.spec}
+        for target, value in list(became.items()):
+            is_value = value is not _MISSING and value is not _LEFT_OUT and not isinstance(value, Unresolved)
+            if not is_value or _is_equal(value, ours.get(target)):
+                del became[target]
         if not became:
             continue
-        for target, value in became.items():
-            result.spec[target] = value
-            result.origins[target] = f"default of {key}"
+        result.spec |= became
+        result.origins |= dict.fromkeys(became, f"default of {key}")
         difference = rule.difference(rule.default)
         status: Status = "different" if difference else "same"
         result.implied.append(KeyOutcome(key, rule.default, status, became, difference, ""))
@@ -214,21 +183,17 @@ def _is_equal(value: Any, ours: Any) -> bool:
 
 def overrides(spec: dict[str, Any]) -> list[str]:
     """A spec as `key=value` arguments."""
-    return [f"{key}={_written(value)}" for key, value in spec.items()]
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) and value == value.strip() and value else json.dumps(value)
+    plain = (isinstance(value, str) and value and value == value.strip() for value in spec.values())
+    pairs = zip(spec.items(), plain, strict=True)
+    return [f"{key}={value if is_plain else json.dumps(value)}" for (key, value), is_plain in pairs]
 
 
 def _problems(result: Translation) -> list[Problem]:
-    """What the spec check says of it, and keys of which rlctl's default would silently take the place."""
+    """The problems that the spec check finds, and a missing model, for which a default would be taken."""
     found: list[Problem] = []
-    missing = {"model.path": "the built-in tiny model would be trained"}
-    spoken_of = {problem.key for problem in result.problems}
-    for key, why in missing.items():
-        if key not in result.spec and key not in spoken_of:
-            found.append(Problem("error", key, f"the file does not give it: {why}", "write it into the spec"))
+    if "model.path" not in result.spec and all(one.key != "model.path" for one in result.problems):
+        what = "the file does not give it: the built-in tiny model would be trained"
+        found.append(Problem("error", "model.path", what, "write it into the spec"))
     try:
         loaded = load_spec([], [], overrides(result.spec))
     except SpecError as error:

@@ -52,25 +52,18 @@ class SpecChange:
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """A metric that differs for the length of several windows.
+    """A metric that differs for the length of several windows."""
 
-    Attributes:
-        key: the metric.
-        first_step, last_step: the longest stretch in which it differs.
-        lasts: whether it still does at the end of what both have logged.
-        a, b: medians over that stretch.
-        sigmas: their distance in robust standard deviations of both runs' noise.
-        ratio: B's over A's; None where either's values scatter around zero.
-    """
-
-    key: str
+    key: str  # the metric
+    #: first_step, last_step: the longest stretch in which it differs
     first_step: int
     last_step: int
-    lasts: bool
+    lasts: bool  # whether it still does at the end of what both have logged
+    #: a, b: medians over that stretch
     a: float
     b: float
-    sigmas: float
-    ratio: float | None
+    sigmas: float  # their distance in robust standard deviations of both runs' noise
+    ratio: float | None  # B's over A's; None where either's values scatter around zero
 
     @property
     def when(self) -> str:
@@ -88,29 +81,23 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """What differs.
+    """What differs."""
 
-    Attributes:
-        a, b: both diagnoses.
-        shared: first and last step both have logged, and how many; None where there is none.
-        identical_until: the last step up to which all training metrics are equal; None where the first step
-            differs or no metric is shared.
-        spec: changed keys.
-        metrics: what differs, the largest first.
-        same: shared metrics without a lasting difference.
-        only_a, only_b: metrics only one of them has logged.
-        findings_a, findings_b: findings of rules that found nothing in the other run.
-    """
-
+    #: a, b: both diagnoses
     a: Diagnosis
     b: Diagnosis
+    #: first and last step both have logged, and how many; None where there is none
     shared: tuple[int, int, int] | None
+    #: the last step up to which all training metrics are equal; None where the first step differs or no
+    #: metric is shared
     identical_until: int | None
-    spec: tuple[SpecChange, ...]
-    metrics: tuple[MetricChange, ...]
-    same: tuple[str, ...]
+    spec: tuple[SpecChange, ...]  # changed keys
+    metrics: tuple[MetricChange, ...]  # what differs, the largest first
+    same: tuple[str, ...]  # shared metrics without a lasting difference
+    #: only_a, only_b: metrics only one of them has logged
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
+    #: findings_a, findings_b: findings of rules that found nothing in the other run
     findings_a: tuple[Finding, ...]
     findings_b: tuple[Finding, ...]
 
@@ -156,7 +143,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
 
     Noise is the median absolute deviation from a running median of five windows, of both runs together. It
     is larger where the difference drifts from window to window more than independent values would, and at
-    least a small share of the level, so that a material difference is asked for too.
+    least a small share of the level, so that a difference must be material, too.
 
     Args:
         key: the metric.
@@ -170,7 +157,9 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _drift(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
-    streaks = [longest_true(_without_single_windows(side * distance > APART_SIGMAS)) for side in (1.0, -1.0)]
+    apart = (side * distance > APART_SIGMAS for side in (1.0, -1.0))
+    # Smoothed: single windows neither begin nor interrupt a stretch.
+    streaks = [longest_true(smoothed(flags.astype(np.uint8)).astype(bool)) for flags in apart]
     start, length = max(streaks, key=lambda streak: streak[1])
     if length < th.WINDOW:
         return None
@@ -191,11 +180,6 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
         sigmas=float(np.abs(np.median(distance[inside]))),
         ratio=right / left if has_ratio else None,
     )
-
-
-def _without_single_windows(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Single windows neither begin nor interrupt a stretch."""
-    return smoothed(flags.astype(np.uint8)).astype(bool)
 
 
 def _noise(values: Floats) -> float:
@@ -248,16 +232,12 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
 
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
     """Key by key; of runs without a spec, their known facts."""
+    left, right = asdict(a.facts), asdict(b.facts)
     if a.spec is not None and b.spec is not None:
         left, right = flat(a.spec.model_dump(mode="json")), flat(b.spec.model_dump(mode="json"))
-        for key in left | right:
-            if left.get(key) != right.get(key):
-                yield SpecChange(key, left.get(key), right.get(key))
-        return
-    right = asdict(b.facts)
-    for key, value in asdict(a.facts).items():
-        if value != right[key]:
-            yield SpecChange(key, value, right[key])
+    for key in left | right:
+        if left.get(key) != right.get(key):
+            yield SpecChange(key, left.get(key), right.get(key))
 
 
 def _only_in(one: Diagnosis, other: Diagnosis) -> tuple[Finding, ...]:

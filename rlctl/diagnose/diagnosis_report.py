@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
 from rlctl.diagnose.forecast import forecasts
@@ -23,7 +23,7 @@ from rlctl.spec.load import RUN_SPEC_FILE
 _INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
 )
-#: The time that rlctl's rows state, to the minute; it is looked for in the first row and in these last bytes.
+#: The time that rlctl's rows state, to the minute; it is searched in the first row and in these last bytes.
 _STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
 #: Where a framework's own log has what a `spec.yaml` contains.
 _CONFIGURED = {
@@ -55,23 +55,15 @@ _SAME_KEYS: Mapping[str, str] = {"ms-swift": "trl", "llama-factory": "trl"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One labelled line of a finding.
+    """One labelled line of a finding."""
 
-    Attributes:
-        label: `seen`, `logged`, `cause`, `try`, `or`, `confidence`, `unchecked` or `source`.
-        text: may be empty where there is code.
-        code: settings, ready to paste; or empty.
-        evidence: the figure that the line is about.
-    """
-
-    label: str
-    text: str
-    code: str = ""
-    evidence: Evidence | None = None
+    label: str  # `seen`, `logged`, `cause`, `try`, `or`, `confidence`, `unchecked` or `source`
+    text: str  # may be empty where there is code
+    code: str = ""  # settings, ready to paste; or empty
+    evidence: Evidence | None = None  # the figure that the line is about
 
 
-@dataclass(frozen=True, slots=True)
-class FindingReport:
+class FindingReport(NamedTuple):
     """A finding as texts."""
 
     severity: Severity
@@ -82,30 +74,19 @@ class FindingReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A diagnosis as texts.
+    """A diagnosis as texts."""
 
-    Attributes:
-        name: the log.
-        about: steps, framework, experiment, model and dates, as far as they are known.
-        summary: all findings in one line.
-        verdict: as in `Diagnosis`.
-        notes: what had to be tolerated when reading.
-        findings: worst first.
-        forecasts: of critical levels, the soonest first.
-        commands: that apply fixes.
-        rules: (`found`, `ok`, `SKIPPED` or `n/a`; rule; what it looks for, or why it was skipped).
-        skipped: what the log lacks, and what would enable most rules, in one line; empty if it lacks nothing.
-    """
-
-    name: str
-    about: str
-    summary: str
-    verdict: str
-    notes: tuple[str, ...]
-    findings: tuple[FindingReport, ...]
-    forecasts: tuple[str, ...]
-    commands: tuple[str, ...]
+    name: str  # the log
+    about: str  # steps, framework, experiment, model and dates, as far as they are known
+    summary: str  # all findings in one line
+    verdict: str  # as in `Diagnosis`
+    notes: tuple[str, ...]  # what had to be tolerated when reading
+    findings: tuple[FindingReport, ...]  # worst first
+    forecasts: tuple[str, ...]  # of critical levels, the soonest first
+    commands: tuple[str, ...]  # that apply fixes
+    #: (`found`, `ok`, `SKIPPED` or `n/a`; rule; its healthy state, or why it was skipped)
     rules: tuple[tuple[str, str, str], ...]
+    #: what the log lacks, and what would enable most rules, in one line; empty if it lacks nothing
     skipped: str
 
 
@@ -116,21 +97,27 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
     for skipped in sorted(diagnosis.skipped, key=lambda one: not one.missing):
         rules.append(("SKIPPED" if skipped.missing else "n/a", skipped.rule, _why_skipped(skipped, run)))
+    inferred = (
+        f"{_FACTS.get(fact, fact)} {getattr(run.facts, fact):g}, {origin}"
+        for fact, origin in run.fact_origins.items()
+        if "inferred" in origin
+    )
+    findings = [
+        FindingReport(one.severity, one.rule, visible(one.what), tuple(_lines(one, run)))
+        for one in diagnosis.findings
+    ]
     has_settings = any(fix.spec for finding in diagnosis.findings for fix in finding.fixes)
     return RunReport(
-        run_name(run),
-        ", ".join(_about(run)),
-        _summary(diagnosis),
-        diagnosis.verdict,
-        tuple(map(visible, (*run.notes, *_inferred(run)))),
-        tuple(
-            FindingReport(one.severity, one.rule, visible(one.what), tuple(_lines(one, run)))
-            for one in diagnosis.findings
-        ),
-        tuple(map(str, forecasts(run))),
-        _commands(run) if has_settings else (),
-        tuple(rules),
-        _skipped(diagnosis),
+        name=run_name(run),
+        about=", ".join(_about(run)),
+        summary=_summary(diagnosis),
+        verdict=diagnosis.verdict,
+        notes=tuple(map(visible, (*run.notes, *inferred))),
+        findings=tuple(findings),
+        forecasts=tuple(map(str, forecasts(run))),
+        commands=_commands(run) if has_settings else (),
+        rules=tuple(rules),
+        skipped=_skipped(diagnosis),
     )
 
 
@@ -185,13 +172,6 @@ def _summary(diagnosis: Diagnosis) -> str:
     return f"Too little to judge: {basis}. Nothing found does not mean healthy."
 
 
-def _inferred(run: RunLog) -> Iterator[str]:
-    """Facts that the figures give, one line each."""
-    for fact, origin in run.fact_origins.items():
-        if "inferred" in origin:
-            yield f"{_FACTS.get(fact, fact)} {getattr(run.facts, fact):g}, {origin}"
-
-
 def _skipped(diagnosis: Diagnosis) -> str:
     """How many rules wait for figures, and the setting or metric that most of them wait for."""
     waiting = [one for one in diagnosis.skipped if one.missing]
@@ -219,15 +199,12 @@ def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
             yield Line("logged", visible(f"{key} as {origin.name}{meaning}"))
     yield Line("cause", visible(finding.cause))
     for place, fix in enumerate(finding.fixes):
-        is_ours = bool(fix.spec) and not {"rlctl", "unknown", *fix.others} & {
-            run.framework,
-            of_framework(run),
-        }
+        written_by = {run.framework, of_framework(run)}
+        is_ours = bool(fix.spec) and written_by.isdisjoint({"rlctl", "unknown", *fix.others})
         why = "; ".join(filter(None, ("in rlctl's keys" if is_ours else "", visible(fix.why))))
         yield Line("or" if place else "try", why, settings(fix, run))
-    yield Line(
-        "confidence", visible(": ".join(filter(None, (finding.confidence, finding.confidence_reason))))
-    )
+    confidence = filter(None, (finding.confidence, finding.confidence_reason))
+    yield Line("confidence", visible(": ".join(confidence)))
     for missing in finding.could_not_check:
         yield Line("unchecked", visible(missing))
     yield Line("source", visible(finding.source))

@@ -16,34 +16,24 @@ Sure = tuple[Confidence, str]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A figure and its steps.
+    """A figure and its steps."""
 
-    Attributes:
-        metric: its key, or the spec's key where the spec is the evidence.
-        figure: the value in words.
-        first_step, last_step: None where the spec is the evidence.
-    """
-
-    metric: str
-    figure: str
+    metric: str  # its key, or the spec's key where the spec is the evidence
+    figure: str  # the value in words
+    #: first_step, last_step: None where the spec is the evidence
     first_step: int | None = None
     last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """One change to try; several of a finding are alternatives.
+    """One change to try; several of a finding are alternatives."""
 
-    Attributes:
-        spec: `key=value` arguments of `rlctl train` that belong together; empty where no setting helps and
-            `why` is what to do by hand.
-        why: one clause; may be empty where there is a setting.
-        others: framework → the same change in its own keys.
-    """
-
+    #: `key=value` arguments of `rlctl train` that belong together; empty where no setting helps and `why` is
+    #: what to do by hand
     spec: tuple[str, ...] = ()
-    why: str = ""
-    others: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""  # one clause; may be empty where there is a setting
+    others: Mapping[str, str] = field(default_factory=dict)  # framework → the same change in its own keys
 
     def __str__(self) -> str:
         return " ".join(self.spec) or self.why
@@ -51,43 +41,25 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule found.
+    """What one rule found."""
 
-    Attributes:
-        severity: `critical` threatens the run, `warning` needs a decision, `info` is a remark.
-        what: one sentence.
-        evidence: figures and step ranges.
-        cause: the likely one.
-        source: of the threshold.
-        fixes: alternatives, best first.
-        confidence: that the named cause is the cause.
-        confidence_reason: one clause.
-        could_not_check: what the log lacks that would decide more.
-        rule: its name.
-    """
-
-    severity: Severity
-    what: str
-    evidence: tuple[Evidence, ...]
-    cause: str
-    source: str
-    fixes: tuple[Fix, ...] = ()
-    confidence: Confidence = "high"
-    confidence_reason: str = ""
-    could_not_check: tuple[str, ...] = ()
-    rule: str = ""
+    severity: Severity  # `critical` threatens the run, `warning` needs a decision, `info` is a remark
+    what: str  # one sentence
+    evidence: tuple[Evidence, ...]  # figures and step ranges
+    cause: str  # the likely one
+    source: str  # of the threshold
+    fixes: tuple[Fix, ...] = ()  # alternatives, best first
+    confidence: Confidence = "high"  # that the named cause is the cause
+    confidence_reason: str = ""  # one clause
+    could_not_check: tuple[str, ...] = ()  # what the log lacks that would decide more
+    rule: str = ""  # its name
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Why a rule was not applied.
+    """Why a rule was not applied."""
 
-    Attributes:
-        why: one clause.
-        missing: metrics (or `spec.yaml`) that would enable it; empty: it does not apply to this run.
-        rule: its name; set by `examine`.
-    """
-
-    why: str
+    why: str  # one clause
+    #: metrics (or `spec.yaml`) that would enable it; empty: it does not apply to this run
     missing: tuple[str, ...] = ()
-    rule: str = ""
+    rule: str = ""  # its name; set by `examine`

@@ -83,7 +83,7 @@ def change(*settings: str, why: str = "", **others: str) -> Fix:
 
 
 def by_hand(why: str, **others: str) -> Fix:
-    """What no setting of rlctl does."""
+    """An action that no setting of rlctl performs."""
     return Fix((), why, _with_swift(others))
 
 
@@ -97,39 +97,41 @@ def gentler(run: RunLog) -> tuple[Fix, ...]:
     """Let the policy move less between sampling and the last update on a batch."""
     facts = run.facts
     fixes: tuple[Fix, ...] = ()
-    if facts.ppo_epochs is not None and facts.ppo_epochs > 1:
+    if (facts.ppo_epochs or 1) > 1:
         fixes += (change("actor.ppo_epochs=1", why="sample more often"),)
-    if facts.updates_per_batch is not None and facts.updates_per_batch > (facts.ppo_epochs or 1):
-        one = change(
-            "actor.ppo_mini_batch_size=null",
-            why="one update per pass over the batch",
-            verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
-            trl="steps_per_generation=<gradient_accumulation_steps>",
-            openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
-        )
-        fixes += (one,)
-    return (*fixes, slower(run))
+    if (facts.updates_per_batch or 1) > (facts.ppo_epochs or 1):
+        fixes += (ONE_UPDATE_PER_PASS,)
+    return (*fixes, *slower(run))
 
 
-def slower(run: RunLog) -> Fix:
+ONE_UPDATE_PER_PASS = change(
+    "actor.ppo_mini_batch_size=null",
+    why="one update per pass over the batch",
+    verl=f"{_ACTOR}ppo_mini_batch_size=<data.train_batch_size>",
+    trl="steps_per_generation=<gradient_accumulation_steps>",
+    openrlhf="--train.batch_size <rollout.batch_size × rollout.n_samples_per_prompt>",
+)
+
+
+def slower(run: RunLog) -> tuple[Fix]:
     """Half the peak learning rate, as configured or else as logged."""
     logged = run.table.series("actor/lr").values
     peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
-    return change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate")
+    return (change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate"),)
 
 
 def calmer(run: RunLog) -> tuple[Fix, ...]:
     """Smaller updates."""
     clip = (change("actor.grad_clip=1.0"),) if run.spec and run.spec.actor.grad_clip == 0.0 else ()
-    return (*clip, slower(run))
+    return (*clip, *slower(run))
 
 
-#: What lets samples be old, and its value for fresh ones.
+#: Setting that allows old samples → its value for fresh ones.
 _FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
 
 
 def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
-    """Samples of the newest weights, or half as old; empty without a spec, or where they are new already."""
+    """Samples of the newest weights, or half as old; empty without a spec, or if they are new already."""
     if run.spec is None:
         return ()
     ages = {name: getattr(run.spec.rollout, name) for name in _FRESH}
@@ -220,9 +222,8 @@ def guarded(run: RunLog) -> tuple[Fix, ...]:
     return (change("trainer.guardrails.mode=act", why="let training withhold or scale such updates"),)
 
 
-def find_the_cause() -> Fix:
-    """Of a gap between two implementations."""
-    return by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
+#: Of a gap between two implementations.
+FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
 
 
 def resume_before(step: int) -> Fix:

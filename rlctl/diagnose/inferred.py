@@ -1,4 +1,4 @@
-"""Settings that a log does not state, inferred from its figures; each says that it is inferred."""
+"""Settings that a log does not state, inferred from its figures; each is marked as inferred."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Relative deviation up to which loss / KL counts as one number.
 SAME_RATIO = 0.05
-#: Decimals that a rounded log has at most (verl's older console has 3), and values of a metric to look at.
+#: Decimals that a rounded log has at most (verl's older console has 3), and values of a metric to check.
 DECIMALS, _LAST = 4, 100
 #: Rows that share the largest length to the digit: at least so many, and this share of all.
 AT_LIMIT_ROWS, AT_LIMIT_SHARE = 3, 0.05

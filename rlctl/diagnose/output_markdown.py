@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rlctl.diagnose.diagnosis_report import RunReport, run_report
 from rlctl.diagnose.rules import Diagnosis
 
-_JUDGED = {"found", "ok"}
+_CHECKED = {"found", "ok"}
 #: Everything that could begin markup, HTML included.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$@])")
 
@@ -30,10 +30,10 @@ def _run(report: RunReport) -> Iterator[str]:
         yield ""
     yield from (f"- forecast: {_plain(one)}\n" for one in report.forecasts)
     yield from (f"{_code(command)}\n" for command in report.commands)
-    judged = [f"| {name} | {word} | {_plain(text)} |" for word, name, text in report.rules if word in _JUDGED]
-    if judged:
+    rows = [f"| {name} | {word} | {_plain(text)} |" for word, name, text in report.rules if word in _CHECKED]
+    if rows:
         yield "| rule | checked | |\n|---|---|---|"
-        yield from judged
+        yield from rows
         yield ""
     if report.skipped:
         yield f"{_plain(report.skipped)}\n"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
 
 from rlctl.diagnose.charts import sparkline
 from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
@@ -14,10 +17,6 @@ from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 _STYLES = {
     "critical": "bold red",
@@ -35,8 +34,6 @@ _NEXT_TO_CHART = 38
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Findings worst first, then what was checked and what was not."""
-    from rich.text import Text
-
     report = run_report(diagnosis)
     console.print(Text.assemble((report.name, "bold"), f": {report.about}"), soft_wrap=True)
     for note in report.notes:
@@ -50,23 +47,20 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     for command in report.commands:
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
     console.print()
-    judged = [(word, name, text) for word, name, text in report.rules if word in {"found", "ok"}]
-    width = max((len(name) for _, name, _ in judged), default=0)
-    for word, name, text in judged:
+    checked = [(word, name, text) for word, name, text in report.rules if word in {"found", "ok"}]
+    width = max((len(name) for _, name, _ in checked), default=0)
+    for word, name, text in checked:
         console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, "dim")), soft_wrap=True)
     if report.skipped:
         console.print(Text(report.skipped, style="yellow"), soft_wrap=True)
-    if beside := [name for word, name, _ in report.rules if word == "n/a"]:
-        console.print(Text(f"n/a: {', '.join(beside)}", style="dim"), soft_wrap=True)
+    if others := [name for word, name, _ in report.rules if word == "n/a"]:
+        console.print(Text(f"n/a: {', '.join(others)}", style="dim"), soft_wrap=True)
 
 
 def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> None:
-    from rich.text import Text
-
     style = _STYLES[finding.severity]
-    head = Text.assemble(
-        (finding.severity.upper(), style), f"  {finding.what}", (f"  [{finding.rule}]", "dim")
-    )
+    severity = (finding.severity.upper(), style)
+    head = Text.assemble(severity, f"  {finding.what}", (f"  [{finding.rule}]", "dim"))
     console.print(head, soft_wrap=True)
     for line in finding.lines:
         if line.code:
@@ -82,8 +76,6 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
 
 def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) -> None:
     """A label and its text; it wraps on a terminal, unless it is to be pasted or goes into a pipe."""
-    from rich.text import Text
-
     room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
     for line in [text] if in_one_line or not console.is_terminal else text.wrap(console, room):
         line.rstrip()
@@ -93,8 +85,6 @@ def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) 
 
 def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[Text]:
     """The metric over the run as a line of blocks, and below it a mark under the evidence's steps."""
-    from rich.text import Text
-
     series = run.table.series(evidence.metric)
     blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, room)))
     if len(blocks) < 2 or evidence.first_step is None or evidence.last_step is None:
@@ -111,8 +101,6 @@ def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[T
 
 def print_comparison(console: Console, found: RunComparison) -> None:
     """Sentences first, then specs, metrics by size, and what cannot be compared."""
-    from rich.text import Text
-
     for name, diagnosis in (("A", found.a), ("B", found.b)):
         steps = diagnosis.run.table.steps
         about = f": steps {steps[0]}–{steps[-1]}"
@@ -141,15 +129,11 @@ def _print_table(
     console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: slice = slice(0)
 ) -> None:
     """A table without lines; the columns in `figures` are aligned right."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         is_figure = heading in headings[figures]
-        table.add_column(
-            heading, justify="right" if is_figure else "left", overflow="fold", no_wrap=is_figure
-        )
+        side: JustifyMethod = "right" if is_figure else "left"
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=is_figure)
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     console.print(table)
@@ -157,8 +141,6 @@ def _print_table(
 
 def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:
     """What was changed for which finding, what was not and why; `path` is None where nothing was written."""
-    from rich.text import Text
-
     for applied in patch.applied:
         line = Text.assemble(("applied  ", "green"), " ".join(applied.fix.spec))
         console.print(line.append(f"  for {applied.finding.rule}", style="dim"), soft_wrap=True)
@@ -169,9 +151,8 @@ def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:
         console.print("No finding has a setting to change: nothing was written.")
         return
     name = shlex.quote(visible(str(path)))
-    if patch.spec is not None:
-        console.print(Text(f"{name} written; run it with: rlctl train --spec {name}"), soft_wrap=True)
-    else:
+    text = f"{name} written; run it with: rlctl train --spec {name}"
+    if patch.spec is None:
         why = "holds only the changed keys, because the log has no spec of rlctl"
-        console.print(Text(f"{name} written; it {why}."), soft_wrap=True)
-        console.print(Text(f"Layer it over yours: rlctl train --spec YOURS --spec {name}"), soft_wrap=True)
+        text = f"{name} written; it {why}.\nLayer it over yours: rlctl train --spec YOURS --spec {name}"
+    console.print(Text(text), soft_wrap=True)

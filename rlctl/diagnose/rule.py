@@ -1,4 +1,4 @@
-"""The form of a rule: what it reads, what it detects, and what every finding of it says.
+"""The form of a rule: what it reads, what it detects, and the texts that all its findings share.
 
 `@Rule(...)` above a function registers the rule. The function's docstring begins with the healthy state. A
 user's rule has the same form, in a file (`--rules file.py:function`) or an installed package (entry point
@@ -15,7 +15,7 @@ import numpy as np
 
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.signals import Crossing, crossing
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
 from rlctl.registry import DIAGNOSIS_RULES
 
@@ -27,16 +27,13 @@ Fact = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a rule's function returns; the rest of the finding is the rule's.
+    """What a rule's function returns; the rest of the finding is the rule's."""
 
-    Attributes:
-        severity, what, evidence, could_not_check: as in `Finding`.
-        cause, fixes, sure: in place of the rule's where they depend on what was detected.
-    """
-
+    #: severity, what, evidence, could_not_check: as in `Finding`
     severity: Severity
     what: str
     evidence: tuple[Evidence, ...]
+    #: cause, fixes, sure: in place of the rule's where they depend on what was detected
     cause: str | None = None
     fixes: tuple[Fix, ...] | None = None
     sure: Sure | None = None
@@ -44,6 +41,9 @@ class Detection:
 
 
 Detect = Callable[[RunLog], Detection | Skipped | None]
+#: Changes to try: all of them from one function of the run, or each by itself, fixed or from a function.
+FixesOf = Callable[[RunLog], tuple[Fix, ...]]
+Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
 def _detects_nothing(run: RunLog) -> None:
@@ -52,40 +52,26 @@ def _detects_nothing(run: RunLog) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing to look for; as a decorator it takes the function below for `detect`.
+    """One kind of fault; as a decorator it takes the function below for `detect`."""
 
-    Attributes:
-        name: short and stable, for reports and scripts.
-        signal: what it looks at, in Markdown.
-        thresholds: the levels, or a text `info / warning / critical` in Markdown.
-        source: of the thresholds.
-        cause: the likely one.
-        sure: confidence in the cause, and the reason.
-        fixes: what to try, given the run.
-        needs: metrics without which it is skipped.
-        one_of: metrics of which one must be logged.
-        uses: further metrics it reads where they are logged.
-        facts: what must be known of the run.
-        not_applicable: why it does not apply to a run; empty where it does.
-        min_steps: values that each needed metric must have. With fewer than `MIN_STEPS` a rule may find
-            something (critical levels, exact values), but not conclude that nothing is wrong.
-        detect: returns None if nothing is found.
-    """
-
-    name: str
-    signal: str = ""
-    thresholds: str | Levels = "—"
-    source: str = "its author"
-    cause: str = "unknown"
+    name: str  # short and stable, for reports and scripts
+    signal: str = ""  # what it reads, in Markdown
+    thresholds: str | Levels = "—"  # the levels, or a text `info / warning / critical` in Markdown
+    source: str = "its author"  # of the thresholds
+    cause: str = "unknown"  # the likely one
+    #: confidence in the cause, and the reason
     sure: Sure = ("medium", "the rule's author states no confidence")
-    fixes: Callable[[RunLog], tuple[Fix, ...]] = lambda run: ()
-    needs: tuple[str, ...] = ()
-    one_of: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-    facts: tuple[Fact, ...] = ()
+    fixes: Fixes = ()  # what to try, best first
+    needs: tuple[str, ...] = ()  # metrics without which it is skipped
+    one_of: tuple[str, ...] = ()  # metrics of which one must be logged
+    uses: tuple[str, ...] = ()  # further metrics it reads where they are logged
+    facts: tuple[Fact, ...] = ()  # what must be known of the run
+    #: why it does not apply to a run; empty where it does
     not_applicable: Callable[[RunLog], str] = lambda run: ""
+    #: values that each needed metric must have. With fewer than `MIN_STEPS` a rule may find something
+    #: (critical levels, exact values), but not conclude that nothing is wrong
     min_steps: int = 1
-    detect: Detect = _detects_nothing
+    detect: Detect = _detects_nothing  # returns None if nothing is found
 
     def __call__(self, detect: Detect) -> Rule:
         """The rule that detects by this function; it is registered."""
@@ -118,18 +104,14 @@ class Rule:
         if 0 < count < MIN_STEPS:
             confidence = "medium" if confidence == "high" else confidence
             reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
-        return Finding(
-            found.severity,
-            found.what,
-            found.evidence,
-            found.cause or self.cause,
-            self.source,
-            self.fixes(run) if found.fixes is None else found.fixes,
-            confidence,
-            reason,
-            found.could_not_check,
-            self.name,
-        )
+        cause, fixes = found.cause or self.cause, self._fixes(run) if found.fixes is None else found.fixes
+        parts = found.severity, found.what, found.evidence, cause, self.source, fixes, confidence, reason
+        return Finding(*parts, found.could_not_check, self.name)
+
+    def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
+        if callable(self.fixes):
+            return self.fixes(run)
+        return tuple(fix for one in self.fixes for fix in ((one,) if isinstance(one, Fix) else one(run)))
 
     def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
         """Why the log does not suffice, if so."""
@@ -150,14 +132,14 @@ class Rule:
         return None
 
 
-def detect_crossing(run: RunLog, levels: Levels, what: str) -> Detection | None:
-    """A level crossed; in `what` stand `{worst}` and `{where}`."""
-    crossed = crossing(run.table.series(levels.key), levels)
+def detect_crossing(run: RunLog, levels: Levels, what: str, series: Series | None = None) -> Detection | None:
+    """A level crossed by its metric, or by a `series` computed from it; for `what` see `of_crossing`."""
+    crossed = crossing(run.table.series(levels.key) if series is None else series, levels)
     return of_crossing(crossed, what) if crossed else None
 
 
 def of_crossing(crossed: Crossing, what: str) -> Detection:
-    """A crossing as a detection; in `what` stand `{worst}` and `{where}`."""
+    """A crossing as a detection; `what` may contain `{worst}` and `{where}`."""
     text = what.format(worst=crossed.worst, where=crossed.where)
     return Detection(crossed.severity, text, (crossed.evidence,))
 

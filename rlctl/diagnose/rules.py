@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
-        """The worst severity; where nothing is found, whether that says anything about the run."""
+        """The worst severity; where nothing is found, whether enough was checked to conclude anything."""
         for severity in SEVERITIES[:2]:
             if self.reaches(severity):
                 return severity  # type: ignore[return-value]

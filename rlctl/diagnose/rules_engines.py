@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import Crossing, change_evidence, crossing, steps_text, trend
+from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, steps_text, trend
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -56,13 +57,13 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
     signal="`training/rollout_probs_diff_mean`, where the gap is pure mismatch¹; relative",
     cause="rollout engine and trainer compute in different precision or with different kernels (vLLM's "
     "cascade attention at long contexts is one)",
-    fixes=lambda run: (
-        *fix.same_precision(run),
+    fixes=(
+        fix.same_precision,
         fix.by_hand(
             "turn the engine's cascade attention off, or upgrade the engine",
             verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
         ),
-        fix.find_the_cause(),
+        fix.FIND_THE_CAUSE,
     ),
 )  # fmt: skip
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
@@ -77,7 +78,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
     "`mismatch/log_prob_abs_diff_mean`, both relative",
     thresholds="— / k3 > 0.001, difference > 0.03 / \\|kl\\|, or k3⁴, > 0.1, difference > 0.15",
     cause="rollout engine and trainer differ, or the policy moves far while it trains on one batch",
-    fixes=lambda run: (*fix.gentler(run), *fix.correct_tokens(run)),
+    fixes=(fix.gentler, fix.correct_tokens),
     sure=("medium", "the logged gap includes the policy's own progress, or this is unknown"),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
 )  # fmt: skip
@@ -89,8 +90,14 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     crossed = crossing(run.table.series(th.KL.key), th.KL)
     if crossed is None and k3.tiers:
         crossed = crossing(run.table.series(k3.key), k3)
-    if crossed is None and run.gap_is_mismatch:
-        crossed = _log_prob_mismatch(run)
+    gap = run.table.series(th.LOG_PROB_GAP.key)
+    if (
+        crossed is None
+        and run.gap_is_mismatch
+        and not len(run.table.series(k3.key))
+        and crossing(gap, th.LOG_PROB_GAP) is None
+    ):  # larger than any mismatch: that is `stale-weights`
+        crossed = crossing(gap, LOG_PROB_MISMATCH)
     if crossed is None:
         return None
     found = of_crossing(crossed, "trained and sampling policy are {worst:.3g} nats per token apart {where}")
@@ -99,17 +106,9 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     return replace(
         found,
         cause="rollout engine and trainer differ: kernel, precision, parallelism, or stale weights",
-        fixes=(*fix.same_precision(run), fix.find_the_cause(), *fix.correct_tokens(run)),
+        fixes=(*fix.same_precision(run), fix.FIND_THE_CAUSE, *fix.correct_tokens(run)),
         sure=("medium", _PURE),
     )
-
-
-def _log_prob_mismatch(run: RunLog) -> Crossing | None:
-    """For logs without a KL; sizes that no mismatch of implementations reaches are for `stale-weights`."""
-    series = run.table.series(th.LOG_PROB_GAP.key)
-    if len(run.table.series(th.K3.key)) or crossing(series, th.LOG_PROB_GAP) is not None:
-        return None
-    return crossing(series, LOG_PROB_MISMATCH)
 
 
 @Rule(
@@ -119,13 +118,11 @@ def _log_prob_mismatch(run: RunLog) -> Crossing | None:
     f"are {SAMPLED_NATS:g} nats apart and both sides agree on the log-probs",
     cause="the engine samples at another temperature, top-p or top-k than it reports, for example from the "
     "model's generation config",
-    fixes=lambda run: (
-        fix.by_hand("give the engine the trainer's temperature, and no generation config"),
-        fix.find_the_cause(),
+    fixes=(
+        fix.by_hand("give the engine the trainer's temperature, and no generation config"), fix.FIND_THE_CAUSE
     ),
     sure=(
-        "medium",
-        "both log-probs agree, so the sampling differs; unequal lengths shift the figure a little",
+        "medium", "both log-probs agree, so the sampling differs; unequal lengths shift the figure a little"
     ),
 )  # fmt: skip
 def sampled_otherwise(run: RunLog) -> Detection | None:
@@ -159,7 +156,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
     signal="engine's mean log-prob (`rollout_corr/rollout_log_ppl`) exactly 0, and the trainer's not",
     cause="the engine reports no log-probs, and zeros stand for them: every importance weight is wrong",
-    fixes=lambda run: (
+    fixes=(
         fix.by_hand(
             "let the engine return the log-probs of the sampled tokens",
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -173,11 +170,9 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     zero = steps[(theirs == 0.0) & (np.abs(ours) > SURE_NATS)]
     if not len(zero):
         return None
-    first, last = int(zero[0]), int(zero[-1])
-    seen = Evidence(_ROLLOUT_PPL, f"exactly 0 on {len(zero):,} step(s)", first, last)
-    return Detection(
-        "critical", f"the engine's log-probs are exactly 0 in {steps_text(first, last)}", (seen,)
-    )
+    what = f"the engine's log-probs are exactly 0 in {steps_text(int(zero[0]), int(zero[-1]))}"
+    seen = evidence_over(zero, _ROLLOUT_PPL, f"exactly 0 on {len(zero):,} step(s)")
+    return Detection("critical", what, (seen,))
 
 
 @Rule(
@@ -185,9 +180,7 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     signal="`mismatch/token_mult_prob_error`: level (relative), and a rise",
     thresholds=f"— / > 1.05, or the part above 1 doubled to > {TOKEN_ERROR_EXCESS:g} / > 2",
     cause="weights reach the engine incompletely or late, or its tensor-parallel kernels differ",
-    fixes=lambda run: (
-        fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),
-    ),
+    fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
     sure=("medium", "incomplete weights and different kernels have the same effect on this figure"),
     not_applicable=lambda run: (
         "`policy-gap` covers the same gap"
@@ -199,18 +192,14 @@ def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent, and the error does not grow."""
     series = run.table.series(TOKEN_ERROR.key)
     # Compared with the start by the part above 1.
-    excess = replace(
-        TOKEN_ERROR, tiers=tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
-    )
-    crossed = crossing(Series(series.steps, series.values - 1.0), excess)
-    if crossed is None or crossed.remark:
-        rise = trend(series)
-        least = max(TOKEN_ERROR_EXCESS, TOKEN_ERROR_RISE * max(rise.start - 1.0, 0.0)) if rise else 0.0
-        if rise is not None and rise.rises and rise.end - 1.0 >= least:
+    tiers = tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
+    crossed = crossing(Series(series.steps, series.values - 1.0), replace(TOKEN_ERROR, tiers=tiers))
+    if (crossed is None or crossed.remark) and (rise := trend(series)) is not None and rise.rises:
+        least = max(TOKEN_ERROR_EXCESS, TOKEN_ERROR_RISE * max(rise.start - 1.0, 0.0))
+        if rise.end - 1.0 >= least:
+            seen = change_evidence(TOKEN_ERROR.key, rise.start, rise.end, series.steps)
             what = "the factor between the policies' token probabilities keeps rising"
-            return Detection(
-                "warning", what, (change_evidence(TOKEN_ERROR.key, rise.start, rise.end, series.steps),)
-            )
+            return Detection("warning", what, (seen,))
     if crossed is None:
         return None
     crossed = replace(crossed, worst=crossed.worst + 1.0, limit=crossed.limit + 1.0)
@@ -219,12 +208,12 @@ def token_error(run: RunLog) -> Detection | None:
 
 @Rule(
     "first-step", source=th.SLIME, one_of=(_PPO_KL, _CLIPPED, th.LOG_PROB_GAP.key),
-    facts=("updates_per_batch", "bypass_mode"), min_steps=1,
+    facts=("updates_per_batch", "bypass_mode"),
     signal="first step of a run with one update per batch²: `actor/ppo_kl`, `actor/pg_clipfrac`, "
     "`mismatch/log_prob_abs_diff_mean`",
     thresholds=f"— / \\|kl\\| > {FIRST_PPO_KL:g}, > {FIRST_CLIPFRAC:g}, > {th.FIRST_LOG_PROB_GAP:g} / —",
     cause="the engine holds other weights than the trainer, or one of them is not deterministic",
-    fixes=lambda run: (fix.by_hand("stop, and correct this before training on"), fix.find_the_cause()),
+    fixes=(fix.by_hand("stop, and correct this before training on"), fix.FIND_THE_CAUSE),
     sure=("high", "before the first update only the implementations can differ"),
 )  # fmt: skip
 def first_step(run: RunLog) -> Detection | Skipped | None:
@@ -242,21 +231,17 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
     for key, limit in limits.items():
         series = run.table.series(key)  # begins after step 0 where that held a validation only
         if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
-            step, figure = int(series.steps[0]), f"{series.values[0]:.3g}, over {limit:g}"
-            found.append(Evidence(key, figure, step, step))
+            found.append(evidence_over(series.steps[:1], key, f"{series.values[0]:.3g}, over {limit:g}"))
     what = "at the first step, before anything was learned, the two policies differ"
     return Detection("warning", what, tuple(found)) if found else None
 
 
 @Rule(
-    "template", source=th.FIELD, needs=(th.KL.key,), uses=(_STALENESS,), min_steps=1,
+    "template", source=th.FIELD, needs=(th.KL.key,), uses=(_STALENESS,),
     signal="first step's `rollout_corr/kl`, where the gap is pure mismatch¹",
     thresholds=f"— / — / between {TEMPLATE_KL[0]:g} and {TEMPLATE_KL[1]:g}",
     cause="the chat template, or special tokens, are applied on one side only",
-    fixes=lambda run: (
-        fix.by_hand("compare the token ids of one prompt on both sides"),
-        fix.find_the_cause(),
-    ),
+    fixes=(fix.by_hand("compare the token ids of one prompt on both sides"), fix.FIND_THE_CAUSE),
     sure=("medium", "a wrong temperature or other weights can cause a KL of this size too"),
 )  # fmt: skip
 def template(run: RunLog) -> Detection | Skipped | None:
@@ -269,9 +254,9 @@ def template(run: RunLog) -> Detection | Skipped | None:
     kl, (low, high) = float(abs(series.values[0])), TEMPLATE_KL
     if not low <= kl <= high:
         return None
-    step, figure = int(series.steps[0]), f"{series.values[0]:.3g}, between {low:g} and {high:g}"
+    figure = f"{series.values[0]:.3g}, between {low:g} and {high:g}"
     what = f"the first step's KL is {kl:.2g} nats per token: the two sides probably read different prompts"
-    return Detection("critical", what, (Evidence(th.KL.key, figure, step, step),))
+    return Detection("critical", what, (evidence_over(series.steps[:1], th.KL.key, figure),))
 
 
 @Rule(
@@ -279,7 +264,7 @@ def template(run: RunLog) -> Detection | Skipped | None:
     one_of=th.GAPS, uses=(_LR,), min_steps=FROZEN_STEPS,
     signal="trend of the gap while the learning rate is 0",
     cause="a fault of the engine or of the scoring: caches, memory, or wrong weight synchronization",
-    fixes=lambda run: (fix.find_the_cause(),),
+    fixes=(fix.FIND_THE_CAUSE,),
     sure=("high", "a policy that does not learn cannot move away from its sampler"),
 )  # fmt: skip
 def frozen_gap(run: RunLog) -> Detection | Skipped | None:
@@ -288,8 +273,7 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
     series = run.table.series(key)
     if run.facts.lr != 0.0:
         if not len(run.table.series(_LR)):
-            known = run.facts.lr is not None
-            return Skipped("the policy learns") if known else Skipped("not logged", (_LR,))
+            return Skipped("not logged", (_LR,)) if run.facts.lr is None else Skipped("the policy learns")
         steps, (lr, gap) = run.table.aligned(_LR, key)
         series = Series(steps[lr == 0.0], gap[lr == 0.0])
     if len(series) < FROZEN_STEPS:
@@ -307,14 +291,14 @@ def frozen_gap(run: RunLog) -> Detection | Skipped | None:
     signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight of the survivors (not of products over "
     f"{th.LONG_RESPONSE:g} tokens and more)",
     cause="the engine samples with old weights, or reports log-probs before temperature and top-p",
-    fixes=lambda run: (
-        *fix.fresher(run, fully=True),
+    fixes=(
+        partial(fix.fresher, fully=True),
         fix.by_hand(
             "synchronize the weights after every update; let the engine report the log-probs it sampled from",
             verl="actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
             trl="steps_per_generation=<gradient_accumulation_steps>",
         ),
-        fix.find_the_cause(),
+        fix.FIND_THE_CAUSE,
     ),
     sure=("medium", "old weights and the wrong kind of log-probs have the same effect on this figure"),
     not_applicable=lambda run: (
@@ -332,9 +316,8 @@ def stale_weights(run: RunLog) -> Detection | None:
     lengths = run.table.series(_LENGTH).values
     if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None
-    crossed = crossing(among_survivors(run, MEAN_VANISHED.key), MEAN_VANISHED)
-    text = "importance weights are {worst:.2g} on average {where}"
-    return of_crossing(crossed, text) if crossed else None
+    what = "importance weights are {worst:.2g} on average {where}"
+    return detect_crossing(run, MEAN_VANISHED, what, among_survivors(run, MEAN_VANISHED.key))
 
 
 def among_survivors(run: RunLog, key: str) -> Series:

@@ -9,7 +9,7 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped
 from rlctl.diagnose.fixes import RC
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
-from rlctl.diagnose.signals import start_of, together
+from rlctl.diagnose.signals import evidence_over, start_of, together
 from rlctl.diagnose.table import RunLog
 from rlctl.diagnose.thresholds import Levels
 
@@ -56,11 +56,9 @@ def rejected(run: RunLog) -> Detection | None:
 
 
 def _bound_the_mean(run: RunLog) -> tuple[Fix, ...]:
-    is_verl = run.facts.dialect == "verl"
-    name, bounds = ("seq_mean_k3", "0.01") if is_verl else ("geometric", "0.99_1.01")
-    settings = (f"{_RS}={name}", f"{_RS_THRESHOLD}={bounds}")
-    verl = f"{_RS}=seq_mean_k3 {_RS_THRESHOLD}=0.01"
-    return (fix.change(*settings, why="bound the mean over a response, a KL", verl=verl),)
+    in_verl = (f"{_RS}=seq_mean_k3", f"{_RS_THRESHOLD}=0.01")
+    ours = in_verl if run.facts.dialect == "verl" else (f"{_RS}=geometric", f"{_RS_THRESHOLD}=0.99_1.01")
+    return (fix.change(*ours, why="bound the mean over a response, a KL", verl=" ".join(in_verl)),)
 
 
 @Rule(
@@ -87,7 +85,7 @@ def blind_rejection(run: RunLog) -> Detection | None:
     uses=("training/staleness_max",), facts=("updates_per_batch",),
     signal="`actor/pg_clipfrac` with one update per batch",
     cause="rollout engine and trainer differ, in precision for example, so the ratio starts away from 1",
-    fixes=lambda run: (*fix.same_precision(run), fix.find_the_cause()),
+    fixes=(fix.same_precision, fix.FIND_THE_CAUSE),
     sure=("high", "with one update per batch only the implementations move the ratio away from 1"),
 )  # fmt: skip
 def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
@@ -105,7 +103,7 @@ def clipped_on_policy(run: RunLog) -> Detection | Skipped | None:
     sure=("high", "the framework always logs it"), facts=("rollout_is", "rollout_rs"),
     signal="correction is configured, but not logged, or every weight is 1 while the policies differ",
     cause="the correction is computed from the wrong log-probs, or its result is not used",
-    fixes=lambda run: (
+    fixes=(
         fix.by_hand(
             "check that the engine's log-probs reach the loss",
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -128,27 +126,20 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
     elif facts.rollout_rs != "off" and facts.dialect is not None and _MASKED not in logged:
         absent = (_RS, _MASKED)
     if absent:
-        seen = Evidence(absent[1], "never logged", int(run.table.steps[0]), int(run.table.steps[-1]))
+        seen = evidence_over(run.table.steps, absent[1], "never logged")
         return Detection("critical", f"{absent[0]} is set, but its metrics are not in the log", (seen,))
-    if facts.rollout_is == "off" or (steps := _untouched(run)) is None:
-        return None
-    what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
-    seen = Evidence(_LEAST, "exactly 1, as is the maximum", *steps)
-    return Detection(
-        "critical", what, (seen,), sure=("high", "ratios of two different policies are not all 1")
-    )
-
-
-def _untouched(run: RunLog) -> tuple[int, int] | None:
-    """First and last step, if weights never differed from 1 while the policies did."""
     gap = run.table.most_logged((th.K3.key, th.LOG_PROB_GAP.key))
     steps, (low, high, differ) = run.table.aligned(_LEAST, _MOST, gap)
     idle = (np.abs(low - 1.0) < th.EXACT) & (np.abs(high - 1.0) < th.EXACT)
     apart = differ > th.EXACT
-    masked = run.table.series(_MASKED).values
-    if apart.sum() < th.MIN_STEPS or not idle[apart].all() or (masked > 0.0).any():
+    is_rejecting = (run.table.series(_MASKED).values > 0.0).any()
+    if facts.rollout_is == "off" or apart.sum() < th.MIN_STEPS or not idle[apart].all() or is_rejecting:
         return None
-    return int(steps[apart][0]), int(steps[apart][-1])
+    what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
+    seen = evidence_over(steps[apart], _LEAST, "exactly 1, as is the maximum")
+    return Detection(
+        "critical", what, (seen,), sure=("high", "ratios of two different policies are not all 1")
+    )
 
 
 @Rule(
@@ -156,7 +147,7 @@ def _untouched(run: RunLog) -> tuple[int, int] | None:
     facts=("bypass_mode", "ppo_epochs"),
     signal="bypass mode with several passes over a batch",
     cause="π_old stays the sampling policy while π_θ moves: every pass is further off-policy than the last",
-    fixes=lambda run: (fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
+    fixes=(fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
 )  # fmt: skip
 def bypass_repeats(run: RunLog) -> Detection | None:
     """Bypass mode passes over a batch once."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
 from rlctl.diagnose.reward_range import (
     BEST,
     LEARNED,
@@ -26,7 +26,7 @@ from rlctl.diagnose.reward_range import (
     width_of_ends,
 )
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
-from rlctl.diagnose.signals import change_evidence, crossing, longest_true, moved, trend
+from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, longest_true, moved, trend
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.diagnose.thresholds import Levels
 
@@ -77,14 +77,13 @@ LENGTH_GROWTH = 1.5
 )  # fmt: skip
 def dead_groups(run: RunLog) -> Detection | None:
     """Groups contain better and worse responses."""
-    found = _dead_groups(run)
-    if found is None:
+    groups = _dead_groups(run)
+    if groups is None:
         return None
-    severity, what, seen, dead = found
+    severity, what, seen, dead = groups
     steps, (score,) = run.table.aligned(SCORE)
     position = _position_of_dead(run.table, score[np.isin(steps, dead)])
     cause, filtering = None, "filter out prompts that are always or never solved"
-    unknown: Sure = ("low", "the rewards that would separate right from wrong are not logged")
     if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
@@ -110,14 +109,19 @@ def dead_groups(run: RunLog) -> Detection | None:
         slime="--dynamic-sampling-filter-path",
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
     )
-    return Detection(
+    found = Detection(
         severity,
         what.format(which=which),
         (seen,),
         cause,
         (*fix.larger_groups(run), filtered) if severity != "info" else (),
-        unknown if position is None else None,
-        (f"{SCORE}, {BEST} and {WORST} would separate right from wrong",) if position is None else (),
+    )
+    if position is not None:
+        return found
+    return replace(
+        found,
+        sure=("low", "the rewards that would separate right from wrong are not logged"),
+        could_not_check=(f"{SCORE}, {BEST} and {WORST} would separate right from wrong",),
     )
 
 
@@ -138,17 +142,13 @@ def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64
     if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
         return None
     what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
-    seen = Evidence(th.GROUP_STD, f"exactly 0 on {len(dead):,} of {len(series):,} step(s)", *_ends(dead))
+    seen = evidence_over(dead, th.GROUP_STD, f"exactly 0 on {len(dead):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share > th.ZERO_SPREAD.tiers[-1][1]
     return "critical" if is_critical else "warning", what, seen, dead
 
 
-def _ends(steps: NDArray[np.int64]) -> tuple[int, int]:
-    return int(steps[0]), int(steps[-1])
-
-
 def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | None:
-    """Where these mean rewards lie between the worst (0) and the best (1); None where the log does not tell.
+    """Where these mean rewards lie between the worst (0) and the best (1); None where this is not logged.
 
     Without the best and the worst reward: rewards that are all 0 are wrong ones; and if mean rewards range
     from one whole number to another, these are taken for the ends.
@@ -186,14 +186,16 @@ def zero_reward(run: RunLog) -> Detection | None:
     shown = _no_signal(run.table) if len(zero) and zero.all() else None
     if length < ZERO_REWARD_STEPS and shown is None:
         return None
-    first, last = int(steps[start]), int(steps[start + length - 1])
-    evidence: tuple[Evidence, ...] = (Evidence(SCORE, f"exactly 0 on {length:,} steps", first, last),)
+    during = steps[start : start + length]
+    evidence = [evidence_over(during, SCORE, f"exactly 0 on {length:,} steps")]
     errors = run.table.series(_ERRORS).values
     if len(errors):
-        evidence += (Evidence(_ERRORS, f"{errors.mean():.1%} on average", first, last),)
+        evidence.append(evidence_over(during, _ERRORS, f"{errors.mean():.1%} on average"))
+    if shown is not None:
+        evidence.append(shown)
     if (columns[0][:start] > 0.0).any():
         cause: str | None = "the policy has collapsed: earlier steps were rewarded"
-        fixes: tuple[Fix, ...] = (fix.resume_before(first), *fix.calmer(run))
+        fixes: tuple[Fix, ...] = (fix.resume_before(int(during[0])), *fix.calmer(run))
     else:
         other = run.spec is not None and run.spec.reward.terms is None and run.spec.reward.name != "auto"
         auto = (fix.change("reward.name=auto", why="the grader that the data names"),) if other else ()
@@ -203,7 +205,7 @@ def zero_reward(run: RunLog) -> Detection | None:
     return Detection(
         "critical" if length >= ZERO_REWARD_STEPS else "warning",
         f"every reward is exactly 0 for {length:,} step(s){where}",
-        (*evidence, *((shown,) if shown else ())),
+        tuple(evidence),
         cause,
         fixes,
         None if is_sure else ("medium", "the best single reward is not logged"),
@@ -216,7 +218,7 @@ def _no_signal(table: Table) -> Evidence | None:
     for key, value in _ALL_ZERO.items():
         series = table.series(key)
         if len(series) and (series.values == value).all():
-            return Evidence(key, f"exactly {value:g} on these steps", *_ends(series.steps))
+            return evidence_over(series.steps, key, f"exactly {value:g} on these steps")
     return None
 
 
@@ -225,15 +227,13 @@ def _explore(run: RunLog) -> tuple[Fix, ...]:
     spec = run.spec
     clips = spec is None or spec.algorithm.rollout_correction.loss_type == "ppo_clip"
     high = (spec.actor.clip_ratio_high or spec.actor.clip_ratio) if spec else 0.0
-    higher = fix.change(
-        "actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf="--actor.eps_clip_low_high 0.2 0.28"
-    )
-    warmer = spec is None or spec.rollout.temperature < 1.0
-    return (
-        *((higher,) if clips and high < 0.28 else ()),
-        *((fix.change("rollout.temperature=1.0"),) if warmer else ()),
-        fix.slower(run),
-    )
+    fixes = []
+    if clips and high < 0.28:
+        in_openrlhf = "--actor.eps_clip_low_high 0.2 0.28"
+        fixes.append(fix.change("actor.clip_ratio_high=0.28", why="clip-higher (DAPO)", openrlhf=in_openrlhf))
+    if spec is None or spec.rollout.temperature < 1.0:
+        fixes.append(fix.change("rollout.temperature=1.0"))
+    return (*fixes, *fix.slower(run))
 
 
 @Rule(
@@ -249,10 +249,10 @@ def entropy(run: RunLog) -> Detection | None:
         return None
     found = detect_crossing(run, ENTROPY, "entropy is {worst:.2g} nats {where}")
     if found is None and (fall := _halved_while_flat(run.table)) is not None:
-        steps = run.table.series(ENTROPY.key).steps
         what = f"entropy fell from {fall[0]:.3g} to {fall[1]:.3g} nats while the reward stayed flat"
         figure = f"{fall[1] / fall[0]:.0%} of its start"
-        found = Detection("warning", what, (Evidence(ENTROPY.key, figure, int(steps[0]), int(steps[-1])),))
+        seen = evidence_over(run.table.series(ENTROPY.key).steps, ENTROPY.key, figure)
+        found = Detection("warning", what, (seen,))
     if found is None:
         return None
     found = replace(found, severity="warning")
@@ -266,7 +266,7 @@ def entropy(run: RunLog) -> Detection | None:
 
 
 def _halved_while_flat(table: Table) -> tuple[float, float] | None:
-    """Entropy at both ends of the run, if it halved while the reward gained next to nothing."""
+    """Entropy at both ends of the run, if it halved while the reward stayed flat."""
     steps, (values, score) = table.aligned(ENTROPY.key, SCORE)
     if len(steps) < ENTROPY_STEPS:
         return None
@@ -277,21 +277,18 @@ def _halved_while_flat(table: Table) -> tuple[float, float] | None:
     return start, end
 
 
+def _no_entropy_bonus(run: RunLog) -> tuple[Fix, ...]:
+    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0
+    return (fix.change("actor.entropy_coeff=0", why="no entropy bonus"),) if has_bonus else ()
+
+
 @Rule(
     "entropy-rise", thresholds=f"— / × {ENTROPY_RISE[0]:g} to > {ENTROPY_RISE[1]:g} nat / —", source=th.OWN,
     needs=(ENTROPY.key,), uses=(SCORE, BEST, WORST), min_steps=th.MOVE_STEPS,
     signal="`actor/entropy` far above its start to the end, and the reward does not rise",
     cause="the policy becomes more random: the entropy bonus or the temperature is too high, negative "
     "advantages dominate, or the sampled tokens are not the policy's",
-    fixes=lambda run: (
-        *(
-            (fix.change("actor.entropy_coeff=0", why="no entropy bonus"),)
-            if run.spec is not None and run.spec.actor.entropy_coeff > 0
-            else ()
-        ),
-        *fix.correct_tokens(run),
-        fix.slower(run),
-    ),
+    fixes=(_no_entropy_bonus, fix.correct_tokens, fix.slower),
     sure=("medium", "the reward does not gain from the exploration"),
 )  # fmt: skip
 def entropy_rise(run: RunLog) -> Detection | None:
@@ -306,12 +303,12 @@ def entropy_rise(run: RunLog) -> Detection | None:
         return None
     end = float(medians[-1])
     seen = change_evidence(ENTROPY.key, start.median, end, series.steps[since:])
-    what = f"entropy rose from {start.median:.2g} to {end:.2g} nats, and the reward did not"
+    what = f"entropy rose from {start.median:.2g} to {end:.2g} nats"
     if len(run.table.series(SCORE)):
-        return Detection("warning", what, (seen,))
+        return Detection("warning", f"{what}, and the reward did not", (seen,))
     return Detection(
         "warning",
-        what.replace(", and the reward did not", ""),
+        what,
         (seen,),
         sure=("low", "without the reward, this may be wanted exploration"),
         could_not_check=(f"{SCORE} would show whether the exploration helps",),
@@ -324,9 +321,9 @@ def entropy_rise(run: RunLog) -> Detection | None:
     signal="gain of the training reward minus gain in validation, in shares of the reward's range, where "
     "validation is flat and not near the top, or falls (from the top by 15 %)",
     cause="the policy exploits the grader, or memorizes the training prompts",
-    fixes=lambda run: (
+    fixes=(
         fix.by_hand("read the best rewarded responses (`rollouts/` of the run), and correct the grader"),
-        fix.slower(run),
+        fix.slower,
     ),
     sure=("medium", "both ends of the run are compared, in shares of the reward's range"),
 )  # fmt: skip
@@ -347,13 +344,10 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or had_learned or not reached:
         return None
+    what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
+    trained = change_evidence(SCORE, start, end, steps)
     return Detection(
-        reached[-1],
-        f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}",
-        (
-            change_evidence(SCORE, start, end, steps),
-            change_evidence(VALIDATION, before, after, validation.steps),
-        ),
+        reached[-1], what, (trained, change_evidence(VALIDATION, before, after, validation.steps))
     )
 
 
@@ -362,24 +356,16 @@ def _length_penalty(run: RunLog) -> tuple[Fix, ...]:
     limit, spec = run.facts.max_response_length, run.spec
     if not limit or limit < 8 or (spec is not None and spec.reward.overlong.buffer_length > 0):
         return ()
+    setting, why = f"reward.overlong.buffer_length={limit // 4}", "a penalty that grows towards the limit"
+    return (fix.change(setting, why=why, trl="mask_truncated_completions=True"),)
+
+
+def _higher_limit(run: RunLog) -> tuple[Fix]:
+    if limit := run.facts.max_response_length:
+        return (fix.change(f"data.max_response_length={2 * limit}"),)
+    trl, openrlhf = "max_completion_length", "--rollout.max_new_tokens"
     return (
-        fix.change(
-            f"reward.overlong.buffer_length={limit // 4}",
-            why="a penalty that grows towards the limit",
-            trl="mask_truncated_completions=True",
-        ),
-    )
-
-
-def _higher_limit(run: RunLog) -> Fix:
-    limit = run.facts.max_response_length
-    if limit:
-        return fix.change(f"data.max_response_length={2 * limit}")
-    return fix.by_hand(
-        "raise the length limit",
-        verl="data.max_response_length",
-        trl="max_completion_length",
-        openrlhf="--rollout.max_new_tokens",
+        fix.by_hand("raise the length limit", verl="data.max_response_length", trl=trl, openrlhf=openrlhf),
     )
 
 
@@ -389,16 +375,15 @@ def _higher_limit(run: RunLog) -> Fix:
     signal="`response_length/clip_ratio`; without it the steps on which every response is as long as the "
     "limit (> 5 % a warning, > 30 % critical)",
     cause="the limit is too short for the task, or the policy no longer ends its responses",
-    fixes=lambda run: (_higher_limit(run), *_length_penalty(run)),
+    fixes=(_higher_limit, _length_penalty),
     sure=("medium", "too short a limit and responses that never end have the same effect on this figure"),
 )  # fmt: skip
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
     series, limit = run.table.series(_LENGTH), run.facts.max_response_length
     if len(run.table.series(TRUNCATED.key)):
-        return detect_crossing(
-            run, TRUNCATED, "{worst:.1%} of the responses are cut off at the length limit {where}"
-        )
+        what = "{worst:.1%} of the responses are cut off at the length limit {where}"
+        return detect_crossing(run, TRUNCATED, what)
     if limit is None:
         return Skipped("neither the share of cut off responses nor the limit is known", (TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]
@@ -407,12 +392,10 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     if not reached:
         return None
     how = ", inferred" if "inferred" in run.fact_origins.get("max_response_length", "") else ""
-    return Detection(
-        reached[-1],
-        f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})",
-        (Evidence(_LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)", *_ends(full)),),
-        could_not_check=(f"{TRUNCATED.key} would show the share of single responses",),
-    )
+    what = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
+    seen = evidence_over(full, _LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
+    unknown = f"{TRUNCATED.key} would show the share of single responses"
+    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,))
 
 
 def _per_token(run: RunLog) -> tuple[Fix, ...]:
@@ -426,7 +409,7 @@ def _per_token(run: RunLog) -> tuple[Fix, ...]:
     uses=(SCORE, BEST, WORST), min_steps=VAL_MIN,
     signal="`response_length/mean` rises by half and validation does not gain",
     cause="the loss or reward favours length: with a mean per response, long wrong answers cost little",
-    fixes=lambda run: (*_per_token(run), *_length_penalty(run)),
+    fixes=(_per_token, _length_penalty),
     sure=("medium", "the length has no benefit; the log does not show what rewards it"),
 )  # fmt: skip
 def length_growth(run: RunLog) -> Detection | Skipped | None:
@@ -443,14 +426,9 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
     before, after = ends(validation.values, VAL_ENDS)
     if (after - before) / (span[1] - span[0]) >= th.FLAT_REWARD:
         return None
-    return Detection(
-        "warning",
-        f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain",
-        (
-            change_evidence(_LENGTH, rise.start, rise.end, series.steps),
-            change_evidence(VALIDATION, before, after, validation.steps),
-        ),
-    )
+    what = f"responses got {rise.end / rise.start - 1:.0%} longer and validation did not gain"
+    longer = change_evidence(_LENGTH, rise.start, rise.end, series.steps)
+    return Detection("warning", what, (longer, change_evidence(VALIDATION, before, after, validation.steps)))
 
 
 @Rule(
@@ -461,7 +439,7 @@ def length_growth(run: RunLog) -> Detection | Skipped | None:
     "fifth, unless learned³",
     cause="nothing is learned: the learning rate is too low, the reward does not depend on what the policy "
     "can change, or the updates do not reach the sampled policy",
-    fixes=lambda run: (
+    fixes=(
         fix.larger("actor.lr", "raise the learning rate"),
         fix.by_hand("grade some stored answers by hand; check that samples come from the updated weights"),
     ),

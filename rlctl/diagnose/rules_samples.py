@@ -8,9 +8,9 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Skipped
-from rlctl.diagnose.rule import Detection, Rule, crossings, worst_of
-from rlctl.diagnose.signals import change_evidence, crossing, trend
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
+from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, worst_of
+from rlctl.diagnose.signals import change_evidence, crossing, evidence_over, trend
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -66,7 +66,7 @@ _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     "exception", thresholds="stopped from outside / — / always", source=th.LOGIC,
     signal="the exception that the log ends with",
     cause="the program failed",
-    fixes=lambda run: (fix.by_hand("read the lines above the exception"),),
+    fixes=(fix.by_hand("read the lines above the exception"),),
     sure=("high", "no step follows the exception"),
     not_applicable=lambda run: "" if run.exception else "the log does not end with an exception",
 )  # fmt: skip
@@ -80,15 +80,11 @@ def exception(run: RunLog) -> Detection | None:
     after = "" if raised.step is None else f" after step {raised.step}"
     where = f" ({raised.where})" if raised.where else ""
     seen = Evidence("line of the log", f"{raised.line}{where}")
-    stopped = raised.is_stop or known is _EXCEPTIONS[0]
-    return Detection(
-        "info" if stopped else "critical",
-        f"the log ends{after} with {raised.text}",
-        (seen,),
-        cause,
-        fixes,
-        sure=None if known else ("low", "the text of the exception is of no kind that is known here"),
+    severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
+    sure: Sure | None = (
+        None if known else ("low", "the text of the exception is of no kind that is known here")
     )
+    return Detection(severity, f"the log ends{after} with {raised.text}", (seen,), cause, fixes, sure)
 
 
 def _fresher(run: RunLog) -> tuple[Fix, ...]:
@@ -119,10 +115,11 @@ def staleness(run: RunLog) -> Detection | None:
     what = "more and more samples are dropped because they are too old"
     if crossed is not None:
         what = f"the oldest samples are {crossed.worst:.3g} batches old {crossed.where}"
-    evidence = (*((crossed.evidence,) if crossed else ()), *((dropped,) if dropped else ()))
-    is_counted = run.facts.updates_per_batch or dropped
-    sure = None if is_counted else ("medium", "the number of updates per batch is unknown")
-    return Detection("warning", what, evidence, sure=sure)  # type: ignore[arg-type]
+    evidence = tuple(one for one in (crossed and crossed.evidence, dropped) if one)
+    unknown: Sure = ("medium", "the number of updates per batch is unknown")
+    return Detection(
+        "warning", what, evidence, sure=None if run.facts.updates_per_batch or dropped else unknown
+    )
 
 
 def _more_dropped(run: RunLog) -> Evidence | None:
@@ -145,7 +142,7 @@ def _more_dropped(run: RunLog) -> Evidence | None:
     signal="with one update per batch²: mean of π_θ/π_old, or `actor/ppo_kl`",
     cause="two passes of the same model differ: mixture-of-experts routing, dropout, or kernels that depend "
     "on the batch",
-    fixes=lambda run: (
+    fixes=(
         fix.by_hand(
             "deterministic kernels, no dropout; replay the routing of a mixture of experts",
             verl="actor_rollout_ref.rollout.full_determinism=True",
@@ -161,15 +158,10 @@ def nondeterminism(run: RunLog) -> Detection | Skipped | None:
     if run.facts.bypass_mode:
         return Skipped("in bypass mode π_old is the sampler's")
     ratio = run.table.series(RATIO_ON_POLICY.key)
-    crossed = crossing(Series(ratio.steps, ratio.values - 1.0), RATIO_ON_POLICY)
-    figure = "π_θ/π_old is off 1"
-    if crossed is None:
-        crossed = crossing(run.table.series(PPO_KL_ON_POLICY.key), PPO_KL_ON_POLICY)
-        figure = "π_θ and π_old differ"
-    if crossed is None:
-        return None
-    what = f"{figure} by {crossed.worst:.2g} {crossed.where}, although the policy has not moved"
-    return Detection(crossed.severity, what, (crossed.evidence,))
+    what = "{worst:.2g} {where}, although the policy has not moved"
+    off_one = Series(ratio.steps, ratio.values - 1.0)
+    found = detect_crossing(run, RATIO_ON_POLICY, f"π_θ/π_old is off 1 by {what}", off_one)
+    return found or detect_crossing(run, PPO_KL_ON_POLICY, f"π_θ and π_old differ by {what}")
 
 
 def _faster_grading(run: RunLog) -> tuple[Fix, ...]:
@@ -194,12 +186,9 @@ def slow_grader(run: RunLog) -> Detection | None:
         return None
     times = grading.max() / max(median, _TIMES)
     figure = f"{grading.max():.3g} s at most, {median:.3g} s in the median"
-    evidence = Evidence(_GRADING, figure, int(steps[slow][0]), int(steps[slow][-1]))
-    return Detection(
-        "warning",
-        f"grading is slow on {slow.mean():.0%} of the steps, up to {times:.0f} times its median",
-        (evidence, *((idle.evidence,) if idle else ())),
-    )
+    seen = evidence_over(steps[slow], _GRADING, figure)
+    what = f"grading is slow on {slow.mean():.0%} of the steps, up to {times:.0f} times its median"
+    return Detection("warning", what, (seen, idle.evidence) if idle else (seen,))
 
 
 @Rule(
@@ -207,7 +196,7 @@ def slow_grader(run: RunLog) -> Detection | None:
     sure=("high", "failures are counted"), one_of=tuple(levels.key for levels in FAILED),
     signal="failed or empty rollouts, failed gradings",
     cause="faults of the environment or of the engine: time-outs, tools, memory",
-    fixes=lambda run: (fix.by_hand("read the engine's own log"),),
+    fixes=(fix.by_hand("read the engine's own log"),),
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""
@@ -218,10 +207,6 @@ def failed_rollouts(run: RunLog) -> Detection | None:
     figure = f"{worst.worst:.0%} of the"
     if not worst.key.startswith("reward/"):
         return Detection(worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence)
-    return Detection(
-        worst.severity,
-        f"{figure} gradings fail {worst.where}",
-        evidence,
-        "the grader raises on some answers",
-        (fix.by_hand("run the grader on stored rollouts"),),
-    )
+    what, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
+    fixes = (fix.by_hand("run the grader on stored rollouts"),)
+    return Detection(worst.severity, what, evidence, cause, fixes)

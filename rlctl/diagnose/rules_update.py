@@ -9,11 +9,11 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.inferred import DECIMALS, is_rounded
 from rlctl.diagnose.reward_range import BEST, SCORE, WORST, has_gained, has_learned, reward_span
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
-from rlctl.diagnose.signals import Crossing, crossing, spikes, together
+from rlctl.diagnose.signals import Crossing, crossing, evidence_over, spikes, together
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
+_CUT_OFF = "response_length/clip_ratio"
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
 #: What must be a finite number on every step, the most telling first.
 _FINITE = (_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm")
@@ -65,17 +66,13 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
         return None if present else Skipped("not logged", (_NORM, _LOSS))
     key, steps = max(logged.items(), key=lambda item: len(item[1]))
     share = len(steps) / len(run.table.steps)
-    severity: Severity = "info"
-    if share >= NONFINITE_CRITICAL_SHARE:
-        severity = "critical"
-    elif share >= NONFINITE_WARNING_SHARE and len(steps) > 1:
-        severity = "warning"
-    first, last = int(steps[0]), int(steps[-1])
+    is_warning = share >= NONFINITE_WARNING_SHARE and len(steps) > 1
+    severity: Severity = "warning" if is_warning else "info"
     return Detection(
-        severity,
+        "critical" if share >= NONFINITE_CRITICAL_SHARE else severity,
         f"{key} is not a finite number on {count_of_steps(len(steps))}",
-        (Evidence(key, f"NaN or infinite on {share:.1%} of the steps", first, last),),
-        fixes=(*fix.calmer(run), fix.resume_before(first)),
+        (evidence_over(steps, key, f"NaN or infinite on {share:.1%} of the steps"),),
+        fixes=(*fix.calmer(run), fix.resume_before(int(steps[0]))),
     )
 
 
@@ -98,16 +95,14 @@ def gradient_norm(run: RunLog) -> Detection | None:
         return _large_norm(crossed) if crossed else None
     largest = int(np.argmax(jumps.values / jumps.before))
     value, before = float(jumps.values[largest]), float(jumps.before[largest])
-    many = (
-        len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
-        or jumps.values.max() > HUGE_NORM.tiers[0][1]
-    )
+    is_often = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
+    many = is_often or jumps.values.max() > HUGE_NORM.tiers[0][1]
     figure = f"{value:.3g} at step {jumps.steps[largest]}, median of the steps before it {before:.3g}"
     count = count_of_steps(len(jumps))
     return Detection(
         "warning" if many else "info",
         f"the gradient norm jumps on {count}, at most to {value / before:.2g} times the median before it",
-        (Evidence(_NORM, figure, int(jumps.steps[0]), int(jumps.steps[-1])),),
+        (evidence_over(jumps.steps, _NORM, figure),),
         cause="single batches with extreme weights or advantages; a collapse begins the same way",
         fixes=None if many else (),
         sure=("medium", "the norm alone does not show which samples caused it"),
@@ -123,14 +118,13 @@ def _large_norm(crossed: Crossing) -> Detection:
 
 
 @Rule(
-    "no-gradient", signal="`actor/grad_norm` exactly 0; tells dead groups, rejection and parameters that are "
-    "not reached apart, where the log does", source=th.FIELD, needs=(_NORM,),
-    uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, "response_length/clip_ratio",
-    *_ADVANTAGE_ENDS),
+    "no-gradient", signal="`actor/grad_norm` exactly 0; names dead groups, rejection or parameters that are "
+    "not reached, where the log shows which", source=th.FIELD, needs=(_NORM,),
+    uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, _CUT_OFF, *_ADVANTAGE_ENDS),
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="all responses of each group have the same reward, everything is rejected, or the loss does not "
     "reach the trained parameters",
-    fixes=lambda run: (*fix.larger_groups(run), _REACH),
+    fixes=(fix.larger_groups, _REACH),
     sure=("medium", "the log does not show which of these it is"),
 )  # fmt: skip
 def no_gradient(run: RunLog) -> Detection | None:
@@ -141,27 +135,26 @@ def no_gradient(run: RunLog) -> Detection | None:
     if share < (th.ZERO_SHARE if len(series) >= th.MIN_STEPS else 1.0):
         return None
     steps = series.steps[is_zero]
-    first, last = int(steps[0]), int(steps[-1])
-    evidence = [Evidence(_NORM, f"0 on {count_of_steps(len(steps))}", first, last)]
+    evidence = [evidence_over(steps, _NORM, f"0 on {count_of_steps(len(steps))}")]
     what = f"the gradient is exactly zero on {share:.0%} of the steps"
-    cut = _typical(run, "response_length/clip_ratio", steps)
-    rejected, dead = (_typical(run, key, steps) for key in (th.MASKED.key, th.ZERO_SPREAD.key))
-    if rejected is not None and rejected > ALL_OF_THEM:
-        evidence.append(Evidence(th.MASKED.key, "1 on these steps", first, last))
-        why = "everything is rejected"
-        fixes: tuple[Fix, ...] = (fix.by_hand("widen the bounds of rejection"),)
-    elif cut is not None and cut > ALL_OF_THEM:
-        evidence.append(Evidence("response_length/clip_ratio", "1 on these steps", first, last))
-        why = "every response is cut off, and cut off responses may be masked"
-        fixes = (fix.by_hand("raise the length limit, or do not mask cut off responses"),)
-    elif dead is not None and dead > ALL_OF_THEM:
-        evidence.append(Evidence(th.ZERO_SPREAD.key, "1 on these steps", first, last))
-        why, fixes = "all responses of each group have the same reward", fix.larger_groups(run)
+    reasons: dict[str, tuple[str, tuple[Fix, ...]]] = {
+        th.MASKED.key: ("everything is rejected", (fix.by_hand("widen the bounds of rejection"),)),
+        _CUT_OFF: (
+            "every response is cut off, and cut off responses may be masked",
+            (fix.by_hand("raise the length limit, or do not mask cut off responses"),),
+        ),
+        th.ZERO_SPREAD.key: ("all responses of each group have the same reward", fix.larger_groups(run)),
+    }
+    shares = {key: _typical(run, key, steps) for key in reasons}
+    of_all = next((key for key, one in shares.items() if one is not None and one > ALL_OF_THEM), None)
+    if of_all is not None:
+        evidence.append(evidence_over(steps, of_all, "1 on these steps"))
+        why, fixes = reasons[of_all]
     elif is_rounded(run.table):
         what = f"the gradient is printed as 0 on {share:.0%} of the steps"
         small = f"the log has {DECIMALS} decimals at most: 0 may be a small number"
         return Detection("info", what, tuple(evidence), fixes=(), could_not_check=(small,))
-    elif (live := _groups_differ(run, dead, steps)) is not None:
+    elif (live := _groups_differ(run, shares[th.ZERO_SPREAD.key], steps)) is not None:
         evidence.append(live)
         what += ", although rewards differ within groups"
         why = (
@@ -172,9 +165,8 @@ def no_gradient(run: RunLog) -> Detection | None:
     else:
         unknown = f"{th.ZERO_SPREAD.key} would tell dead groups from parameters that are not reached"
         return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
-    return Detection(
-        "critical", what, tuple(evidence), why, fixes, ("high", "another figure shows the reason")
-    )
+    sure: Sure = ("high", "another figure shows the reason")
+    return Detection("critical", what, tuple(evidence), why, fixes, sure)
 
 
 def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
@@ -191,7 +183,7 @@ def _groups_differ(run: RunLog, dead: float | None, steps: NDArray[np.int64]) ->
         shown = [(key, _typical(run, key, steps)) for key in (th.GROUP_STD, _ADVANTAGE_ENDS[0])]
     for key, value in shown:
         if value is not None and (value > 0.0 or key == th.ZERO_SPREAD.key):
-            return Evidence(key, f"{value:.3g} on these steps", int(steps[0]), int(steps[-1]))
+            return evidence_over(steps, key, f"{value:.3g} on these steps")
     return None
 
 
@@ -200,8 +192,8 @@ def _groups_differ(run: RunLog, dead: float | None, steps: NDArray[np.int64]) ->
     signal="largest and smallest advantage both exactly 0, unless every response has the best reward",
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     cause="every group has equal rewards, groups have one response, or rewards do not reach the advantages",
-    fixes=lambda run: (
-        *fix.larger_groups(run),
+    fixes=(
+        fix.larger_groups,
         fix.by_hand("check that a prompt has several responses, and that the advantages use the rewards"),
     ),
     sure=("high", "advantages of 0 make no policy gradient"),
@@ -224,7 +216,7 @@ def zero_advantages(run: RunLog) -> Detection | None:
         what += ", although rewards differ"
     elif score is not None:
         cause = f"every response has the same reward ({score:.3g}): nothing to compare"
-    seen = Evidence(_ADVANTAGE_ENDS[0], "0, as is the smallest", int(during[0]), int(during[-1]))
+    seen = evidence_over(during, _ADVANTAGE_ENDS[0], "0, as is the smallest")
     return Detection("critical", what, (seen,), cause)
 
 
@@ -265,17 +257,15 @@ def reference_drift(run: RunLog) -> Detection | Skipped | None:
     return replace(
         of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}"),
         evidence=tuple(one.evidence for one in found),
-        fixes=(_stronger_penalty(run, worst), fix.slower(run)),
+        fixes=(_stronger_penalty(run, worst), *fix.slower(run)),
     )
 
 
 def _better_critic(run: RunLog) -> tuple[Fix, ...]:
     epochs = 2 * (run.spec.critic_epochs if run.spec else run.facts.ppo_epochs or 1)
-    return (
-        fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch"),
-        fix.change("trainer.critic_warmup=20", why="train the critic alone at the start"),
-        *((fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}"),) if run.spec else ()),
-    )
+    more = fix.change(f"critic.ppo_epochs={epochs}", why="more updates per batch")
+    first = fix.change("trainer.critic_warmup=20", why="train the critic alone at the start")
+    return (more, first, *((fix.change(f"critic.lr={2 * run.spec.critic.lr:.2g}"),) if run.spec else ()))
 
 
 @Rule(
@@ -289,7 +279,8 @@ def _better_critic(run: RunLog) -> tuple[Fix, ...]:
 def critic(run: RunLog) -> Detection | None:
     """The critic explains returns."""
     series = run.table.series(EXPLAINED.key)
-    crossed = crossing(Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:]), EXPLAINED)
+    later = Series(series.steps[CRITIC_STEPS:], series.values[CRITIC_STEPS:])
+    crossed = crossing(later, EXPLAINED)
     if crossed is None or not crossed.lasts or has_learned(run.table):
         return None
     found = of_crossing(crossed, "the critic explains only {worst:.2g} of the returns' variance {where}")
@@ -321,16 +312,11 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     others = [run.table.series(key).values for key in (_PPO_KL, _ADVANTAGE)]
     if not is_healthy or any(len(v) and float(np.median(np.abs(v))) > PG_LOSS_ZERO for v in others):
         return None
-    first, last = int(steps[0]), int(steps[-1])
-    return Detection(
-        "info",
-        f"the policy loss is near zero ({typical:.2g}), and that is healthy",
-        (
-            Evidence(_LOSS, f"|loss| {typical:.2g} (median)", first, last),
-            Evidence(_NORM, f"{np.median(norm):.3g} (median)", first, last),
-        ),
-        sure=("high", "loss and advantages are of the kind that cancels") if spec else None,
-    )
+    what = f"the policy loss is near zero ({typical:.2g}), and that is healthy"
+    seen = evidence_over(steps, _LOSS, f"|loss| {typical:.2g} (median)")
+    gradient = evidence_over(steps, _NORM, f"{np.median(norm):.3g} (median)")
+    sure: Sure | None = ("high", "loss and advantages are of the kind that cancels") if spec else None
+    return Detection("info", what, (seen, gradient), sure=sure)
 
 
 @Rule(

@@ -8,10 +8,10 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
+from rlctl.diagnose.finding import Evidence, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, detect_crossing, of_crossing, worst_of
 from rlctl.diagnose.rules_engines import among_survivors
-from rlctl.diagnose.signals import Crossing, change_evidence, crossing, longest_true, moved, spikes
+from rlctl.diagnose.signals import change_evidence, crossing, longest_true, moved, spikes
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -35,10 +35,6 @@ ESS_FALL = (0.7, 0.5)
 COLLAPSE_NORM, COLLAPSE_SPIKES = 2.0, 2
 
 
-def _gentler(run: RunLog) -> tuple[Fix, ...]:
-    return (*fix.reject_outliers(run), *fix.gentler(run))
-
-
 def _no_weights(run: RunLog) -> str:
     return "no weights are applied" if run.facts.rollout_is == "off" else ""
 
@@ -48,7 +44,7 @@ def _no_weights(run: RunLog) -> str:
     signal="mean of the raw weights; of the bounded ones where the raw are not logged",
     thresholds="outside [0.8, 1.2] / bounded < 0.5 / outside [0.5, 2], bounded < 0.01",
     cause="missing, shifted or stale log-probs; or policies so far apart that few samples have weight",
-    fixes=lambda run: (fix.find_the_cause(), *_gentler(run)),
+    fixes=(fix.FIND_THE_CAUSE, fix.reject_outliers, fix.gentler),
     sure=("medium", "wrong log-probs and a large gap have the same effect on the mean"),
 )  # fmt: skip
 def weight_mean(run: RunLog) -> Detection | None:
@@ -77,7 +73,7 @@ def weight_mean(run: RunLog) -> Detection | None:
     signal="effective sample size among the samples that survive rejection; standard deviation",
     thresholds="< 0.5 / < 0.5 with a deviation > 1, or that alone where nothing else is logged / < 0.3",
     cause="the policies are far apart: a few samples have most of the weight",
-    fixes=lambda run: (*fix.reject_outliers(run), *fix.wider_bound(run), *fix.gentler(run)),
+    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
 )  # fmt: skip
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
@@ -88,9 +84,8 @@ def effective_samples(run: RunLog) -> Detection | None:
     series = run.table.series(ESS.key) if run.facts.dialect == "verl" else among_survivors(run, ESS.key)
     crossed = crossing(series, ESS)
     spread = crossing(run.table.series(WEIGHT_STD.key), WEIGHT_STD)
-    sure: Sure | None = None
-    if run.facts.ess_length_weighted:
-        sure = ("medium", "the figure counts long responses more than once")
+    long_count_more: Sure = ("medium", "the figure counts long responses more than once")
+    sure = long_count_more if run.facts.ess_length_weighted else None
     if crossed is not None:
         text = "the surviving samples are worth only {worst:.0%} of their number {where}"
         survivors = replace(crossed.evidence, figure=f"{crossed.evidence.figure}, among survivors")
@@ -99,9 +94,8 @@ def effective_samples(run: RunLog) -> Detection | None:
         return replace(of_crossing(crossed, text), severity=severity, evidence=evidence, sure=sure)
     if spread is None or len(series):
         return None
-    return replace(
-        of_crossing(spread, "importance weights vary by {worst:.2g} around their mean {where}"), sure=sure
-    )
+    text = "importance weights vary by {worst:.2g} around their mean {where}"
+    return replace(of_crossing(spread, text), sure=sure)
 
 
 @Rule(
@@ -109,7 +103,7 @@ def effective_samples(run: RunLog) -> Detection | None:
     one_of=(th.RAW_ESS.key, *CHI2.values()), not_applicable=_no_weights,
     signal="raw effective sample size, or 1 / (1 + χ²) at the weights' level, while the applied is normal",
     cause="bounded weights have a small spread; the policies themselves are far apart",
-    fixes=lambda run: (*fix.reject_outliers(run), *fix.geometric(run), *fix.gentler(run)),
+    fixes=(fix.reject_outliers, fix.geometric, fix.gentler),
     sure=("high", "raw and applied weights are both logged"),
 )  # fmt: skip
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
@@ -156,8 +150,8 @@ def raw_ess(run: RunLog) -> tuple[str, Series] | None:
 
 
 @Rule(
-    "chi2", signal="`rollout_corr/chi2_token`", thresholds=CHI2_TOKEN, source=th.VERL, fixes=_gentler,
-    needs=(CHI2_TOKEN.key,),
+    "chi2", signal="`rollout_corr/chi2_token`", thresholds=CHI2_TOKEN, source=th.VERL,
+    fixes=(fix.reject_outliers, fix.gentler), needs=(CHI2_TOKEN.key,),
     cause="the sampled tokens no longer represent the trained policy",
     sure=("high", "χ² is measured before anything is bounded"),
 )  # fmt: skip
@@ -172,9 +166,9 @@ def chi2(run: RunLog) -> Detection | None:
     signal="sequence weights: share over the bound (over 100 tokens), share at the clamp, tokens × k3",
     thresholds=f"— / > 10 %, > {SATURATED_SHARE:.0%}, > {CLAMP:g} / —".replace("1%", "1 %"),
     cause="a product of ratios over a long response exceeds any bound, however close the policies are",
-    fixes=lambda run: (
+    fixes=(
         fix.change(f"{fix.RC}rollout_is=token", trl="vllm_importance_sampling_mode=token_truncate"),
-        *fix.geometric(run),
+        fix.geometric,
     ),
     sure=("high", "weights are per sequence and responses are long"),
     not_applicable=lambda run: (
@@ -185,26 +179,21 @@ def long_products(run: RunLog) -> Detection | None:
     """Sequence weights have not outgrown their bound."""
     lengths = run.table.series(_LENGTH).values
     if len(lengths) and np.median(lengths) > th.LONG_RESPONSE:
-        found = detect_crossing(run, RATIO_HIGH, "{worst:.1%} of the weights are over the bound {where}")
-        if found is not None:
+        what = "{worst:.1%} of the weights are over the bound {where}"
+        if found := detect_crossing(run, RATIO_HIGH, what):
             return found
-    if crossed := _saturation(run):
-        return of_crossing(crossed, "{worst:.1%} of the sequence weights are at the clamp {where}")
+    counts, batch = run.table.series(_SATURATED), run.facts.batch_size
+    if batch:  # in bypass mode every pass over it counts them again
+        passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
+        what = "{worst:.1%} of the sequence weights are at the clamp {where}"
+        levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
+        share = Series(counts.steps, counts.values / (batch * passes))
+        if found := detect_crossing(run, levels, what, share):
+            return found
     # Tokens × k3 is the size of a typical response's Σ |log ρ|, where clamped ones are not counted.
     steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
-    crossed = crossing(Series(steps, length * k3), Levels(th.K3.key, (("warning", CLAMP),)))
-    text = "a typical response's log-ratios sum to {worst:.3g}, beyond the clamp {where}"
-    return of_crossing(crossed, text) if crossed else None
-
-
-def _saturation(run: RunLog) -> Crossing | None:
-    """Saturated sequences as a share of the batch; in bypass mode every pass over it counts them again."""
-    counts, batch = run.table.series(_SATURATED), run.facts.batch_size
-    if not len(counts) or not batch:
-        return None
-    passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
-    levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
-    return crossing(Series(counts.steps, counts.values / (batch * passes)), levels)
+    what = "a typical response's log-ratios sum to {worst:.3g}, beyond the clamp {where}"
+    return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))
 
 
 @Rule(
@@ -230,26 +219,19 @@ def variance_collapse(run: RunLog) -> Detection | Skipped | None:
         return None
     steps, least = ess.steps[at : at + length], float(medians[at : at + length].min())
     first, last = int(steps[0]), int(steps[-1])
-    norm = _norm_meanwhile(run.table.series(_NORM), first, last)
-    if norm is None:
-        return None
-    begin, end = start.median, least
-    if key != th.RAW_ESS.key:
-        begin, end = 1.0 / begin - 1.0, 1.0 / end - 1.0
-    return Detection(
-        "critical",
-        f"effective samples fall while gradients grow in steps {first}–{last}",
-        (change_evidence(key, begin, end, steps), norm),
-        fixes=(fix.resume_before(first), *fix.gentler(run), *fix.guarded(run), *fix.reject_outliers(run)),
-    )
-
-
-def _norm_meanwhile(norm: Series, first: int, last: int) -> Evidence | None:
-    """The gradient norm within these steps, if it grew or spiked there."""
+    norm = run.table.series(_NORM)
     inside = (norm.steps >= first) & (norm.steps <= last)
     growth, jumps = moved(norm, th.Move(_NORM, COLLAPSE_NORM)), spikes(norm).steps
     has_grown = growth is not None and int((growth[1] & inside).sum()) >= th.WINDOW
     if not has_grown and int(((jumps >= first) & (jumps <= last)).sum()) < COLLAPSE_SPIKES:
         return None
     figure = f"up to {norm.values[inside].max():.3g}, median of all steps {np.median(norm.values):.3g}"
-    return Evidence(_NORM, figure, first, last)
+    begin, end = start.median, least
+    if key != th.RAW_ESS.key:
+        begin, end = 1.0 / begin - 1.0, 1.0 / end - 1.0
+    return Detection(
+        "critical",
+        f"effective samples fall while gradients grow in steps {first}–{last}",
+        (change_evidence(key, begin, end, steps), Evidence(_NORM, figure, first, last)),
+        fixes=(fix.resume_before(first), *fix.gentler(run), *fix.guarded(run), *fix.reject_outliers(run)),
+    )

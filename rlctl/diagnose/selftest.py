@@ -10,7 +10,7 @@ import gzip
 import json
 import pprint
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,23 +32,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SelftestResult:
-    """One simulated log.
+    """One simulated log."""
 
-    Attributes:
-        rule: the rule whose fault is simulated; empty for a healthy run.
-        kind: `mild` or `severe`; for a healthy run its description.
-        framework: whose format and names the log has.
-        expected: the least severity of the rule's finding; `skipped`; for a healthy run `quiet`.
-        found: the same in fact.
-        passed: whether this is what was expected.
-    """
-
-    rule: str
-    kind: str
-    framework: str
-    expected: str
-    found: str
-    passed: bool
+    rule: str  # the rule whose fault is simulated; empty for a healthy run
+    kind: str  # `mild` or `severe`; for a healthy run its description
+    framework: str  # whose format and names the log has
+    expected: str  # the least severity of the rule's finding; `skipped`; for a healthy run `quiet`
+    found: str  # the same in fact
+    passed: bool  # whether this is what was expected
 
 
 def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
@@ -60,18 +51,14 @@ def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
     data = json.loads(gzip.decompress(DATA.read_bytes()))
     results = []
     with tempfile.TemporaryDirectory(prefix="rlctl-selftest-") as directory:
-        for done, (case, framework) in enumerate(logs := list(_logs(data))):
+        logs = [(case, name) for case in data["cases"] for name in FRAMEWORKS if name in case["expected"]]
+        for done, (case, framework) in enumerate(logs):
             folder = Path(directory) / framework
             folder.mkdir(exist_ok=True)
             log = _write(framework, _rows(data["base"] | case["changes"]), case, data, folder)
             results.append(_check(case, framework, log))
             progress(done + 1, len(logs))
     return results
-
-
-def _logs(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    for case in data["cases"]:
-        yield from ((case, framework) for framework in FRAMEWORKS if framework in case["expected"])
 
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[Row]:

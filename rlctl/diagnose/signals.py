@@ -25,18 +25,12 @@ _CHUNK = 1 << 12  # windows at once, so that memory stays bounded on long logs
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A metric over the run's first steps.
+    """A metric over the run's first steps."""
 
-    Attributes:
-        median: of the first steps.
-        sigma: robust standard deviation (from the median absolute deviation), at least a small share of the
-            median.
-        is_stable: no lasting change within them, so that they can serve as a reference.
-    """
-
-    median: float
+    median: float  # of the first steps
+    #: robust standard deviation (from the median absolute deviation), at least a small share of the median
     sigma: float
-    is_stable: bool
+    is_stable: bool  # no lasting change within them, so that they can serve as a reference
 
     def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which values noise does not explain."""
@@ -45,28 +39,18 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A level and how it was crossed.
+    """A level and how it was crossed."""
 
-    Attributes:
-        key: the metric.
-        severity: of the worst level crossed; `info` where there is a `remark`.
-        worst: the window median furthest beyond it.
-        limit: the level.
-        window: first and last step of the values whose median `worst` is.
-        first_step, last_step: the steps beyond it.
-        lasts: whether the newest window is beyond it.
-        remark: why it is only a remark: the run has been like this from its start, or only at its start.
-    """
-
-    key: str
-    severity: Severity
-    worst: float
-    limit: float
-    window: tuple[int, int]
+    key: str  # the metric
+    severity: Severity  # of the worst level crossed; `info` where there is a `remark`
+    worst: float  # the window median furthest beyond it
+    limit: float  # the level
+    window: tuple[int, int]  # first and last step of the values whose median `worst` is
+    #: first_step, last_step: the steps beyond it
     first_step: int
     last_step: int
-    lasts: bool
-    remark: str = ""
+    lasts: bool  # whether the newest window is beyond it
+    remark: str = ""  # why it is only a remark: it holds from the run's start, or at its start only
 
     @property
     def where(self) -> str:
@@ -90,16 +74,12 @@ def steps_text(first: int, last: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A lasting change of a series.
+    """A lasting change of a series."""
 
-    Attributes:
-        start, end: of the robust line through it.
-        rises: which way.
-    """
-
+    #: start, end: of the robust line through it
     start: float
     end: float
-    rises: bool
+    rises: bool  # which way
 
 
 def start_of(series: Series) -> Start | None:
@@ -183,7 +163,7 @@ def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
 
 
 def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
-    """A level below critical is a remark where the run began like this, or was like this only then."""
+    """A level below critical is a remark if the run began beyond it, or was beyond it only then."""
     if crossed.severity == "critical":
         return crossed
     if grown_out and not crossed.lasts:
@@ -259,7 +239,12 @@ def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:
     """A metric that went from one value to another within these steps."""
-    return Evidence(key, f"from {start:.3g} to {end:.3g}", int(steps[0]), int(steps[-1]))
+    return evidence_over(steps, key, f"from {start:.3g} to {end:.3g}")
+
+
+def evidence_over(steps: NDArray[np.int64], key: str, figure: str) -> Evidence:
+    """A figure of these (M,) steps, M > 0."""
+    return Evidence(key, figure, int(steps[0]), int(steps[-1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,17 +19,18 @@ from rlctl.spec.load import dump_spec, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_value
 
+#: After a scalar, as PyYAML writes it.
+_YAML_END = "\n...\n"
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+
+class Applied(NamedTuple):
     """A fix that goes into the new spec, and its finding."""
 
     finding: Finding
     fix: Fix
 
 
-@dataclass(frozen=True, slots=True)
-class NotApplied:
+class NotApplied(NamedTuple):
     """A finding that changes nothing in the new spec, and why."""
 
     finding: Finding
@@ -38,18 +39,12 @@ class NotApplied:
 
 @dataclass(frozen=True, slots=True)
 class SpecPatch:
-    """What `--fix` writes.
+    """What `--fix` writes."""
 
-    Attributes:
-        run: the diagnosed run.
-        applied: what is changed, the worst finding's first.
-        not_applied: what is not.
-        spec: the run's with the changes; None where the log has none, and only changes can be written.
-    """
-
-    run: RunLog
-    applied: tuple[Applied, ...]
-    not_applied: tuple[NotApplied, ...]
+    run: RunLog  # the diagnosed run
+    applied: tuple[Applied, ...]  # the worst finding's fix first
+    not_applied: tuple[NotApplied, ...]  # findings without a fix in the new spec
+    #: the run's with the changes; None where the log has none, and only changes can be written
     spec: RunSpec | None
 
     @property
@@ -92,8 +87,11 @@ def _best(
     earlier = [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []
     for fix in with_settings:
-        if conflict := _conflict(fix, taken):
-            whys.append(conflict)
+        pairs = dict(_pairs(fix.spec))
+        conflicts = [key for key, value in pairs.items() if key in taken and taken[key][0] != value]
+        if conflicts:
+            key, (other, rule) = conflicts[0], taken[conflicts[0]]
+            whys.append(f"{key}={pairs[key]}: {rule} sets {other}")
             continue
         try:
             changed = _with(base, [*earlier, *fix.spec])
@@ -101,21 +99,11 @@ def _best(
             first = next(problem for problem in error.problems if problem.severity == "error")
             whys.append(f"{' '.join(fix.spec)}: {first.what}")
             continue
-        if changed == spec and (base is not None or all(key in taken for key, _ in _pairs(fix.spec))):
-            rules = {taken[key][1] for key, _ in _pairs(fix.spec) if key in taken}
-            return (
-                f"already set for {', '.join(sorted(rules))}" if rules else "the spec has this value already"
-            )
+        if changed == spec and (base is not None or pairs.keys() <= taken.keys()):
+            rules = sorted({taken[key][1] for key in pairs if key in taken})
+            return f"already set for {', '.join(rules)}" if rules else "the spec has this value already"
         return Applied(finding, fix), changed
     return "; ".join(whys)
-
-
-def _conflict(fix: Fix, taken: Mapping[str, tuple[str, str]]) -> str | None:
-    for key, value in _pairs(fix.spec):
-        if key in taken and taken[key][0] != value:
-            other, rule = taken[key]
-            return f"{key}={value}: {rule} sets {other}"
-    return None
 
 
 def _with(base: RunSpec | None, overrides: list[str]) -> RunSpec:
@@ -152,7 +140,7 @@ def check_free(path: Path) -> None:
 
 
 def write_patch(path: Path, patch: SpecPatch) -> None:
-    """Write the new spec; above each changed key stand its finding and the value before.
+    """Write the new spec; comments above each changed key give its finding and the value before.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -167,7 +155,7 @@ def write_patch(path: Path, patch: SpecPatch) -> None:
 
 
 def as_yaml(found: SpecPatch) -> str:
-    """The spec with its comments, as `write_patch` writes it."""
+    """The text that `write_patch` writes."""
     run = found.run
     if found.spec is not None:
         head = [f"The spec of {run_name(run)} with what `rlctl diagnose` proposes."]
@@ -183,21 +171,24 @@ def as_yaml(found: SpecPatch) -> str:
     ]
     comments = _comments(found)
     lines = [f"# {visible(line)}" for line in head]
-    places = {line: key for key, line in _lines_of(text).items()}
+    keys = {line: key for key, line in _lines_of_keys(yaml.compose(text, Loader=yaml.SafeLoader))}
     for number, line in enumerate(text.splitlines()):
         indent = line[: len(line) - len(line.lstrip())]
-        lines += [f"{indent}# {visible(comment)}" for comment in comments.get(places.get(number, ""), ())]
+        lines += [f"{indent}# {visible(comment)}" for comment in comments.get(keys.get(number, ""), ())]
         lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def _comments(found: SpecPatch) -> dict[str, list[str]]:
-    """Dotted key → what stands above it."""
+    """Dotted key → the comments above it."""
     before = flat(found.run.spec.model_dump(mode="json")) if found.run.spec else {}
     comments: dict[str, list[str]] = {}
     for each in found.applied:
         for place, (key, _) in enumerate(_pairs(each.fix.spec)):
-            was = f" (was {_shown(before[key])})" if key in before else ""
+            was = ""
+            if key in before:
+                text = yaml.safe_dump(before[key], default_flow_style=True, width=1 << 20)
+                was = f" (was {text.removesuffix(_YAML_END).strip()})"
             lines = comments.setdefault(key, [])
             lines.append(f"{each.finding.rule}: {each.finding.what}{was}")
             if place == 0 and found.run.framework in each.fix.others:
@@ -226,20 +217,8 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _shown(value: object) -> str:
-    """As YAML writes it."""
-    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n...\n").strip()
-
-
-def _lines_of(text: str) -> dict[str, int]:
-    """Dotted key → the line it stands on, from 0."""
-    found: dict[str, int] = {}
-
-    def visit(node: yaml.Node | None, prefix: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for name, value in node.value:
-                found[f"{prefix}{name.value}"] = name.start_mark.line
-                visit(value, f"{prefix}{name.value}.")
-
-    visit(yaml.compose(text, Loader=yaml.SafeLoader), "")
-    return found
+def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted keys below a node, with their lines from 0."""
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{name.value}", name.start_mark.line
+        yield from _lines_of_keys(value, f"{prefix}{name.value}.")

@@ -17,19 +17,9 @@ if TYPE_CHECKING:
 #: Stands for standard input.
 STDIN = Path("-")
 Framework = Literal[
-    "rlctl",
-    "verl",
-    "trl",
-    "ms-swift",
-    "llama-factory",
-    "openrlhf",
-    "slime",
-    "prime-rl",
-    "nemo-rl",
-    "skyrl",
-    "areal",
-    "unknown",
-]
+    "rlctl", "verl", "trl", "ms-swift", "llama-factory", "openrlhf", "slime", "prime-rl", "nemo-rl", "skyrl",
+    "areal", "unknown",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +35,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What was logged.
+    """What was logged."""
 
-    Attributes:
-        steps: (N,) strictly ascending.
-        columns: metric → (N,) values, NaN where the step did not log it or logged no finite number.
-        nonfinite: metric → the steps at which NaN or an infinity was logged.
-    """
-
-    steps: NDArray[np.int64]
+    steps: NDArray[np.int64]  # (N,) strictly ascending
+    #: metric → (N,) values, NaN where the step did not log it or logged no finite number
     columns: Mapping[str, NDArray[np.float64]]
+    #: metric → the steps at which NaN or an infinity was logged
     nonfinite: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def series(self, key: str) -> Series:
@@ -77,11 +63,8 @@ class Table:
             return (key,) if key in self.columns else ()
         prefix, _, rest = key.partition("<")
         suffix = rest.partition(">")[2]
-        return tuple(
-            sorted(
-                one for one in self.columns if one.startswith(prefix) and one.endswith(suffix) and one != key
-            )
-        )
+        found = (one for one in self.columns if one.startswith(prefix) and one.endswith(suffix))
+        return tuple(sorted(one for one in found if one != key))
 
     def most_logged(self, keys: tuple[str, ...]) -> str:
         """The metric with the most finite values; of equals the first."""
@@ -90,15 +73,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class MetricOrigin:
-    """Where a column comes from.
+    """Where a column comes from."""
 
-    Attributes:
-        name: what the log called it.
-        meaning: one sentence on what the figure is where it differs from rlctl's definition; empty where it
-            is the same.
-    """
-
-    name: str
+    name: str  # what the log called it
+    #: one sentence on what the figure is where it differs from rlctl's definition; empty where it is the same
     meaning: str = ""
 
 
@@ -107,44 +85,28 @@ class Facts:
     """What is known of a run, whatever wrote its log; None where it is unknown.
 
     From the run's spec, from the configuration a log carries, or from what a framework always does.
-
-    Attributes:
-        bypass_mode: π_old is the rollout's own, so "training" in a gap means the policy as it moves.
-        updates_per_batch: optimizer steps on one batch.
-        ppo_epochs: passes over one batch.
-        rollout_is: the importance weight, as the spec names it, or `off`.
-        rollout_is_threshold: upper bound of a weight.
-        rollout_rs: rejection criteria, comma separated, or `off`.
-        batch_size: responses per step.
-        group_size: responses per prompt.
-        has_critic: a value function is trained.
-        max_response_length: tokens.
-        kl_coef: the reference penalty's, in loss or reward; 0.0 where there is none.
-        dtype: of the trainer's forward pass: `bf16`, `fp16`, `fp32`.
-        lr: the policy's peak learning rate.
-        ess_after_truncation: the logged effective sample size is of bounded weights, which hide a tail.
-        ess_length_weighted: it counts tokens where the weights are per sequence.
-        weights_are: whether `rollout_corr/rollout_is_*` describes weights before or after their bound.
-        dialect: the naming that `rollout_rs` and its bounds follow.
     """
 
+    #: π_old is the rollout's own, so "training" in a gap means the policy as it moves
     bypass_mode: bool | None = None
-    updates_per_batch: int | None = None
-    ppo_epochs: int | None = None
-    rollout_is: str | None = None
-    rollout_is_threshold: float | None = None
-    rollout_rs: str | None = None
-    batch_size: int | None = None
-    group_size: int | None = None
-    has_critic: bool | None = None
-    max_response_length: int | None = None
-    kl_coef: float | None = None
-    dtype: str | None = None
-    lr: float | None = None
+    updates_per_batch: int | None = None  # optimizer steps on one batch
+    ppo_epochs: int | None = None  # passes over one batch
+    rollout_is: str | None = None  # the importance weight, as the spec names it, or `off`
+    rollout_is_threshold: float | None = None  # upper bound of a weight
+    rollout_rs: str | None = None  # rejection criteria, comma separated, or `off`
+    batch_size: int | None = None  # responses per step
+    group_size: int | None = None  # responses per prompt
+    has_critic: bool | None = None  # a value function is trained
+    max_response_length: int | None = None  # tokens
+    kl_coef: float | None = None  # the reference penalty's, in loss or reward; 0.0 where there is none
+    dtype: str | None = None  # of the trainer's forward pass: `bf16`, `fp16`, `fp32`
+    lr: float | None = None  # the policy's peak learning rate
+    #: the logged effective sample size is of bounded weights, which hide a tail
     ess_after_truncation: bool | None = None
-    ess_length_weighted: bool | None = None
+    ess_length_weighted: bool | None = None  # it counts tokens where the weights are per sequence
+    #: whether `rollout_corr/rollout_is_*` describes weights before or after their bound
     weights_are: Literal["raw", "applied"] | None = None
-    dialect: Literal["rlctl", "verl"] | None = None
+    dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
 
 
 def facts_of(spec: RunSpec) -> Facts:
@@ -178,51 +140,32 @@ def facts_of(spec: RunSpec) -> Facts:
 
 @dataclass(frozen=True, slots=True)
 class LoggedException:
-    """The exception that a log ends with: no row follows it.
+    """The exception that a log ends with: no row follows it."""
 
-    Attributes:
-        text: type and message as printed, one line: `ValueError: …`.
-        where: the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none.
-        line: its line in the log, from 1.
-        step: the last one logged before it; None if there is none.
-        is_stop: the run was stopped from outside, by a signal or from the keyboard.
-    """
-
-    text: str
-    where: str
-    line: int
-    step: int | None = None
-    is_stop: bool = False
+    text: str  # type and message as printed, one line: `ValueError: …`
+    where: str  # the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none
+    line: int  # its line in the log, from 1
+    step: int | None = None  # the last one logged before it; None if there is none
+    is_stop: bool = False  # the run was stopped from outside, by a signal or from the keyboard
 
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """What is diagnosed.
+    """What is diagnosed."""
 
-    Attributes:
-        path: the log file.
-        table: its content, under canonical names.
-        spec: of the run, if its `spec.yaml` is next to the log.
-        notes: what had to be tolerated when reading.
-        framework: what wrote the log.
-        origins: canonical metric → what the log called it, for every column.
-        facts: what is known of the run; rules read these and the columns, never the framework's name.
-        fact_origins: fact → where it comes from, one clause: `the configuration in the log`, …; for every
-            fact that is known.
-        exception: what the log ends with, if that is an exception.
-        unread: names of numbers in the log that stand for no known metric, sorted.
-    """
-
-    path: Path
-    table: Table
-    spec: RunSpec | None = None
-    notes: tuple[str, ...] = ()
-    framework: Framework = "rlctl"
+    path: Path  # the log file
+    table: Table  # its content, under canonical names
+    spec: RunSpec | None = None  # of the run, if its `spec.yaml` is next to the log
+    notes: tuple[str, ...] = ()  # what had to be tolerated when reading
+    framework: Framework = "rlctl"  # what wrote the log
+    #: canonical metric → what the log called it, for every column
     origins: Mapping[str, MetricOrigin] = field(default_factory=dict)
+    #: what is known of the run; rules read these and the columns, never the framework's name
     facts: Facts = Facts()
+    #: fact → where it comes from, one clause: `the configuration in the log`, …; for every fact that is known
     fact_origins: Mapping[str, str] = field(default_factory=dict)
-    exception: LoggedException | None = None
-    unread: tuple[str, ...] = ()
+    exception: LoggedException | None = None  # what the log ends with, if that is an exception
+    unread: tuple[str, ...] = ()  # names of numbers in the log that stand for no known metric, sorted
 
     @property
     def gap_is_mismatch(self) -> bool:

@@ -1,4 +1,4 @@
-"""How levels, starts, trends and spikes are judged, and the levels that several rules share.
+"""The criteria for levels, starts, trends and spikes, and the levels that several rules share.
 
 A level is crossed when the median of `WINDOW` consecutive values is beyond it, so that no single step of a
 long log raises an alarm. Steps are those at which the metric was logged. With fewer than `MIN_STEPS` values
@@ -17,7 +17,7 @@ from rlctl.diagnose.finding import SEVERITIES, Severity
 
 #: Odd, so that a median is a value of the window.
 WINDOW = 11
-#: Values that a level below critical needs, and those from which the absence of findings says something.
+#: Values that a level below critical needs, and those from which the absence of findings is a result.
 MIN_STEPS = 5
 
 GUIDE = "the reference guide's healthy ranges"
@@ -32,23 +32,14 @@ LOGIC = "follows from the definition"
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Levels of one metric.
+    """Levels of one metric."""
 
-    Attributes:
-        key: the metric.
-        tiers: (severity, value), mildest first.
-        is_floor: the metric must stay above them, not below.
-        absolute: the metric's absolute value is compared.
-        relative: levels milder than `critical` also need the metric far from the run's own start.
-        min_steps: values needed to apply those below critical.
-    """
-
-    key: str
-    tiers: tuple[tuple[Severity, float], ...]
-    is_floor: bool = False
-    absolute: bool = False
-    relative: bool = False
-    min_steps: int = MIN_STEPS
+    key: str  # the metric
+    tiers: tuple[tuple[Severity, float], ...]  # (severity, value), mildest first
+    is_floor: bool = False  # the metric must stay above them, not below
+    absolute: bool = False  # the metric's absolute value is compared
+    relative: bool = False  # levels milder than `critical` also need the metric far from the run's own start
+    min_steps: int = MIN_STEPS  # values needed to apply those below critical
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""
@@ -59,30 +50,25 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How far a metric must get from where the run started.
+    """How far a metric must get from where the run started."""
 
-    Attributes:
-        key: the metric.
-        factor: times its start; above 1 at least, below 1 at most.
-        beyond: the value it must also pass, in the same direction: small numbers may double.
-    """
-
-    key: str
-    factor: float
+    key: str  # the metric
+    factor: float  # times its start; above 1 at least, below 1 at most
+    #: the value it must also pass, in the same direction: small numbers may double
     beyond: float | None = None
 
 
 # --- the run's own start --------------------------------------------------------------------------
 #: Steps that make up the start: at most, and at least (otherwise there is none to compare with).
 START_STEPS, START_MIN_STEPS = 20, 10
-#: Steps needed to tell a start from what came after.
+#: Steps needed to separate a start from what came after.
 MOVE_STEPS = 2 * START_MIN_STEPS
 #: A start with a trend of this significance (Kendall's τ), and of this share of its median between its
 #: halves, is not used. (The noise of real logs drifts, which the significance alone takes for a trend.)
 START_TREND_P, START_TREND_SIZE = 0.01, 0.25
 #: Far from the start: so many robust standard deviations, each at least this share of the median.
 FAR_SIGMAS, SIGMA_FLOOR = 4.0, 0.05
-#: Window medians that trends are judged by, at most, and steps per window, at least.
+#: Window medians that a trend is fitted to, at most, and steps per window, at least.
 TREND_POINTS, TREND_WINDOW = 200, 3
 #: Significance and strength (Kendall's τ) of a trend.
 TREND_P, TREND_TAU = 0.005, 0.5

@@ -1,4 +1,4 @@
-"""Sample with the engine, score with the trainer, and find out what makes the difference.
+"""Sample with the engine, score with the trainer, and find what causes the difference.
 
 sample → search over scoring variants → what the tokens were drawn from
        → gap left?  hand the trainer's weights over, sample again    (were they others?)
@@ -12,67 +12,58 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rlctl.batch import Prompts, Rollouts
+from rlctl.batch import Prompts
 from rlctl.data.schema import Row
 from rlctl.mismatch.gap import AGREE, Gap
 from rlctl.mismatch.prompts import TokenIds, as_prompts, renderings, token_ids
-from rlctl.mismatch.score import EngineSample, VariantScorer, Weights
+from rlctl.mismatch.score import EngineSample, VariantScorer, Weights, all_and_head, moved
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
-from rlctl.mismatch.search import Explanation, explain
+from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.settings_fit import Drawn, fit_drawn
-from rlctl.mismatch.weights import all_and_head, moved
 from rlctl.rollout.protocol import ResponseSampler, RolloutEngine, Sampling, step_seed
 from rlctl.rollout.weights import PlainWeights
 
 #: An experiment with the engine explains the gap when it leaves no more than this share of it.
 _CLOSED = 0.5
-#: Up to this mean |log-ratio| the trainer's distribution is the engine's, as far as its draws can tell.
+#: Up to this mean |log-ratio| the trainer's distribution stands for the engine's, as far as its draws show.
 _SAME_DISTRIBUTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Both sides, and what they are asked.
+    """Both sides, and the requested sampling."""
 
-    Attributes:
-        model, tokenizer: the trainer's.
-        engine: under examination; its weights are changed and given back where it takes weights.
-        rows: prompts.
-        sampling: what the engine is asked to draw from; the trainer applies the temperature.
-        engine_tokenizer: the engine's, if it has one of its own.
-        n: responses per prompt.
-        seed: of sampling.
-        weights: other weights that the engine may hold, by name.
-        same_precision: ends the engine and gives one that computes in the trainer's precision; None: the
-            engine does already, or no other can be had.
-    """
-
+    #: model, tokenizer: the trainer's
     model: Any
     tokenizer: Any
+    #: under examination; its weights are changed and given back where it takes weights
     engine: ResponseSampler
-    rows: Sequence[Row]
-    sampling: Sampling
-    engine_tokenizer: Any = None
-    n: int = 4
-    seed: int = 1
+    rows: Sequence[Row]  # prompts
+    sampling: Sampling  # requested of the engine; the trainer applies the temperature
+    engine_tokenizer: Any = None  # the engine's, if it has one of its own
+    n: int = 4  # responses per prompt
+    seed: int = 1  # of sampling
+    #: other weights that the engine may hold, by name
     weights: Mapping[str, Weights] = field(default_factory=dict)
+    #: ends the engine and gives one that computes in the trainer's precision; None: the engine does already,
+    #: or no other can be had
     same_precision: Callable[[], ResponseSampler] | None = None
 
     @property
     def asked(self) -> SamplingSettings:
-        """The settings asked for; of several truncations the first."""
-        sampling = self.sampling
+        """The requested settings; of several truncations the first."""
+        sampling, cut = self.sampling, Cut()
         if sampling.top_p < 1.0:
-            return SamplingSettings(sampling.temperature, Cut("top_p", sampling.top_p))
-        if sampling.top_k > 0:
-            return SamplingSettings(sampling.temperature, Cut("top_k", sampling.top_k))
-        if sampling.min_p > 0.0:
-            return SamplingSettings(sampling.temperature, Cut("min_p", sampling.min_p))
-        return SamplingSettings(sampling.temperature)
+            cut = Cut("top_p", sampling.top_p)
+        elif sampling.top_k > 0:
+            cut = Cut("top_k", sampling.top_k)
+        elif sampling.min_p > 0.0:
+            cut = Cut("min_p", sampling.min_p)
+        return SamplingSettings(sampling.temperature, cut)
 
     @property
     def takes_weights(self) -> bool:
-        """Whether the engine can be handed weights."""
+        """Whether the engine can be given weights."""
         return hasattr(self.engine, "sync_weights")
 
 
@@ -85,7 +76,7 @@ class Experiment:
 
     @property
     def closes(self) -> bool:
-        """Whether that was it."""
+        """Whether it removed most of the gap."""
         return not self.before.agrees and self.after.abs_mean <= _CLOSED * self.before.abs_mean
 
     @property
@@ -96,26 +87,18 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Everything that was found out.
-
-    Attributes:
-        scorer, explanation: of the sample that the causes are read from.
-        start: the gap of the first sample, unexplained.
-        drawn: what the tokens were drawn from; None: the gap is too large to tell.
-        synced: the trainer's weights were handed over; None: not needed, or impossible.
-        moved: changed weights were handed over; None: impossible, or the gap is not explained.
-        stale: after that, which weights the engine still had; None: none of those tried.
-        same_precision: with an engine in the trainer's precision; None: not needed, or there is none.
-    """
+    """The results of all comparisons."""
 
     sides: Sides
+    #: scorer, explanation: of the sample that the causes are read from
     scorer: VariantScorer
     explanation: Explanation
-    start: Gap
-    drawn: Drawn | None
-    synced: Experiment | None
-    moved: Experiment | None
-    stale: str | None
+    start: Gap  # the gap of the first sample, unexplained
+    drawn: Drawn | None  # what the tokens were drawn from; None: the gap is too large to show it
+    synced: Experiment | None  # after a sync of the trainer's weights; None: not needed, or impossible
+    moved: Experiment | None  # after a sync of changed weights; None: impossible, or the gap is not explained
+    stale: str | None  # after that, which weights the engine still had; None: none of those tried
+    #: with an engine in the trainer's precision; None: not needed, or there is none
     same_precision: Experiment | None
 
     @property
@@ -135,15 +118,16 @@ def examine(sides: Sides) -> Examination:
     theirs = token_ids(sides.rows, sides.engine_tokenizer) if sides.engine_tokenizer else own
     trial = _Sampler(sides, own, as_prompts(theirs, sides.rows, _pad_id(sides.tokenizer)))
     scorer = trial.sampled(sides.engine, sides.model)
-    explanation = explain(scorer, sides.asked)
+    explanation = Search(scorer, sides.asked).explain()
     start = scorer.gap(explanation.start)
 
     synced: Experiment | None = None
-    if not _is_explained(scorer, explanation) and sides.takes_weights:
-        before = scorer.gap(explanation.variant)
+    before = scorer.gap(explanation.variant)
+    is_explained = before.agrees or before.abs_mean <= 0.1 * start.abs_mean
+    if not is_explained and sides.takes_weights:
         trial.hand_over(sides.model)
         after = trial.sampled(sides.engine, sides.model)
-        again = explain(after, sides.asked)
+        again = Search(after, sides.asked).explain()
         synced = Experiment(before, after.gap(again.variant))
         if synced.closes:
             scorer, explanation = after, again
@@ -158,11 +142,6 @@ def examine(sides: Sides) -> Examination:
         other = trial.sampled(sides.same_precision(), sides.model)
         precise = Experiment(scorer.gap(variant), other.gap(replace(variant, dtype=OWN)))
     return Examination(sides, scorer, explanation, start, drawn, synced, movement, stale, precise)
-
-
-def _is_explained(scorer: VariantScorer, explanation: Explanation) -> bool:
-    left = scorer.gap(explanation.variant)
-    return left.agrees or left.abs_mean <= 0.1 * scorer.gap(explanation.start).abs_mean
 
 
 def _moved(
@@ -206,9 +185,18 @@ class _Sampler:
             step_seed=step_seed(sides.seed, 0, "mismatch"),
             num_groups_total=len(sides.rows),
         )
-        sample = _sample(rollouts, sides.n, next(model.parameters()).device)
-        said = sample.prompts[:: sides.n]
-        found = renderings(sides.rows, self._own, said, sides.tokenizer)
+        device = next(model.parameters()).device
+        width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
+        rows = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
+        sample = EngineSample(
+            n=sides.n,
+            prompts=[ids[mask].tolist() for ids, mask in rows],
+            responses=rollouts.responses.to(device),
+            mask=rollouts.response_mask.to(device),
+            reported=rollouts.rollout_log_probs.to(device),
+            attended=rollouts.attention_mask[:, width:].to(device),
+        )
+        found = renderings(sides.rows, self._own, sample.prompts[:: sides.n], sides.tokenizer)
         prompts = {name: [row for row in ids for _ in range(sides.n)] for name, ids in found.items()}
         known = sides.weights if weights is None else weights
         return VariantScorer(model, sample, prompts, known, _pad_id(sides.tokenizer))
@@ -218,19 +206,6 @@ class _Sampler:
         self._version += 1
         engine = cast(RolloutEngine, self.sides.engine)
         engine.sync_weights(PlainWeights(model.named_parameters()), self._version)
-
-
-def _sample(rollouts: Rollouts, n: int, device: Any) -> EngineSample:
-    width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
-    rows = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
-    return EngineSample(
-        n=n,
-        prompts=[ids[mask].tolist() for ids, mask in rows],
-        responses=rollouts.responses.to(device),
-        mask=rollouts.response_mask.to(device),
-        reported=rollouts.rollout_log_probs.to(device),
-        attended=rollouts.attention_mask[:, width:].to(device),
-    )
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -20,26 +20,18 @@ _ESS = "rollout_corr/rollout_is_raw_eff_sample_size"
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Statistics of r = log π_trainer − log π_engine, in nats, over response tokens.
+    """Statistics of r = log π_trainer − log π_engine, in nats, over response tokens."""
 
-    Attributes:
-        mean, abs_mean, std, abs_max: of r.
-        k3: mean of ρ − 1 − log ρ, an estimate of KL(engine ‖ trainer).
-        ess_token: effective sample size of ρ_t over tokens, as a fraction.
-        ess_sequence: the same of Π ρ_t over sequences.
-        num_tokens: tokens compared.
-        num_nonfinite: sequences left out, a log-prob of theirs being NaN or infinite.
-    """
-
+    #: mean, abs_mean, std, abs_max: of r
     mean: float
     abs_mean: float
     std: float
     abs_max: float
-    k3: float
-    ess_token: float
-    ess_sequence: float
-    num_tokens: int
-    num_nonfinite: int
+    k3: float  # mean of ρ − 1 − log ρ, an estimate of KL(engine ‖ trainer)
+    ess_token: float  # effective sample size of ρ_t over tokens, as a fraction
+    ess_sequence: float  # the same of Π ρ_t over sequences
+    num_tokens: int  # tokens compared
+    num_nonfinite: int  # sequences left out, a log-prob of theirs being NaN or infinite
 
     @property
     def agrees(self) -> bool:

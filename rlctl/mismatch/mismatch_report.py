@@ -7,40 +7,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-    from rlctl.mismatch.cause import Cause
+if TYPE_CHECKING:
+    from rlctl.mismatch.causes import Cause
     from rlctl.mismatch.gap import Gap
     from rlctl.mismatch.search import Tried
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchReport:
-    """What a preflight found.
+    """What a preflight found."""
 
-    Attributes:
-        trainer, engine: what was compared, in words.
-        settings: what was asked for, in words.
-        num_sequences: responses compared.
-        gap: as found, before anything is explained.
-        causes: each explains most of what those before it leave.
-        tried: every single comparison made with the trainer's model.
-        remainder: what may hide in the part that no cause explains; None: there is none.
-        not_told: what could not be told, and what would let it.
-        notes: what the user should know, such as damaged checkpoints passed over.
-    """
-
+    #: trainer, engine: what was compared, in words
     trainer: str
     engine: str
-    settings: str
-    num_sequences: int
-    gap: Gap
-    causes: tuple[Cause, ...]
-    tried: tuple[Tried, ...]
-    remainder: str | None
-    not_told: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    settings: str  # the requested ones, in words
+    num_sequences: int  # responses compared
+    gap: Gap  # as found, before anything is explained
+    causes: tuple[Cause, ...]  # each explains most of what those before it leave
+    tried: tuple[Tried, ...]  # every single comparison made with the trainer's model
+    remainder: str | None  # what may hide in the part that no cause explains; None: there is none
+    not_told: tuple[str, ...]  # open questions, and what would answer them
+    notes: tuple[str, ...] = ()  # what the user should know, such as damaged checkpoints passed over
 
     @property
     def verdict(self) -> str:
@@ -56,50 +47,50 @@ class MismatchReport:
 
 def as_document(report: MismatchReport) -> dict[str, Any]:
     """The report as JSON-able values."""
-    document: dict[str, Any] = {"verdict": report.verdict} | asdict(report)
-    return document
+    return {"verdict": report.verdict, **asdict(report)}
 
 
 def print_report(console: Console, report: MismatchReport) -> None:
     """The report on a terminal."""
-    from rich.text import Text
 
-    console.print(Text(report.verdict, style="bold"), soft_wrap=True)
-    facts = {
-        "trainer": report.trainer,
-        "engine": report.engine,
-        "asked": f"{report.settings}; {report.num_sequences} responses, {report.gap.num_tokens} tokens",
-        "gap": _in_words(report.gap),
-    }
-    for name, text in facts.items():
-        console.print(Text.assemble((f"  {name:<8}", "dim"), text), soft_wrap=True)
+    def line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    gap = report.gap
+    line((report.verdict, "bold"))
+    line(("  trainer ", "dim"), report.trainer)
+    line(("  engine  ", "dim"), report.engine)
+    counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"
+    line(("  asked   ", "dim"), f"{report.settings}; {counts}")
+    line(
+        ("  gap     ", "dim"),
+        f"log-ratio r: mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| "
+        f"{gap.abs_max:.2g}; k3 {gap.k3:.2g}; ESS {gap.ess_token:.3f} per token, {gap.ess_sequence:.3f} "
+        "per sequence",
+    )
     for number, cause in enumerate(report.causes, start=1):
         share = f"{cause.share:.0%} of the gap" if cause.before else "does not show in the gap"
-        head = Text.assemble((f"\n{number}. {cause.name}", "bold yellow"), (f"  {share}", "dim"))
-        console.print(head, soft_wrap=True)
-        console.print(Text(f"  {cause.what}"), soft_wrap=True)
+        line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {share}", "dim"))
+        line(f"  {cause.what}")
         if cause.before and cause.after:
-            line = f"  mean |log-ratio| {cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}"
-            console.print(Text(line, style="dim"), soft_wrap=True)
-        console.print(Text.assemble(("  fix   ", "dim"), cause.fix), soft_wrap=True)
+            sizes = f"{cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}"
+            line((f"  mean |log-ratio| {sizes}", "dim"))
+        line(("  fix   ", "dim"), cause.fix)
         for place, change in enumerate(cause.spec):
-            console.print(Text.assemble(("  try   " if not place else "  or    ", "dim"), (change, "cyan")))
+            line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
     console.print()
     if report.remainder:
-        console.print(Text(f"left: {report.remainder}", style="yellow"), soft_wrap=True)
-    _print_tried(console, report)
+        line((f"left: {report.remainder}", "yellow"))
+    if not gap.agrees:
+        _print_tried(console, report)
     for note in report.not_told:
-        console.print(Text.assemble(("not told  ", "dim"), note), soft_wrap=True)
+        line(("not told  ", "dim"), note)
     for note in report.notes:
-        console.print(Text.assemble(("note  ", "dim"), note), soft_wrap=True)
+        line(("note  ", "dim"), note)
 
 
 def _print_tried(console: Console, report: MismatchReport) -> None:
-    """Each comparison alone, on top of nothing."""
-    from rich.table import Table
-
-    if report.gap.agrees:
-        return
+    """Every change of the scoring by itself."""
     table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
     table.add_column("the trainer variant")
     for column in ("mean |r|", "mean r", "std", "max |r|", "k3", "ESS tok", "ESS seq"):
@@ -117,14 +108,6 @@ def _cells(gap: Gap) -> Iterator[str]:
         yield f"{value:.2g}"
     yield f"{gap.ess_token:.3f}"
     yield f"{gap.ess_sequence:.3f}"
-
-
-def _in_words(gap: Gap) -> str:
-    return (
-        f"log-ratio r: mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| "
-        f"{gap.abs_max:.2g}; k3 {gap.k3:.2g}; ESS {gap.ess_token:.3f} per token, {gap.ess_sequence:.3f} "
-        "per sequence"
-    )
 
 
 def _rounded_up(value: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +16,11 @@ from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact, verify
 from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
-from rlctl.mismatch.decision import causes, not_told, remainder
+from rlctl.mismatch.causes import causes, not_told, remainder
 from rlctl.mismatch.examine import Sides, examine
 from rlctl.mismatch.mismatch_report import MismatchReport
 from rlctl.mismatch.prompts import question_rows, token_ids
-from rlctl.mismatch.score import Weights
-from rlctl.mismatch.weights import all_and_head
+from rlctl.mismatch.score import Weights, all_and_head
 from rlctl.named_models import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -40,26 +41,19 @@ Dtype = Literal["fp32", "bf16", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class MismatchRequest:
-    """What to compare.
+    """What to compare."""
 
-    Attributes:
-        model: run directory, model directory, hub id or `embedded`: the trainer's side.
-        engine: what samples.
-        engine_model: directory or hub id of the model and tokenizer the engine loads; None: the trainer's.
-        engine_dtype: its precision; None: the trainer's.
-        data_files: prompts, Parquet; empty: the run's own, or built-in questions.
-        temperature, top_p: asked of the engine; None: the run's, or 1.
-        seed: of sampling.
-    """
-
-    model: str = EMBEDDED
-    engine: Literal["hf", "vllm"] = "hf"
+    model: str = EMBEDDED  # run directory, model directory, hub id or `embedded`: the trainer's side
+    engine: Literal["hf", "vllm"] = "hf"  # what samples
+    #: directory or hub id of the model and tokenizer the engine loads; None: the trainer's
     engine_model: str | None = None
-    engine_dtype: Dtype | None = None
+    engine_dtype: Dtype | None = None  # its precision; None: the trainer's
+    #: prompts, Parquet; empty: the run's own, or built-in questions
     data_files: list[str] = field(default_factory=list)
+    #: temperature, top_p: requested of the engine; None: the run's, or 1
     temperature: float | None = None
     top_p: float | None = None
-    seed: int = 1
+    seed: int = 1  # of sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +79,16 @@ class _Trainer:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return model.to(device).eval().requires_grad_(False), tokenizer
 
+    def older_weights(self) -> dict[str, Weights]:
+        """Weights that the engine may still hold; each is loaded when it is needed."""
+        found: dict[str, Weights] = {}
+        for name, directory in self.older.items():
+            found |= all_and_head(name, partial(self._state, directory))
+        return found
+
+    def _state(self, directory: Path) -> dict[str, torch.Tensor]:
+        return dict(self.load(directory)[0].state_dict())
+
 
 def run_preflight(request: MismatchRequest) -> MismatchReport:
     """Sample a few prompts with the engine, score them with the trainer's code, find what differs and why.
@@ -98,22 +102,42 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     model, tokenizer = trainer.load()
     sampling = _sampling(request, trainer.spec)
     rows = _rows(trainer, model, tokenizer, sampling.max_response_length)
-    engines = _Engines(request, trainer, model, tokenizer, rows, sampling)
     dtype = request.engine_dtype or trainer.dtype
-    found = examine(
-        Sides(
+    engine_model, engine_tokenizer = model, None
+    if request.engine_model:
+        engine_model, engine_tokenizer = trainer.load(request.engine_model)
+    longest = max(len(ids) for ids in token_ids(rows, engine_tokenizer or tokenizer))
+
+    def start(running: ExitStack, dtype: Dtype) -> ResponseSampler:
+        """The engine in this precision, after the one that is running has ended."""
+        running.close()
+        if request.engine == "hf":
+            return HFRollout(engine_model, tokenizer, engine_model.device, dtype=dtype)
+        if dtype == "int8":
+            raise UsageError("vLLM runs in fp32 or bf16 here", where="--engine-dtype", fix="--engine hf")
+        engine = VLLMRollout(
+            model_directory(request.engine_model or trainer.model_path),
+            tokenizer,
+            dtype=dtype,
+            max_model_len=longest + sampling.max_response_length,
+            trust_remote_code=trainer.spec.model.trust_remote_code,
+        )
+        running.callback(engine.close)
+        return engine
+
+    with ExitStack() as running:
+        sides = Sides(
             model=model,
             tokenizer=tokenizer,
-            engine=engines.start(dtype),
+            engine=start(running, dtype),
             rows=rows,
             sampling=sampling,
-            engine_tokenizer=engines.tokenizer,
+            engine_tokenizer=engine_tokenizer,
             seed=request.seed,
-            weights=_older_weights(trainer),
-            same_precision=None if dtype == trainer.dtype else lambda: engines.start(trainer.dtype),
+            weights=trainer.older_weights(),
+            same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
         )
-    )
-    engines.end()
+        found = examine(sides)
     return MismatchReport(
         trainer=f"{trainer.model_path}, {trainer.dtype}, {model.config._attn_implementation}",
         engine=f"{request.engine}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
@@ -128,58 +152,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     )
 
 
-class _Engines:
-    """Starts the engine asked for, one at a time."""
-
-    def __init__(
-        self,
-        request: MismatchRequest,
-        trainer: _Trainer,
-        model: Any,
-        tokenizer: Any,
-        rows: list[Row],
-        sampling: Sampling,
-    ) -> None:
-        self._request = request
-        self._trainer = trainer
-        self._model = model
-        self._own_tokenizer = tokenizer
-        self.tokenizer: Any = None
-        if request.engine_model:
-            self._model, self.tokenizer = trainer.load(request.engine_model)
-        longest = max(len(ids) for ids in token_ids(rows, self.tokenizer or tokenizer))
-        self._max_model_len = longest + sampling.max_response_length
-        self._running: VLLMRollout | None = None
-
-    def start(self, dtype: Dtype) -> ResponseSampler:
-        """The engine in this precision; one started before has ended.
-
-        Raises:
-            UsageError: this engine has no such precision.
-        """
-        self.end()
-        if self._request.engine == "hf":
-            return HFRollout(self._model, self._own_tokenizer, self._model.device, dtype=dtype)
-        if dtype == "int8":
-            raise UsageError("vLLM runs in fp32 or bf16 here", where="--engine-dtype", fix="--engine hf")
-        self._running = VLLMRollout(
-            model_directory(self._request.engine_model or self._trainer.model_path),
-            self._own_tokenizer,
-            dtype=dtype,
-            max_model_len=self._max_model_len,
-            trust_remote_code=self._trainer.spec.model.trust_remote_code,
-        )
-        return self._running
-
-    def end(self) -> None:
-        """Give the memory back."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-
-
 def _trainer(request: MismatchRequest) -> _Trainer:
-    """Tell a run from a model, and find what belongs to it."""
+    """The trainer's side of a run or of a model."""
     path = Path(request.model).expanduser()
     if (path / RUN_SPEC_FILE).is_file():
         return _of_run(path, request.data_files)
@@ -201,14 +175,11 @@ def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
         data = [str(ensure_embedded(spec.trainer.seed).val_file)]
     others = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
     checkpoints = [verify(path)[1] for path in others if path != newest.path][:OLDER_CHECKPOINTS]
-    older = {
-        f"step {checkpoint.state.step}": checkpoint.model_dir for checkpoint in checkpoints if checkpoint
-    }
-    start = (
-        ensure_embedded(spec.trainer.seed).model_dir
-        if spec.is_embedded
-        else Path(model_directory(spec.model.path))
-    )
+    older = {f"step {found.state.step}": found.model_dir for found in checkpoints if found}
+    if spec.is_embedded:
+        start = ensure_embedded(spec.trainer.seed).model_dir
+    else:
+        start = Path(model_directory(spec.model.path))
     if start.is_dir():
         older["the run's start"] = start
     return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data, older, tuple(notes))
@@ -239,14 +210,3 @@ def _rows(trainer: _Trainer, model: Any, tokenizer: Any, response_length: int) -
     if not kept:
         raise UsageError(f"no prompt has at most {room} tokens", where="--data", fix="name shorter prompts")
     return kept
-
-
-def _older_weights(trainer: _Trainer) -> dict[str, Weights]:
-    found: dict[str, Weights] = {}
-    for name, directory in trainer.older.items():
-        found |= all_and_head(name, _state_of(trainer, directory))
-    return found
-
-
-def _state_of(trainer: _Trainer, directory: Path) -> Callable[[], dict[str, torch.Tensor]]:
-    return lambda: dict(trainer.load(directory)[0].state_dict())

@@ -1,16 +1,16 @@
-"""Prompts as each side reads them, and as an engine may read them without saying so."""
+"""Prompts as each side reads them, and as an engine may read them without reporting it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlctl.batch import Prompts
 from rlctl.data.render import Renderer
 from rlctl.data.schema import Message, Row
-from rlctl.mismatch.layout import left_padded
 from rlctl.mismatch.scoring_variant import OWN
 
 TokenIds = Sequence[Sequence[int]]
@@ -21,7 +21,7 @@ NO_START = "no start token"
 NO_GENERATION_PROMPT = "no generation prompt"
 NO_TEMPLATE = "no chat template"
 
-#: Asked where no data is given; of different lengths, so that padding takes part.
+#: Used where no data is given; of different lengths, so that there is padding.
 QUESTIONS = (
     "What is 17 + 25?",
     "Name three primary colours.",
@@ -57,6 +57,14 @@ def token_ids(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
     return renderer.encode([renderer.text(row) for row in rows])
 
 
+def left_padded(rows: TokenIds, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids (B, P) int64 and their mask (B, P) bool."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+    return ids, mask
+
+
 def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
     """One batch for the engine, (N, P)."""
     prompt_ids, prompt_mask = left_padded(ids, pad_id)
@@ -70,13 +78,13 @@ def as_prompts(ids: TokenIds, rows: Sequence[Row], pad_id: int) -> Prompts:
     )
 
 
-def renderings(rows: Sequence[Row], own: TokenIds, said: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
-    """Token ids of every prompt by the name of how they came about, equal ones once.
+def renderings(rows: Sequence[Row], own: TokenIds, reported: TokenIds, tokenizer: Any) -> dict[str, TokenIds]:
+    """Token ids of every prompt by the name of their rendering, equal ones once.
 
     Args:
         rows: N prompts.
         own: (N) the trainer's token ids.
-        said: (N) those the engine says it read.
+        reported: (N) those the engine reports.
         tokenizer: the trainer's.
     """
     found: dict[str, TokenIds] = {OWN: own}
@@ -93,8 +101,13 @@ def renderings(rows: Sequence[Row], own: TokenIds, said: TokenIds, tokenizer: An
         found[NO_TEMPLATE] = renderer.encode(
             ["\n\n".join(message.content for message in row.prompt) for row in rows]
         )
-    found[ENGINE] = said
-    return _distinct(found)
+    found[ENGINE] = reported
+    kept: dict[str, TokenIds] = {}
+    for name, ids in found.items():
+        plain = [list(row) for row in ids]
+        if all(plain) and plain not in kept.values():
+            kept[name] = plain
+    return kept
 
 
 def first_difference(own: TokenIds, other: TokenIds, tokenizer: Any) -> str:
@@ -106,12 +119,3 @@ def first_difference(own: TokenIds, other: TokenIds, tokenizer: Any) -> str:
             shown = [tokenizer.decode(ids[same : same + 4]) or "nothing" for ids in (theirs, ours)]
             return f"from token {same + 1} of prompt {number} on {shown[0]!r} instead of {shown[1]!r}"
     return "no difference"
-
-
-def _distinct(found: Mapping[str, TokenIds]) -> dict[str, TokenIds]:
-    kept: dict[str, TokenIds] = {}
-    for name, ids in found.items():
-        plain = [list(row) for row in ids]
-        if all(plain) and plain not in kept.values():
-            kept[name] = plain
-    return kept

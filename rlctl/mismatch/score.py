@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.inputs import arguments_of, body_inputs, body_of, used_columns
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import Gap, measure
-from rlctl.mismatch.layout import lay_out
+from rlctl.mismatch.prompts import left_padded
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.prefix import shared_prefix
@@ -28,27 +28,53 @@ Weights = Callable[[Any], None]
 DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
 #: Tokens that settings are fitted to, at most.
 _FITTED_TOKENS = 512
+#: How far the sync check moves each parameter, as a share of its root mean square.
+_MOVED_BY = 0.05
+HEAD_ONLY = "output head only"
+
+
+def all_and_head(name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Weights]:
+    """Two hypotheses: all weights are those of `state`; or, where a sync lost it, the output head alone.
+
+    Args:
+        name: of these weights, such as `step 40`.
+        state: gives the state dict, when it is needed.
+    """
+
+    def put_all(model: Any) -> None:
+        model.load_state_dict(state())
+
+    def put_head(model: Any) -> None:
+        head = copy.deepcopy(model.get_output_embeddings())
+        names = model.state_dict(keep_vars=True).items()
+        name = next(name for name, tensor in names if tensor is model.get_output_embeddings().weight)
+        head.weight = nn.Parameter(state()[name].to(head.weight), requires_grad=False)
+        model.set_output_embeddings(head)  # its own, even where the embeddings' weight is tied to it
+
+    return {name: put_all, f"{name}, {HEAD_ONLY}": put_head}
+
+
+@torch.no_grad()
+def moved(model: Any) -> Any:
+    """A copy of the model with every parameter a little different."""
+    other = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(0)
+    for parameter in other.parameters():
+        noise = torch.randn(parameter.shape, generator=draw).to(parameter)
+        parameter.add_(_MOVED_BY * parameter.float().square().mean().sqrt().to(parameter) * noise)
+    return other
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """What the engine sampled.
+    """What the engine sampled."""
 
-    Attributes:
-        n: responses per prompt, adjacent.
-        prompts: (B) token ids the engine says it read.
-        responses: (B, T) int64.
-        mask: (B, T) bool, tokens that the engine sampled.
-        reported: (B, T) float32, the engine's log-probs.
-        attended: (B, T) bool, what of the responses is not padding.
-    """
-
-    n: int
-    prompts: Sequence[Sequence[int]]
-    responses: Tensor
-    mask: Tensor
-    reported: Tensor
-    attended: Tensor
+    n: int  # responses per prompt, adjacent
+    prompts: Sequence[Sequence[int]]  # (B) token ids that the engine reports
+    responses: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool, tokens that the engine sampled
+    reported: Tensor  # (B, T) float32, the engine's log-probs
+    attended: Tensor  # (B, T) bool, what of the responses is not padding
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
         """Log-prob of each token if report t is of token t + shift, and where there is one; both (B, T)."""
@@ -97,7 +123,7 @@ class VariantScorer:
         """The gap between the engine and the trainer when the trainer scores by this variant.
 
         Raises:
-            RunFailure: the model cannot be run so; says why.
+            RunFailure: the model cannot be run so, and why.
         """
         reported, mask = self.sample.shifted(variant.shift)
         return measure(self.log_probs(variant), reported, mask)
@@ -112,24 +138,21 @@ class VariantScorer:
         """(B, T) float32 of the sampled tokens, 0.0 on padding.
 
         Raises:
-            RunFailure: the model cannot be run so; says why.
+            RunFailure: the model cannot be run so, and why.
         """
-        variant = replace(variant, shift=0)  # which says what the reports mean, not how the model reads
+        variant = replace(variant, shift=0)  # it is about the reports, not about how the model reads
         if variant not in self._scores:
+            score = self._as_trainer if _is_plain(variant) else self._from_logits
+            found = torch.zeros_like(self.sample.reported)
             try:
-                self._scores[variant] = self._computed(variant)
+                policy = self._policy(variant)
+                for rows in self._rows(variant):
+                    score(policy, variant, rows, found)
             except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
                 reason = str(error).partition("\n")[0]
                 raise RunFailure(f"the model cannot be run so: {reason}") from error
+            self._scores[variant] = found
         return self._scores[variant]
-
-    def _computed(self, variant: ScoringVariant) -> Tensor:
-        score = self._as_trainer if _is_plain(variant) else self._from_logits
-        found = torch.zeros_like(self.sample.reported)
-        policy = self._policy(variant)
-        for rows in self._rows(variant):
-            score(policy, variant, rows, found)
-        return found
 
     def fitted(self, variant: ScoringVariant, asked: SamplingSettings) -> SamplingSettings:
         """The settings that best explain the reported log-probs, all else being as in `variant`."""
@@ -157,9 +180,8 @@ class VariantScorer:
         """By the code that training runs."""
         inputs = self._inputs(variant, rows)
         policy.temperature = variant.sampling.temperature
-        log_probs, _ = policy(
-            **arguments_of(inputs), num_chunks=policy.chunks_needed(int(inputs.scored.sum()))
-        )
+        chunks = policy.chunks_needed(int(inputs.scored.sum()))
+        log_probs, _ = policy(**arguments_of(inputs), num_chunks=chunks)
         out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
@@ -202,27 +224,46 @@ class VariantScorer:
         if self._changed is None or self._changed[0] != change:
             self._changed = None  # gone before the next takes memory
             policy = copy.deepcopy(self._own)
-            policy.model = self._change(policy.model, *change)
+            if variant.weights != OWN:
+                self.weights[variant.weights](policy.model)
+            if variant.attention != OWN:
+                policy.model.set_attn_implementation(variant.attention)
+            if variant.dtype == "bf16 weights":
+                own = next(policy.model.parameters()).dtype
+                into_precision(policy.model, "bf16")
+                policy.model.to(own)
+            elif variant.dtype != OWN:
+                into_precision(policy.model, cast(Literal["fp32", "bf16", "int8"], variant.dtype))
             self._changed = (change, policy)
         return self._changed[1]
 
-    def _change(self, model: Any, weights: str, dtype: str, attention: str) -> Any:
-        if weights != OWN:
-            self.weights[weights](model)
-        if attention != OWN:
-            model.set_attn_implementation(attention)
-        if dtype == "bf16 weights":
-            own = next(model.parameters()).dtype
-            into_precision(model, "bf16")
-            return model.to(own)
-        if dtype != OWN:
-            into_precision(model, cast(Literal["fp32", "bf16", "int8"], dtype))
-        return model
-
 
 def _is_plain(variant: ScoringVariant) -> bool:
-    """Whether the trainer's own code can read so."""
+    """Whether the trainer's own code can score so."""
     return variant.steps == OWN and variant.sampling.cut.kind == "none"
+
+
+def lay_out(
+    prompts: Sequence[Sequence[int]],
+    responses: Tensor,
+    attended: Tensor,
+    scored: Tensor,
+    pad_id: int,
+    positions: str = OWN,
+) -> ModelInputs:
+    """B prompts and responses (B, T), of which `attended` (B, T) are read; `positions` as in the variant."""
+    prompt_ids, prompt_mask = (part.to(responses.device) for part in left_padded(prompts, pad_id))
+    width = prompt_ids.shape[1]
+    attention_mask = torch.cat([prompt_mask, attended], dim=1)
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    columns = torch.arange(width + responses.shape[1], device=responses.device).expand_as(attention_mask)
+    if positions == "jump":
+        position_ids[:, width:] = columns[:, width:]
+    elif positions != OWN:
+        position_ids = columns
+    if positions == "padding seen":
+        attention_mask = torch.cat([torch.ones_like(prompt_mask), attended], dim=1)
+    return ModelInputs(torch.cat([prompt_ids, responses], dim=1), attention_mask, position_ids, scored)
 
 
 def _prefilled(policy: PolicyModule, inputs: ModelInputs) -> Iterator[tuple[slice, Tensor]]:

@@ -17,9 +17,8 @@ import torch
 
 from rlctl.errors import RunFailure
 from rlctl.mismatch.gap import AGREE, Gap
-from rlctl.mismatch.layout import POSITION_MISTAKES
 from rlctl.mismatch.score import DTYPES, VariantScorer
-from rlctl.mismatch.scoring_variant import OWN, Factor, SamplingSettings, ScoringVariant
+from rlctl.mismatch.scoring_variant import OWN, POSITION_MISTAKES, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 _ROUNDING: tuple[Factor, ...] = ("steps", "attention", "rows")
@@ -35,21 +34,13 @@ _CONFIRMED = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One change, tried alone.
+    """One change, tried alone."""
 
-    Attributes:
-        factor: what was changed.
-        value: to what.
-        after: the gap with it; None: it could not be run.
-        effect: mean |difference| it makes to the trainer's own log-probs, nats per token.
-        why_not: why it could not be run.
-    """
-
-    factor: Factor
-    value: str
-    after: Gap | None = None
-    effect: float = 0.0
-    why_not: str = ""
+    factor: Factor  # what was changed
+    value: str  # to what
+    after: Gap | None = None  # the gap with it; None: it could not be run
+    effect: float = 0.0  # mean |difference| it makes to the trainer's own log-probs, nats per token
+    why_not: str = ""  # why it could not be run
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +54,21 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the trainer's side alone can tell.
+    """What a search on the trainer's side found."""
 
-    Attributes:
-        start: how the trainer reads.
-        variant: how it would have to read to come closest to the engine.
-        taken: the changes in between, in the order taken.
-        tried: every change on its own.
-    """
-
-    start: ScoringVariant
-    variant: ScoringVariant
-    taken: tuple[Taken, ...]
-    tried: tuple[Tried, ...]
+    start: ScoringVariant  # how the trainer reads
+    variant: ScoringVariant  # how it would have to read to come closest to the engine
+    taken: tuple[Taken, ...]  # the changes in between, in the order taken
+    tried: tuple[Tried, ...]  # every change on its own
 
 
-def explain(scorer: VariantScorer, asked: SamplingSettings) -> Explanation:
-    """Search for the changes that close the gap between the engine and the trainer.
+class Search:
+    """Finds the changes that close the gap between the engine and the trainer.
 
     Args:
         scorer: of the engine's sample.
-        asked: the settings the engine was asked to sample with; the trainer applies its temperature.
+        asked: the requested sampling settings; the trainer applies their temperature.
     """
-    return _Search(scorer, asked).run()
-
-
-class _Search:
-    """The state of one search."""
 
     def __init__(self, scorer: VariantScorer, asked: SamplingSettings) -> None:
         self._scorer = scorer
@@ -100,7 +79,8 @@ class _Search:
         changes = [(factor, other) for factor in factors for other in self._changes(self._start, factor)]
         self._tried = {other: self._try(factor, other) for factor, other in changes}
 
-    def run(self) -> Explanation:
+    def explain(self) -> Explanation:
+        """Run the search."""
         variant = self._found(FACTORS)
         fitted = variant.sampling != self._start.sampling
         if fitted and self._left(variant) > _CONFIRMED * self._left(self._start):
@@ -123,11 +103,12 @@ class _Search:
         return variant
 
     def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
-        """Readings that differ from `base` in this factor and might explain what is left."""
+        """Variants that differ from `base` in this factor and might explain what is left."""
         if factor == "sampling":
             if not self._scorer.gap(base).agrees:
                 fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
-                yield from () if fitted == base else (fitted,)
+                if fitted != base:
+                    yield fitted
             return
         for value in _values(self._scorer, factor):
             if value != getattr(base, factor) and (base == self._start or self._matters(factor, value, base)):

@@ -1,6 +1,6 @@
 """Which temperature and truncation explain the engine's log-probs, and which the tokens it drew.
 
-The two are asked apart: an engine may sample from one distribution and report the log-probs of another.
+The two are fitted separately: an engine may sample from one distribution and report log-probs of another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankedLogits:
     Args:
         logits: (N, V) float, before any temperature.
         tokens: (N,) int64, drawn.
-        cuts: truncations to try besides the usual values, such as the one asked for.
+        cuts: truncations to try besides the usual values, such as the requested one.
     """
 
     def __init__(self, logits: Tensor, tokens: Tensor, cuts: Iterable[Cut] = ()) -> None:
@@ -100,8 +100,8 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings
 
     Args:
         ranked: the same tokens' logits.
-        reported: what the engine says of them.
-        asked: what it was asked to sample with; preferred, then the raw distribution.
+        reported: the engine's.
+        asked: the requested settings; preferred, then the raw distribution.
     """
     temperature = _best(lambda t: float(ranked.errors(reported, t).min()), asked.temperature)
     best = float(ranked.errors(reported, temperature).min())
@@ -110,13 +110,12 @@ def fit_reported(ranked: RankedLogits, reported: Tensor, asked: SamplingSettings
     def error(settings: SamplingSettings) -> float:
         return float(ranked.errors(reported, settings.temperature, [settings.cut]))
 
-    for simple in (SamplingSettings(asked.temperature), SamplingSettings(1.0), asked):
+    temperatures = (asked.temperature, 1.0, _rounded(temperature), temperature)
+    plain = [SamplingSettings(value) for value in temperatures]
+    for simple in (*plain[:2], asked, *plain[2:]):
         if error(simple) <= enough:
             return simple
-    for value in (_rounded(temperature), temperature):
-        if error(SamplingSettings(value)) <= enough:
-            return SamplingSettings(value)
-    for value in (asked.temperature, 1.0, _rounded(temperature), temperature):
+    for value in temperatures:
         errors = ranked.errors(reported, value)
         if float(errors.min()) <= enough:
             return SamplingSettings(value, _chosen_cut(ranked.cuts, errors <= enough, asked.cut))
@@ -130,15 +129,11 @@ _CLEARLY = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Which settings the tokens were drawn with.
+    """Which settings the tokens were drawn with."""
 
-    Attributes:
-        settings: the simplest about as likely as any.
-        not_reported, not_asked: whether the settings whose log-probs are reported, and those asked for, are
-            clearly less likely.
-    """
-
-    settings: SamplingSettings
+    settings: SamplingSettings  # the simplest about as likely as any
+    #: not_reported, not_asked: whether the settings whose log-probs are reported, and the requested ones, are
+    #: clearly less likely
     not_reported: bool
     not_asked: bool
 
@@ -153,19 +148,14 @@ def fit_drawn(ranked: RankedLogits, reported: SamplingSettings, asked: SamplingS
 
     simple = (reported, asked, SamplingSettings(asked.temperature), SamplingSettings(1.0))
     likely = [settings for settings in simple if likelihood(settings) >= best - _CLEARLY]
-    found = (
-        likely[0] if likely else _likeliest(ranked, temperature, (reported.temperature, asked.temperature))
-    )
-    return Drawn(found, reported not in likely, asked not in likely)
-
-
-def _likeliest(ranked: RankedLogits, temperature: float, simpler: Iterable[float]) -> SamplingSettings:
-    """The likeliest truncation, at a simpler temperature than the likeliest if that is about as likely."""
-    best = float(ranked.likelihoods(temperature).max())
-    for value in (*simpler, _rounded(temperature), temperature):
+    not_reported, not_asked = reported not in likely, asked not in likely
+    if likely:
+        return Drawn(likely[0], not_reported, not_asked)
+    # The likeliest truncation, at a simpler temperature than the likeliest if that is about as likely.
+    for value in (reported.temperature, asked.temperature, _rounded(temperature), temperature):
         at = ranked.likelihoods(value)
         if float(at.max()) >= best - _CLEARLY:
-            return SamplingSettings(value, ranked.cuts[int(at.argmax())])
+            return Drawn(SamplingSettings(value, ranked.cuts[int(at.argmax())]), not_reported, not_asked)
     raise AssertionError("the likeliest is as likely as itself")
 
 
@@ -182,7 +172,7 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
 
 
 def _chosen_cut(cuts: Sequence[Cut], good: Tensor, asked: Cut) -> Cut:
-    """Of the cuts that fit: the one asked for, else the middle one of the first kind."""
+    """Of the cuts that fit: the requested one, else the middle one of the first kind."""
     fitting = [cut for cut, fits in zip(cuts, good.tolist(), strict=True) if fits]
     if asked in fitting:
         return asked

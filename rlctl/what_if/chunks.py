@@ -46,23 +46,9 @@ def _merged(steps: list[Step]) -> Step:
         ids.append(numbers + start)
         start += int(numbers.max()) + 1
     masks = [np.ones(len(one.token_ids), np.bool_) if one.mask is None else one.mask for one in steps]
-    return Step(
-        number=steps[0].number,
-        group_ids=np.concatenate(ids),
-        rewards=np.concatenate([one.rewards for one in steps]),
-        lengths=np.concatenate([one.lengths for one in steps]),
-        token_ids=np.concatenate([one.token_ids for one in steps]),
-        rollout_log_probs=np.concatenate([one.rollout_log_probs for one in steps]),
-        log_probs=np.concatenate([one.log_probs for one in steps]),
-        mask=np.concatenate(masks),
-        advantages=np.concatenate([_given(one.advantages) for one in steps]),
-    )
-
-
-def _given(advantages: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    if advantages is None:
-        raise ValueError("advantages are computed before rows are pooled")
-    return advantages
+    names = ("rewards", "lengths", "token_ids", "rollout_log_probs", "log_probs", "advantages")
+    joined = {name: np.concatenate([getattr(one, name) for one in steps]) for name in names}
+    return Step(steps[0].number, np.concatenate(ids), mask=np.concatenate(masks), **joined)
 
 
 def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -70,31 +56,25 @@ def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int
     _, numbers = np.unique(step.group_ids, return_inverse=True)
     order = np.argsort(numbers, kind="stable")
     ends = np.flatnonzero(np.diff(numbers[order])) + 1
-    taken: list[NDArray[np.int64]] = []
+    rows, count = order[:0], 0
     for group in np.split(order, ends):
-        ahead = np.concatenate([*taken, group])
-        full = len(taken) == CHUNK_GROUPS or step.lengths[ahead].max() * len(ahead) > CHUNK_TOKENS
-        if taken and full:
-            yield _numbered(taken, numbers)
-            taken = []
-        taken.append(group)
-    yield _numbered(taken, numbers)
+        ahead = np.concatenate([rows, group])
+        is_full = count == CHUNK_GROUPS or step.lengths[ahead].max() * len(ahead) > CHUNK_TOKENS
+        if count and is_full:
+            yield rows, numbers[rows]
+            ahead, count = group, 0
+        rows, count = ahead, count + 1
+    yield rows, numbers[rows]
 
 
-def _numbered(
-    taken: list[NDArray[np.int64]], numbers: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    rows = np.concatenate(taken)
-    return rows, numbers[rows]
+def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chunk:
+    """The rows, which have advantages, as (B, T) tensors; padding holds zeros.
 
-
-def pad(
-    step: Step,
-    rows: NDArray[np.int64],
-    groups: NDArray[np.int64],
-    blocks: NDArray[np.int64],
-) -> Chunk:
-    """The rows, which have advantages, as (B, T) tensors; padding holds zeros."""
+    Raises:
+        ValueError: there are no advantages.
+    """
+    if step.advantages is None:
+        raise ValueError("advantages are computed before rows are padded")
     starts = np.cumsum(step.lengths) - step.lengths
     lengths = step.lengths[rows]
     places = np.arange(max(lengths.max(), 1))
@@ -109,7 +89,7 @@ def pad(
         rollout_log_probs=take(step.rollout_log_probs),
         mask=torch.from_numpy(inside) if step.mask is None else take(step.mask),
         token_ids=take(step.token_ids),
-        advantages=torch.from_numpy(_given(step.advantages)[rows]),
+        advantages=torch.from_numpy(step.advantages[rows]),
         groups=torch.from_numpy(groups.copy()),
         blocks=torch.from_numpy(blocks.copy()),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 from html import escape
 
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
@@ -18,45 +18,29 @@ _COLOURS = {
     "slime": "#e7298a",
     "SkyRL": "#66a61e",
 }
-#: Smaller parts of the error than the first look like nothing, larger ones than the second like everything.
+#: Smaller and larger parts of the error are drawn here: they do not matter, or are all of it.
 _FLOOR, _CEILING = 1e-3, 1e2
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A logarithmic axis over the powers of ten that hold all values."""
+class _Axis:
+    """A logarithmic axis between two pixels, over the powers of ten that hold all values."""
 
-    low: float
-    high: float
+    def __init__(self, values: Iterable[float], start: float, end: float) -> None:
+        exponents = [math.log10(min(max(value, _FLOOR), _CEILING)) for value in values]
+        self._low, self._high = math.floor(min(exponents)), math.ceil(max(exponents))
+        self._high = max(self._high, self._low + 1)
+        self._start, self._size = start, end - start
 
-    @classmethod
-    def of(cls, values: list[float]) -> _Scale:
-        held = [min(max(value, _FLOOR), _CEILING) for value in values]
-        low, high = math.floor(math.log10(min(held))), math.ceil(math.log10(max(held)))
-        return cls(10.0**low, 10.0 ** max(high, low + 1))
-
-    def share(self, value: float) -> float:
-        """0 … 1 along the axis."""
-        held = min(max(value, self.low), self.high)
-        return math.log(held / self.low) / math.log(self.high / self.low)
+    def pixel(self, value: float) -> float:
+        """Where the value is drawn; one beyond the axis at its end."""
+        held = min(max(value, 10.0**self._low), 10.0**self._high)
+        return self._start + (math.log10(held) - self._low) / (self._high - self._low) * self._size
 
     def ticks(self) -> list[float]:
         """1, 2 and 5 of every decade while there are few decades."""
-        decades = range(round(math.log10(self.low)), round(math.log10(self.high)) + 1)
+        decades = range(self._low, self._high + 1)
         steps = (1, 2, 5) if len(decades) <= 3 else (1,)
-        return [tick for d in decades for s in steps if (tick := s * 10.0**d) <= self.high * 1.001]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    x: _Scale
-    y: _Scale
-
-    def place(self, outcome: SettingOutcome) -> tuple[float, float]:
-        variance = outcome.variance.value if outcome.variance else _CEILING
-        bias = outcome.bias.value if outcome.bias else _CEILING
-        x = _LEFT + self.x.share(variance) * (_WIDTH - _LEFT - _RIGHT)
-        return x, _HEIGHT - _BOTTOM - self.y.share(bias) * (_HEIGHT - _BOTTOM - _TOP)
+        return [tick for d in decades for s in steps if (tick := s * 10.0**d) <= 10.0**self._high * 1.001]
 
 
 def svg(tradeoff: Tradeoff) -> str:
@@ -64,70 +48,53 @@ def svg(tradeoff: Tradeoff) -> str:
 
     Marked: the settings no other one beats in both (a line), the run's own (in the colour of text) and the
     recommended one (a ring). Names are escaped; nothing is loaded from anywhere. Empty where the
-    replay could not tell errors.
+    replay could not estimate errors.
     """
-    judged = [outcome for outcome in tradeoff.outcomes if outcome.bias and outcome.variance]
-    if not judged:
+    drawn = [outcome for outcome in tradeoff.outcomes if outcome.bias and outcome.variance]
+    if not drawn:
         return ""
-    plane = _Plane(
-        _Scale.of([outcome.variance.value for outcome in judged if outcome.variance]),
-        _Scale.of([outcome.bias.value for outcome in judged if outcome.bias]),
-    )
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    x = _Axis((outcome.variance.value for outcome in drawn if outcome.variance), _LEFT, right)
+    y = _Axis((outcome.bias.value for outcome in drawn if outcome.bias), bottom, _TOP)
+
+    def place(outcome: SettingOutcome) -> tuple[float, float]:
+        variance = outcome.variance.value if outcome.variance else _CEILING
+        return x.pixel(variance), y.pixel(outcome.bias.value if outcome.bias else _CEILING)
+
+    points = " ".join(f"{left:.1f},{top:.1f}" for left, top in map(place, tradeoff.frontier()))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="12" fill="currentColor">',
         "<title>Bias and variance of the gradient by correction setting</title>",
-        *_axes(plane),
-        _line(plane, tradeoff.frontier()),
-        *(_dot(plane, outcome) for outcome in reversed(judged)),  # the best on top
-    ]
-    if tradeoff.recommended:
-        x, y = plane.place(tradeoff.outcome(tradeoff.recommended.name))
-        ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
-        parts.append(ring)
-    return "".join([*parts, *_legend(judged), "</svg>"])
-
-
-def _axes(plane: _Plane) -> list[str]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    parts = [
         f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor"/>',
         f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">'
         "variance: noise over signal</text>",
         f'<text x="14" y="{(_TOP + bottom) / 2}" text-anchor="middle" '
         f'transform="rotate(-90 14 {(_TOP + bottom) / 2})">bias²: tangent² of the angle</text>',
     ]
-    for tick in plane.x.ticks():
-        x = _LEFT + plane.x.share(tick) * (right - _LEFT)
-        parts.append(f'<path d="M{x:.1f} {bottom}v4" stroke="currentColor"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
-    for tick in plane.y.ticks():
-        y = bottom - plane.y.share(tick) * (bottom - _TOP)
-        parts.append(f'<path d="M{_LEFT} {y:.1f}h-4" stroke="currentColor"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    return parts
+    for tick, at in ((tick, x.pixel(tick)) for tick in x.ticks()):
+        parts.append(f'<path d="M{at:.1f} {bottom}v4" stroke="currentColor"/>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    for tick, at in ((tick, y.pixel(tick)) for tick in y.ticks()):
+        parts.append(f'<path d="M{_LEFT} {at:.1f}h-4" stroke="currentColor"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
+    parts += [_dot(*place(outcome), outcome) for outcome in reversed(drawn)]  # the best on top
+    if tradeoff.recommended:
+        left, top = place(tradeoff.outcome(tradeoff.recommended.name))
+        ring = f'<circle cx="{left:.1f}" cy="{top:.1f}" r="9" fill="none" stroke="#e41a1c" stroke-width="2"/>'
+        parts.append(ring)
+    families = {outcome.setting.family for outcome in drawn}
+    for row, name in enumerate(name for name in _COLOURS if name in families):
+        left, top, label = right + 24, _TOP + 18 * row, "this run" if name == "run" else name
+        parts.append(f'<circle cx="{left}" cy="{top}" r="4.5" fill="{_COLOURS[name]}"/>')
+        parts.append(f'<text x="{left + 12}" y="{top + 4}">{label}</text>')
+    return "".join([*parts, "</svg>"])
 
 
-def _line(plane: _Plane, frontier: tuple[SettingOutcome, ...]) -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(plane.place, frontier))
-    return f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>'
-
-
-def _dot(plane: _Plane, outcome: SettingOutcome) -> str:
-    x, y = plane.place(outcome)
+def _dot(left: float, top: float, outcome: SettingOutcome) -> str:
     error = outcome.error.value if outcome.error else 1.0
     names = ", ".join((outcome.setting.name, *outcome.same_as))
-    said = escape(f"{names}: error {error:.3f}, applied ESS {outcome.applied_ess.value:.2f}")
+    title = escape(f"{names}: error {error:.3f}, applied ESS {outcome.applied_ess.value:.2f}")
     colour = _COLOURS[outcome.setting.family]
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"><title>{said}</title></circle>'
-
-
-def _legend(judged: list[SettingOutcome]) -> list[str]:
-    present = dict.fromkeys(outcome.setting.family for outcome in judged)
-    rows = [(_COLOURS[name], "this run" if name == "run" else name) for name in _COLOURS if name in present]
-    x, parts = _WIDTH - _RIGHT + 24, []
-    for row, (colour, name) in enumerate(rows):
-        y = _TOP + 18 * row
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 12}" y="{y + 4}">{escape(name)}</text>')
-    return parts
+    return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4.5" fill="{colour}"><title>{title}</title></circle>'

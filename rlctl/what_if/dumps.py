@@ -30,15 +30,10 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Files of one layout in the order of their steps.
+    """Files of one layout in the order of their steps."""
 
-    Attributes:
-        layout: who wrote them.
-        files: at least one.
-    """
-
-    layout: Layout
-    files: tuple[Path, ...]
+    layout: Layout  # who wrote them
+    files: tuple[Path, ...]  # at least one
 
     def steps(self) -> Iterator[Step]:
         """Read on, holding one step at a time.

@@ -30,24 +30,16 @@ _CENTRING_CAP = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole groups of one step, padded; all on the CPU.
+    """Whole groups of one step, padded; all on the CPU."""
 
-    Attributes:
-        log_probs, rollout_log_probs: (B, T) float32, finite.
-        mask: (B, T) bool, response tokens of sequences with finite log-probs.
-        token_ids: (B, T) int64.
-        advantages: (B,) float64.
-        groups: (B,) int64, number of the group within this chunk.
-        blocks: (B,) int64, the group's block.
-    """
-
+    #: log_probs, rollout_log_probs: (B, T) float32, finite
     log_probs: Tensor
     rollout_log_probs: Tensor
-    mask: Tensor
-    token_ids: Tensor
-    advantages: Tensor
-    groups: Tensor
-    blocks: Tensor
+    mask: Tensor  # (B, T) bool, response tokens of sequences with finite log-probs
+    token_ids: Tensor  # (B, T) int64
+    advantages: Tensor  # (B,) float64
+    groups: Tensor  # (B,) int64, number of the group within this chunk
+    blocks: Tensor  # (B,) int64, the group's block
 
 
 @dataclass
@@ -102,8 +94,7 @@ class ScoreMoments:
         mean = self.centre.reshape(CLASSES, CLASSES) / total[:, None]
 
         def without(cells: Floats, context: Floats) -> Floats:
-            shape = cells.shape
-            rest: Floats = cells - (context[..., :, None] * mean).reshape(shape)
+            rest: Floats = cells - (context[..., :, None] * mean).reshape(cells.shape)
             return rest
 
         noise = self.noise - 2.0 * self.noise_cross @ mean.reshape(-1)
@@ -116,7 +107,7 @@ class Tokens:
 
     Args:
         chunk: the tokens.
-        product: (B,) float64, Π ρ.
+        product: (B,) float64, Π ρ; any number for a sequence without tokens.
     """
 
     def __init__(self, chunk: Chunk, product: Tensor) -> None:

@@ -2,15 +2,15 @@
 
 Target: g = E_train[A·∇log π], which the exact sequence weight W = Π ρ gives without bias (design:
 rollout correction, property 1). A setting with applied weights w estimates it from a mini-batch of G
-prompt groups as ĝ, with expectation m = E_rollout[w·A·∇log π] and noise V per group. A constant factor
-on a gradient is the learning rate's business, so the error of a setting is the smallest over c of
+prompt groups as ĝ, with expectation m = E_rollout[w·A·∇log π] and noise V per group. The learning rate
+absorbs a constant factor on a gradient, so the error of a setting is the smallest over c of
 
     E|c·ĝ − g|² / |g|² = 1 − (m·g)² / (|g|² (|m|² + V/G)) = (bias² + variance) / (1 + bias² + variance),
 
 with bias² = |m|²|g|²/(m·g)² − 1, the squared tangent of the angle between what is expected and what is
 wanted, and variance = V|g|²/(G (m·g)²), noise over useful signal. The error is 0 for the true gradient, 1
-for one that has nothing to do with it, and cannot be lowered by shrinking every weight: c = 1, the plain
-mean-squared error, rewards rejecting everything once V/G exceeds |g|². It is reported beside it.
+for one that is unrelated to it, and cannot be lowered by shrinking every weight: c = 1, the plain
+mean-squared error, rewards rejecting everything once V/G exceeds |g|². Both are reported.
 
 How m, g and V are estimated, and how far that can be trusted, is in `docs/how-to/what-if.md`.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from rlctl.what_if.moments import Floats, ScoreMoments
 
-#: Noise of one group over squared signal, assumed where the replay holds too little to tell.
+#: Noise of one group over squared signal, assumed where the replay holds too little data.
 PRIOR_NOISE = 10.0
 #: Share of an uneven weight's effect that adds up, times the response length: a token's score goes only
 #: with the part of the unevenness that depends on this token.
@@ -37,19 +37,14 @@ LEVEL = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Figures of S settings, each (R, S): the first row of the sample itself, then of its resamples.
+    """Figures of S settings, each (R, S): the first row of the sample itself, then of its resamples."""
 
-    Attributes:
-        error, bias, variance: see above (bias is squared); at most `FAR` where the error is near 1.
-        plain_error: the mean-squared error with c = 1.
-        trust: how much the surrogate's own gradients count, the rest being the prior's, in [0, 1].
-    """
-
+    #: error, bias, variance: see above (bias is squared); at most `FAR` where the error is near 1
     error: Floats
     bias: Floats
     variance: Floats
-    plain_error: Floats
-    trust: float
+    plain_error: Floats  # the mean-squared error with c = 1
+    trust: float  # how much the surrogate's own gradients count, the rest being the prior's, in [0, 1]
 
 
 def draws(num_blocks: int, seed: int = 0) -> Floats:
@@ -114,7 +109,8 @@ class _Surrogate:
 
 def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
     """Products of different blocks' gradients estimate those of their expectations without bias."""
-    gradient, exact, squares = (values[..., used, :] for values in _shaped(moments))
+    gradient, exact, squares = moments.centred()
+    gradient, exact, squares = gradient[:, used], exact[used], squares[used]
     blocks = len(exact)
     others = 1.0 - np.eye(blocks)
     pairs = (count**2 * (1.0 - 1.0 / blocks))[:, None]
@@ -127,29 +123,19 @@ def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats
     along = products(cross) / pairs / mean[:, None]
     norm = products(gradient @ gradient.transpose(0, 2, 1)) / pairs
     squared = products(exact @ exact.T)[:, None] / pairs / mean[:, None] ** 2
-    noise = (drawn @ squares[:, 0])[:, None] / count[:, None]
+    noise = (drawn @ squares)[:, None] / count[:, None]
     return _Surrogate(along, norm, squared, noise)
-
-
-def _shaped(moments: ScoreMoments) -> tuple[Floats, Floats, Floats]:
-    gradient, exact, noise = moments.centred()
-    return gradient, exact, noise[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """Per resample and setting, weighted by e = A²κ² and relative to the exact gradient's energy.
+    """Per resample and setting, weighted by e = A²κ² and relative to the exact gradient's energy."""
 
-    Attributes:
-        kept: mean under π_train of w / W: the share of the gradient that is kept.
-        spread: mean square of (w − kept·W)/((1 + W)/2) under ½ π_train + ½ π_rollout: how unevenly it
-            is kept. Halfway between the policies it is bounded where either has hardly any mass.
-        noise: mean under π_rollout of w².
-    """
-
-    kept: Floats
+    kept: Floats  # mean under π_train of w / W: the share of the gradient that is kept
+    #: mean square of (w − kept·W)/((1 + W)/2) under ½ π_train + ½ π_rollout: how unevenly it is kept. Halfway
+    #: between the policies it is bounded where either has hardly any mass
     spread: Floats
-    noise: Floats
+    noise: Floats  # mean under π_rollout of w²
 
 
 def _prior(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
-from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.correction_records import CorrectionSums
 from rlctl.algos.row_blocks import clamped_exp, evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
-from rlctl.algos.statistics import correction_metrics, normalized
+from rlctl.algos.statistics import normalized
 from rlctl.errors import UsageError
 from rlctl.registry import CORRECTION_WEIGHTS
 from rlctl.what_if.chunks import advantages_of, pad, pooled, whole_groups
 from rlctl.what_if.moments import BLOCKS, Chunk, Floats, ScoreMoments, StepMoments, Tokens
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.step import Step
-from rlctl.what_if.summary import RankedSetting, judge
+from rlctl.what_if.summary import summarized
 from rlctl.what_if.tradeoff import Tradeoff
 
 _NO_WEIGHT = CorrectionRules(WeightRule(None))
@@ -29,17 +29,13 @@ _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
 
 @dataclass(frozen=True, slots=True)
 class WhatIfQuestion:
-    """What the replayed run is known to do.
+    """What the replayed run is known to do."""
 
-    Attributes:
-        estimator: `algorithm.adv_estimator`, which advantages are computed by where the dump has none.
-        groups_per_batch: prompt groups of one optimizer step; None: as many as a dumped step holds.
-        mean_per_sequence: whether the loss averages over each sequence's tokens first.
-    """
-
+    #: `algorithm.adv_estimator`, which advantages are computed by where the dump has none
     estimator: str = "rloo"
+    #: prompt groups of one optimizer step; None: as many as a dumped step holds
     groups_per_batch: int | None = None
-    mean_per_sequence: bool = False
+    mean_per_sequence: bool = False  # whether the loss averages over each sequence's tokens first
 
 
 def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQuestion) -> Tradeoff:
@@ -65,19 +61,9 @@ def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQ
         sums.add(batch)
     if not sums.num_sequences:
         raise UsageError("the dump holds no response with finite log-probs of both policies")
-    judged = RankedSetting(
-        names=[named.get(rule, []) for rule in rules],
-        rules=rules,
-        metrics=[correction_metrics(one, rule) for one, rule in zip(sums.corrections, rules, strict=True)],
-        corrections=sums.corrections,
-        kish=sums.kish,
-        moments=sums.moments,
-        unweighted=rules.index(_NO_WEIGHT),
-        num_steps=sums.num_steps,
-        groups_per_batch=question.groups_per_batch or sums.num_groups / sums.num_steps,
-        notes=tuple(dict.fromkeys(sums.notes)),
-    )
-    return judge(judged)
+    groups = question.groups_per_batch or sums.num_groups / sums.num_steps
+    names = [named.get(rule, []) for rule in rules]
+    return summarized(sums, names, rules.index(_NO_WEIGHT), groups)
 
 
 def _with_advantages(steps: Iterable[Step], question: WhatIfQuestion, sums: _SettingSums) -> Iterator[Step]:
@@ -126,9 +112,11 @@ class _SettingSums:
         """Every rule on some whole groups; their sums."""
         per_token = chunk.advantages[:, None].expand(chunk.mask.shape).float()
         exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
+        if exact.weights is None:
+            raise ValueError("the exact rule has a level")
         clean = _without(chunk, exact.nonfinite)
         self.num_sequences += int(clean.mask.any(-1).sum())
-        tokens = Tokens(clean, _products(exact))
+        tokens = Tokens(clean, exact.weights[:, 0].double())
         tokens.once(self.moments)
         found = []
         for place, rule in enumerate(self.rules):
@@ -138,13 +126,6 @@ class _SettingSums:
             kish[place] += _kish(clean, rule.weight, weights)
             found.append(done.sums.to_host())
         return found
-
-
-def _products(exact: Correction) -> Tensor:
-    """(B,) float64 Π ρ; anything for a sequence without tokens."""
-    if exact.weights is None:
-        raise ValueError("the exact rule has a level")
-    return exact.weights[:, 0].double()
 
 
 def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,33 +30,24 @@ NO_UPPER, NO_LOWER = "1e9", "1e-9"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to correct.
+    """One way to correct."""
 
-    Attributes:
-        name: what tables call it; unique in a grid.
-        family: whose rule it is; `run`: what the replayed run itself was set to.
-        spec: the rule as rlctl writes it.
-    """
-
-    name: str
-    family: Family
-    spec: RolloutCorrectionSpec
+    name: str  # what tables call it; unique in a grid
+    family: Family  # whose rule it is; `run`: what the replayed run itself was set to
+    spec: RolloutCorrectionSpec  # the rule as rlctl writes it
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The setting as `key=value`, for `rlctl train`."""
         values = self.spec.model_dump(mode="json")
-        return tuple(f"{_PREFIX}{key}={_word(values[key])}" for key in _KEYS)
+        words = {key: json.dumps(v) if v is None or isinstance(v, bool) else v for key, v in values.items()}
+        return tuple(f"{_PREFIX}{key}={words[key]}" for key in _KEYS)
 
     @property
     def rules(self) -> CorrectionRules:
         """The rule in the internal form, its metrics by rlctl's own definitions whatever the dialect."""
         rules = correction_rules(self.spec)
         return replace(rules, weight=replace(rules.weight, metrics=None))
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def grid(run: RolloutCorrectionSpec | None = None) -> list[Setting]:
@@ -75,18 +67,10 @@ def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
 
 def _weights(normalize: bool) -> list[Setting]:
     """No weight, the exact one, and every registered weight × bound × typical threshold."""
+    exact = {"rollout_is": "sequence", "rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
     found = [
         Setting("none", "rlctl", _spec(normalize, rollout_is=None)),
-        Setting(
-            "sequence, no bound",
-            "rlctl",
-            _spec(
-                normalize,
-                rollout_is="sequence",
-                rollout_is_bound="truncate",
-                rollout_is_threshold=NO_UPPER,
-            ),
-        ),
+        Setting("sequence, no bound", "rlctl", _spec(normalize, **exact)),
     ]
     for part in CORRECTION_WEIGHTS.parts():
         for bound in ("truncate", "clip", "mask"):
@@ -123,78 +107,55 @@ def _rejections(normalize: bool) -> list[Setting]:
         for name, thresholds in criteria.items():
             for threshold in thresholds:
                 for level in (None, "token", "sequence"):
-                    weight = {
-                        "rollout_is": level,
-                        "rollout_is_threshold": "2.0",
-                        "rollout_is_bound": "truncate",
-                    }
-                    spec = _spec(
-                        normalize,
-                        dialect=dialect,
-                        rollout_rs=name,
-                        rollout_rs_threshold=threshold,
-                        **weight,
-                    )
-                    said = f"{level} truncate 2.0" if level else "none"
+                    fields = {"dialect": dialect, "rollout_rs": name, "rollout_rs_threshold": threshold}
+                    fields |= {"rollout_is_threshold": "2.0", "rollout_is_bound": "truncate"}
+                    weight = f"{level} truncate 2.0" if level else "none"
                     whose = "" if dialect == "rlctl" else " (verl)"
-                    found.append(Setting(f"{said}, reject {name}{whose} {threshold}", "rlctl", spec))
+                    spec = _spec(normalize, rollout_is=level, **fields)
+                    found.append(Setting(f"{weight}, reject {name}{whose} {threshold}", "rlctl", spec))
     return found
 
 
+#: Name; family; weight, its bound (`verl`: in verl's dialect, which has one), its threshold; criterion and
+#: threshold of rejection. Thresholds are defaults or recommended ones; docs/reference/conformance.md.
+_FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
+    ("verl token TIS", "verl", "token", "verl", "", "", ""),
+    ("verl sequence TIS", "verl", "sequence", "verl", "", "", ""),
+    ("verl token IcePop", "verl", "token", "verl", "0.5_5.0", "", ""),
+    ("verl sequence TIS + RS", "verl", "sequence", "verl", "", "seq_sum_k1", "0.5_2.0"),
+    ("verl geometric RS", "verl", None, "verl", "", "seq_mean_k1", "0.999_1.001"),
+    ("verl k3 RS", "verl", None, "verl", "", "seq_mean_k3", "0.01"),
+    ("TRL sequence_mask", "TRL", "sequence", "mask", f"{NO_LOWER}_3.0", "", ""),
+    ("TRL sequence_truncate", "TRL", "sequence", "truncate", "3.0", "", ""),
+    ("TRL token_mask", "TRL", "token", "mask", f"{NO_LOWER}_3.0", "", ""),
+    ("TRL token_truncate", "TRL", "token", "truncate", "3.0", "", ""),
+    ("OpenRLHF tis", "OpenRLHF", "token", "clip", "0.5_5.0", "", ""),
+    ("OpenRLHF icepop", "OpenRLHF", "token", "mask", "0.5_5.0", "", ""),
+    ("OpenRLHF seq-mask-tis", "OpenRLHF", "token", "truncate", NO_UPPER, "geometric", "0.5_5.0"),
+    ("slime TIS", "slime", "token", "truncate", "2.0", "", ""),
+    ("slime IcePop", "slime", "token", "mask", f"{NO_LOWER}_2.0", "", ""),
+    ("SkyRL token TIS", "SkyRL", "token", "truncate", "2.0", "", ""),
+    ("SkyRL sequence TIS", "SkyRL", "sequence", "truncate", "5.0", "", ""),
+    ("SkyRL geometric mask", "SkyRL", None, "", "", "geometric", "0.99_1.01"),
+    ("SkyRL product mask", "SkyRL", None, "", "", "sequence", "0.5_2.0"),
+    ("SkyRL outlier mask", "SkyRL", None, "", "", "token_k1", "1e-4_100"),
+    ("SkyRL token mask", "SkyRL", None, "verl", "", "token_k1", "0.5_2.0"),
+    ("TRL off-policy mask", "TRL", None, "", "", "off_policy", "0.5"),
+    ("slime OPSM", "slime", None, "", "", "off_policy", "1e-4"),
+)
+
+
 def frameworks() -> list[Setting]:
-    """Rules of other frameworks at their default or recommended thresholds; docs/reference/conformance.md."""
-    bounded = {"rollout_is_batch_normalize": False}
-    token: dict[str, Any] = bounded | {"rollout_is": "token"}
-    sequence: dict[str, Any] = bounded | {"rollout_is": "sequence"}
-    no_weight: dict[str, Any] = bounded | {"rollout_is": None}
-    geometric = {"rollout_rs": "geometric"}
-    rows: list[tuple[str, Family, dict[str, Any]]] = [
-        ("verl token TIS", "verl", token | {"dialect": "verl"}),
-        ("verl sequence TIS", "verl", sequence | {"dialect": "verl"}),
-        ("verl token IcePop", "verl", token | {"dialect": "verl", "rollout_is_threshold": "0.5_5.0"}),
-        ("verl sequence TIS + RS", "verl", sequence | _verl_rs("seq_sum_k1", "0.5_2.0")),
-        ("verl geometric RS", "verl", no_weight | _verl_rs("seq_mean_k1", "0.999_1.001")),
-        ("verl k3 RS", "verl", no_weight | _verl_rs("seq_mean_k3", "0.01")),
-        ("TRL sequence_mask", "TRL", sequence | _bound("mask", f"{NO_LOWER}_3.0")),
-        ("TRL sequence_truncate", "TRL", sequence | _bound("truncate", "3.0")),
-        ("TRL token_mask", "TRL", token | _bound("mask", f"{NO_LOWER}_3.0")),
-        ("TRL token_truncate", "TRL", token | _bound("truncate", "3.0")),
-        ("OpenRLHF tis", "OpenRLHF", token | _bound("clip", "0.5_5.0")),
-        ("OpenRLHF icepop", "OpenRLHF", token | _bound("mask", "0.5_5.0")),
-        (
-            "OpenRLHF seq-mask-tis",
-            "OpenRLHF",
-            token | _bound("truncate", NO_UPPER) | geometric | {"rollout_rs_threshold": "0.5_5.0"},
-        ),
-        ("slime TIS", "slime", token | _bound("truncate", "2.0")),
-        ("slime IcePop", "slime", token | _bound("mask", f"{NO_LOWER}_2.0")),
-        ("SkyRL token TIS", "SkyRL", token | _bound("truncate", "2.0")),
-        ("SkyRL sequence TIS", "SkyRL", sequence | _bound("truncate", "5.0")),
-        ("SkyRL geometric mask", "SkyRL", no_weight | geometric | {"rollout_rs_threshold": "0.99_1.01"}),
-        (
-            "SkyRL product mask",
-            "SkyRL",
-            no_weight | {"rollout_rs": "sequence", "rollout_rs_threshold": "0.5_2.0"},
-        ),
-        (
-            "SkyRL outlier mask",
-            "SkyRL",
-            no_weight | {"rollout_rs": "token_k1", "rollout_rs_threshold": "1e-4_100"},
-        ),
-        ("SkyRL token mask", "SkyRL", no_weight | _verl_rs("token_k1", "0.5_2.0")),
-        ("TRL off-policy mask", "TRL", no_weight | _off_policy("0.5")),
-        ("slime OPSM", "slime", no_weight | _off_policy("1e-4")),
-    ]
-    return [Setting(name, family, RolloutCorrectionSpec(**fields)) for name, family, fields in rows]
-
-
-def _bound(bound: str, threshold: str) -> dict[str, str]:
-    return {"rollout_is_bound": bound, "rollout_is_threshold": threshold}
-
-
-def _verl_rs(name: str, threshold: str) -> dict[str, str]:
-    return {"dialect": "verl", "rollout_rs": name, "rollout_rs_threshold": threshold}
-
-
-def _off_policy(threshold: str) -> dict[str, str]:
-    return {"rollout_rs": "off_policy", "rollout_rs_threshold": threshold}
+    """Rules of other frameworks."""
+    found = []
+    for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
+        given = {
+            "dialect": "verl" if bound == "verl" else "",
+            "rollout_is_bound": bound if bound != "verl" else "",
+            "rollout_is_threshold": threshold,
+            "rollout_rs": criterion,
+            "rollout_rs_threshold": rs_threshold,
+        }
+        fields = {key: value for key, value in given.items() if value}
+        found.append(Setting(name, family, _spec(False, rollout_is=level, **fields)))
+    return found

@@ -13,27 +13,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """B responses one training step used; token arrays are flat, row after row, N = Σ lengths.
+    """B responses one training step used; token arrays are flat, row after row, N = Σ lengths."""
 
-    Attributes:
-        number: the step.
-        group_ids: (B,) int64, equal for responses to one prompt.
-        rewards: (B,), NaN where the grader failed.
-        lengths: (B,) int64, response tokens.
-        token_ids: (N,) int64.
-        rollout_log_probs, log_probs: (N,) float32, nats, of the sampling and the trained policy.
-        mask: (N,) bool, False for tokens the policy did not sample (tool output); None: all sampled.
-        advantages: (B,), where the dump has them; None: to be computed from the rewards.
-    """
-
-    number: int
-    group_ids: NDArray[np.int64]
-    rewards: NDArray[np.float64]
-    lengths: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
+    number: int  # the step
+    group_ids: NDArray[np.int64]  # (B,) int64, equal for responses to one prompt
+    rewards: NDArray[np.float64]  # (B,), NaN where the grader failed
+    lengths: NDArray[np.int64]  # (B,) int64, response tokens
+    token_ids: NDArray[np.int64]  # (N,) int64
+    #: rollout_log_probs, log_probs: (N,) float32, nats, of the sampling and the trained policy
     rollout_log_probs: NDArray[np.float32]
     log_probs: NDArray[np.float32]
+    #: (N,) bool, False for tokens the policy did not sample (tool output); None: all sampled
     mask: NDArray[np.bool_] | None = None
+    #: (B,), where the dump has them; None: to be computed from the rewards
     advantages: NDArray[np.float64] | None = None
 
 
@@ -52,7 +44,7 @@ class DumpedRow:
 
 def as_array(values: Any) -> NDArray[Any]:
     """A list, array or tensor of any precision."""
-    if hasattr(values, "detach"):  # NumPy knows no bfloat16
+    if hasattr(values, "detach"):  # NumPy has no bfloat16
         values = values.detach().float() if values.is_floating_point() else values.detach()
     return np.asarray(values)
 

@@ -13,7 +13,7 @@ from rlctl.what_if.settings import Setting
 class IntervalEstimate:
     """A figure and its sampling interval, which holds 90 % of its resamples.
 
-    It says how much the figure depends on which responses were sampled. It does not hold the error of the
+    It shows how much the figure depends on which responses were sampled. It does not hold the error of the
     model behind the figure, and is no 90 % confidence interval of the truth.
     """
 
@@ -24,36 +24,27 @@ class IntervalEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SettingOutcome:
-    """What one setting does to the replayed responses.
+    """What one setting does to the replayed responses."""
 
-    Attributes:
-        setting: what was tried.
-        same_as: other settings that do the same to these responses.
-        raw_ess, applied_ess: effective sample size over number, before and after bound and rejection,
-            in tokens at token level and for settings without a weight, else in sequences.
-        kept_tokens, kept_sequences: share that survives rejection (a sequence: with all of its tokens).
-        max_weight: the largest weight that reaches the loss.
-        at_bound: share of weights the bound changes.
-        saturated: share of sequences whose product of ratios is only the clamp e^±20.
-        error: relative mean-squared error of the gradient at its own best scale, in [0, 1]; None
-            where no advantage differs from zero.
-        bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) of their sum s.
-        plain_error: the same error without rescaling (may exceed 1).
-    """
-
-    setting: Setting
-    same_as: tuple[str, ...]
+    setting: Setting  # what was tried
+    same_as: tuple[str, ...]  # other settings that do the same to these responses
+    #: raw_ess, applied_ess: effective sample size over number, before and after bound and rejection, in
+    #: tokens at token level and for settings without a weight, else in sequences
     raw_ess: IntervalEstimate
     applied_ess: IntervalEstimate
+    #: kept_tokens, kept_sequences: share that survives rejection (a sequence: with all of its tokens)
     kept_tokens: float
     kept_sequences: float
-    max_weight: float
-    at_bound: float
-    saturated: float
+    max_weight: float  # the largest weight that reaches the loss
+    at_bound: float  # share of weights the bound changes
+    saturated: float  # share of sequences whose product of ratios is only the clamp e^±20
+    #: relative mean-squared error of the gradient at its own best scale, in [0, 1]; None where no advantage
+    #: differs from zero
     error: IntervalEstimate | None
+    #: bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) of their sum s
     bias: IntervalEstimate | None
     variance: IntervalEstimate | None
-    plain_error: float | None
+    plain_error: float | None  # the same error without rescaling (may exceed 1)
 
     def figures(self) -> tuple[str, ...]:
         """Every figure to six digits; equal for settings that do the same to these responses."""
@@ -65,46 +56,32 @@ class SettingOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The setting whose sampling interval of the error ends lowest, or the run's own.
+    """The setting whose sampling interval of the error ends lowest, or the run's own."""
 
-    Attributes:
-        name: of the setting.
-        overrides: the setting as `key=value` for `rlctl train`; empty where the run should stay as it is.
-        why: the criterion and its figures in one sentence.
-        decisive: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %;
-            None where the run's own setting is unknown.
-    """
-
-    name: str
+    name: str  # of the setting
+    #: the setting as `key=value` for `rlctl train`; empty where the run should stay as it is
     overrides: tuple[str, ...]
-    why: str
+    why: str  # the criterion and its figures in one sentence
+    #: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %; None where
+    #: the run's own setting is unknown
     decisive: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Tradeoff:
-    """A whole replay.
+    """A whole replay."""
 
-    Attributes:
-        outcomes: one per different rule, smallest error first.
-        recommended: None where nothing can be recommended, see `notes`.
-        plainest: the setting with the smallest `plain_error`.
-        num_steps, num_groups, num_sequences, num_tokens: what was replayed.
-        groups_per_batch: prompt groups of the mini-batch that errors are stated for.
-        trust: weight of the data in bias and signal, the rest being the prior's.
-        notes: what had to be assumed or left out.
-    """
-
-    outcomes: tuple[SettingOutcome, ...]
-    recommended: Recommendation | None
-    plainest: str | None
+    outcomes: tuple[SettingOutcome, ...]  # one per different rule, smallest error first
+    recommended: Recommendation | None  # None where nothing can be recommended, see `notes`
+    plainest: str | None  # the setting with the smallest `plain_error`
+    #: num_steps, num_groups, num_sequences, num_tokens: what was replayed
     num_steps: int
     num_groups: int
     num_sequences: int
     num_tokens: int
-    groups_per_batch: float
-    trust: float
-    notes: tuple[str, ...]
+    groups_per_batch: float  # prompt groups of the mini-batch that errors are stated for
+    trust: float  # weight of the data in bias and signal, the rest being the prior's
+    notes: tuple[str, ...]  # what had to be assumed or left out
 
     def outcome(self, name: str) -> SettingOutcome:
         """By any of its names.
@@ -130,35 +107,19 @@ class Tradeoff:
             fields = asdict(outcome)
             del fields["setting"]
             rows.append(row | fields)
-        rest = {name: getattr(self, name) for name in _SCALARS}
+        counts = ("num_steps", "num_groups", "num_sequences", "num_tokens", "groups_per_batch", "trust")
+        rest = {name: getattr(self, name) for name in ("plainest", *counts)}
         chosen = asdict(self.recommended) if self.recommended else None
         return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
 
     def frontier(self) -> tuple[SettingOutcome, ...]:
         """Settings no other one beats in both bias and variance, by variance."""
-        judged = [outcome for outcome in self.outcomes if outcome.bias and outcome.variance]
-        judged.sort(key=_point)
+        points = [
+            (one.variance.value, one.bias.value, one) for one in self.outcomes if one.bias and one.variance
+        ]
         best, found = math.inf, []
-        for outcome in judged:
-            if (bias := _point(outcome)[1]) < best:
+        for _, bias, outcome in sorted(points, key=lambda point: point[:2]):
+            if bias < best:
                 best = bias
                 found.append(outcome)
         return tuple(found)
-
-
-_SCALARS = (
-    "plainest",
-    "num_steps",
-    "num_groups",
-    "num_sequences",
-    "num_tokens",
-    "groups_per_batch",
-    "trust",
-)
-
-
-def _point(outcome: SettingOutcome) -> tuple[float, float]:
-    """(variance, bias)."""
-    if outcome.variance is None or outcome.bias is None:
-        return math.inf, math.inf
-    return outcome.variance.value, outcome.bias.value

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 #: Rows of the terminal's table besides the run's own setting.
 _SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A figure of every setting: its name, in at most two lines, and what it means."""
 
     name: str
@@ -86,42 +83,25 @@ def is_recommended(tradeoff: Tradeoff, outcome: SettingOutcome) -> bool:
 
 
 def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
-    """The recommendation, the best settings beside the run's own, and what was assumed."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """The recommendation, the best settings and the run's own, and what was assumed."""
     head = Table.grid(padding=(0, 2))
-    for word, said in advice(tradeoff):
-        head.add_row(word, Text(said, style="bold green" if word == "try" else ""))
+    for label, text in advice(tradeoff):
+        head.add_row(label, Text(text, style="bold green" if label == "try" else ""))
     for note in tradeoff.notes:
         head.add_row("note", Text(note, style="dim"))
     console.print(Text(f"What if — {title}", style="bold"))
     console.print(Text(about(tradeoff)))
     console.print(head)
-    console.print(_table(tradeoff, _shown(tradeoff)))
-
-
-def _shown(tradeoff: Tradeoff) -> list[SettingOutcome]:
-    return [
-        outcome
-        for place, outcome in enumerate(tradeoff.outcomes)
-        if place < _SHOWN or outcome.setting.family == "run"
-    ]
-
-
-def _table(tradeoff: Tradeoff, shown: Sequence[SettingOutcome]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=True)
     table.add_column("setting", overflow="fold", ratio=1, min_width=20)
     for column in COLUMNS:
         table.add_column(column.name, justify="right", no_wrap=True)
-    for outcome in shown:
+    for place, outcome in enumerate(tradeoff.outcomes):
         best, own = is_recommended(tradeoff, outcome), outcome.setting.family == "run"
-        style = "bold green" if best else "bold" if own else ""
-        table.add_row(*(Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))))
-    return table
+        if place < _SHOWN or own:
+            style = "bold green" if best else "bold" if own else ""
+            table.add_row(*(Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))))
+    console.print(table)
 
 
 def _short(value: float) -> str:

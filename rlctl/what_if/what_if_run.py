@@ -18,8 +18,8 @@ def what_if(path: Path) -> Tradeoff:
     """Replay the rollouts a run dumped under every setting of the grid.
 
     Args:
-        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` beside them
-            says what the run itself was set to, how it computes advantages and how large a step is.
+        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` next to them
+            states the run's own setting, its advantage estimator and the size of a step.
 
     Raises:
         UsageError: there are no dumped rollouts, or they cannot be read or hold nothing finite.
@@ -56,7 +56,7 @@ def _estimator(spec: RunSpec) -> str:
 
 
 def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
-    """The run's spec where `rlctl train` puts it; a broken one is noted, not fatal."""
+    """The run's spec where `rlctl train` puts it; a broken one gives a note, and no error."""
     for directory in (dump.files[0].parent, dump.files[0].parent.parent):
         path = directory / SPEC_FILE
         if path.is_file():

@@ -13,7 +13,7 @@ from rlctl.diagnose.charts import thinned
 from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import Line, run_name, run_report, visible
 from rlctl.diagnose.rules import Diagnosis
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import Series
 from rlctl.diagnose.thresholds import RAW_ESS
 from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import render
@@ -33,7 +33,7 @@ _ALWAYS = (
     "actor/entropy",
     "response_length/mean",
 )
-#: Plots at first, where none of these was logged and no finding says which.
+#: Number of plots shown at first, where none of these was logged and no finding names a metric.
 _FIRST_PLOTS = 6
 
 
@@ -52,7 +52,9 @@ def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | N
 
 def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> dict[str, Any]:
     """What `render` needs for `TEMPLATE`, and for a template that extends it; see `diagnosis_page`."""
-    keys = _keys(diagnoses)
+    order = {key: place for place, key in enumerate(METRICS)}
+    found = {key for diagnosis in diagnoses for key in diagnosis.run.table.columns}
+    keys = sorted(found, key=lambda key: (order.get(key, len(order)), key))
     places = {key: place for place, key in enumerate(keys)}
     return {
         "title": " · ".join(run_name(diagnosis.run) for diagnosis in diagnoses),
@@ -63,13 +65,6 @@ def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None
         "scripts": [_plotly(), _source("report.js")],
         "free_styles": True,
     }
-
-
-def _keys(diagnoses: Iterable[Diagnosis]) -> list[str]:
-    """Every metric there is to plot, in the order of the list of metrics."""
-    order = {key: place for place, key in enumerate(METRICS)}
-    found = {key for diagnosis in diagnoses for key in diagnosis.run.table.columns}
-    return sorted(found, key=lambda key: (order.get(key, len(order)), key))
 
 
 def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunComparison | None) -> Any:
@@ -83,7 +78,7 @@ def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunCo
         "runs": [
             {
                 "name": run_name(diagnosis.run),
-                "series": [_points(diagnosis.run, key) for key in keys],
+                "series": [_points(thinned(diagnosis.run.table.series(key))) for key in keys],
                 "bands": [_bands(diagnosis, key) for key in keys],
             }
             for diagnosis in diagnoses
@@ -104,23 +99,17 @@ def _metric(key: str, diagnoses: Iterable[Diagnosis], *, is_shown: bool) -> dict
     return {"key": key, "name": visible(key), "unit": unit, "definition": definition, "shown": is_shown}
 
 
-def _points(run: RunLog, key: str) -> list[list[float]]:
-    series = thinned(run.table.series(key))
+def _points(series: Series) -> list[list[float]]:
     return [series.steps.tolist(), [float(f"{value:.6g}") for value in series.values.tolist()]]
 
 
 def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
     """Steps that a finding is about; a remark shades nothing."""
     return [
-        {
-            "rule": finding.rule,
-            "severity": finding.severity,
-            "first": evidence.first_step,
-            "last": evidence.last_step,
-        }
-        for finding in diagnosis.findings
-        for evidence in finding.evidence
-        if evidence.metric == key and evidence.first_step is not None and finding.severity != "info"
+        {"rule": one.rule, "severity": one.severity, "first": seen.first_step, "last": seen.last_step}
+        for one in diagnosis.findings
+        for seen in one.evidence
+        if seen.metric == key and seen.first_step is not None and one.severity != "info"
     ]
 
 

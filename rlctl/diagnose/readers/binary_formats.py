@@ -40,12 +40,12 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
     if step_key is None:
         return False
     reading.collector.names.update(names)
+    is_numeric = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
+    kinds = {name: file.schema_arrow.field(name).type for name in names if name not in STEP_KEYS}
     wanted = [
         name
-        for name in names
-        if name not in STEP_KEYS
-        and reading.collector.keeps(name)
-        and _is_numeric(pa, file.schema_arrow.field(name).type)
+        for name, kind in kinds.items()
+        if reading.collector.keeps(name) and any(check(kind) for check in is_numeric)
     ]
     for batch in file.iter_batches(columns=[step_key, *wanted]):
         steps = batch.column(step_key).to_numpy(zero_copy_only=False)
@@ -55,10 +55,6 @@ def read_parquet(path: Path, reading: LogReading) -> bool:
         if reading.is_full:
             break
     return True
-
-
-def _is_numeric(pa: Any, kind: Any) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
 
 
 def _logged(column: Any, rows: np.ndarray[Any, Any]) -> Any:

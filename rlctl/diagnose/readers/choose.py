@@ -24,36 +24,25 @@ _MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One log.
+    """One log."""
 
-    Attributes:
-        files: its files: several for TensorBoard, one otherwise.
-        shown: the path that stands for it.
-    """
-
-    files: tuple[Path, ...]
-    shown: Path
+    files: tuple[Path, ...]  # its files: several for TensorBoard, one otherwise
+    shown: Path  # the path that stands for it
 
 
 class LogContent(NamedTuple):
-    """How much a log contains, by its first rows; compared from left to right.
+    """How much a log contains, by its first rows; compared from left to right."""
 
-    Attributes:
-        metrics: canonical metrics in it.
-        rows: of those looked at.
-        last_step: the newest seen.
-    """
-
-    metrics: int
-    rows: int
-    last_step: int
+    metrics: int  # canonical metrics in it
+    rows: int  # read of it
+    last_step: int  # the newest seen
 
 
 def choose(directory: Path, content: Callable[[Candidate], LogContent]) -> tuple[Candidate, list[str]]:
     """The log with the most content, and a note which it is.
 
     Args:
-        directory: looked through to a depth of five.
+        directory: searched to a depth of five.
         content: of a log; of equal ones the newest is taken.
 
     Raises:
@@ -63,14 +52,11 @@ def choose(directory: Path, content: Callable[[Candidate], LogContent]) -> tuple
     if log.is_file() and (directory / RUN_SPEC_FILE).is_file():
         return Candidate((log,), log), []
     candidates = sorted(_candidates(directory), key=lambda one: len(one.shown.parts))
-    looked_at = [(content(one), _age(one), one) for one in candidates[:_MOST]]
-    known = [found for found in looked_at if found[0].metrics]
+    examined = [(content(one), _age(one), one) for one in candidates[:_MOST]]
+    known = [found for found in examined if found[0].metrics]
     if not known:
-        raise UsageError(
-            f"no log in this directory: it holds no {LOG_FILE} and no other known log",
-            where=str(directory),
-            fix="name a run directory, or a log",
-        )
+        what = f"no log in this directory: it holds no {LOG_FILE} and no other known log"
+        raise UsageError(what, where=str(directory), fix="name a run directory, or a log")
     best = max(known, key=lambda found: found[:2])[2]
     if len(known) == 1:
         return best, [f"read: {best.shown}"]
@@ -81,18 +67,14 @@ def _candidates(directory: Path) -> Iterator[Candidate]:
     depth = len(directory.parts)
     for root, folders, names in os.walk(directory):
         here = Path(root)
-        folders[:] = (
-            sorted(f for f in folders if not f.startswith(".")) if len(here.parts) - depth < _DEEPEST else []
-        )
+        is_deepest = len(here.parts) - depth >= _DEEPEST
+        folders[:] = [] if is_deepest else sorted(f for f in folders if not f.startswith("."))
         events = tuple(here / name for name in sorted(names) if _EVENTS in name)
         if events:
             yield Candidate(events, here if len(events) > 1 else events[0])
         for name in sorted(names):
-            if (
-                _EVENTS not in name
-                and Path(name).suffix in _SUFFIXES
-                and name != LOG_FILE.replace(".", ".discarded.")
-            ):
+            is_log = Path(name).suffix in _SUFFIXES and name != LOG_FILE.replace(".", ".discarded.")
+            if is_log and _EVENTS not in name:
                 yield Candidate((here / name,), here / name)
 
 

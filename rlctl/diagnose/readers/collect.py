@@ -69,23 +69,17 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One log by the names it used.
+    """One log by the names it used."""
 
-    Attributes:
-        steps: (N,) every step of the log, ascending.
-        columns: name → (N,) values of the last pass, NaN where it was not logged as a finite number.
-        nonfinite: name → steps at which NaN, an infinity, or a number beyond 1e100 was logged.
-        names: every name seen, those not kept included.
-        updates_per_rollout: how many times faster the updates are counted than the rollouts, where both are.
-        notes: what had to be tolerated.
-    """
-
-    steps: NDArray[np.int64]
+    steps: NDArray[np.int64]  # (N,) every step of the log, ascending
+    #: name → (N,) values of the last pass, NaN where it was not logged as a finite number
     columns: dict[str, NDArray[np.float64]]
+    #: name → steps at which NaN, an infinity, or a number beyond 1e100 was logged
     nonfinite: Mapping[str, NDArray[np.int64]]
-    names: frozenset[str]
+    names: frozenset[str]  # every name seen, those not kept included
+    #: how many times faster the updates are counted than the rollouts, where both are
     updates_per_rollout: int | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what had to be tolerated
 
 
 class Collector:
@@ -215,9 +209,8 @@ class Collector:
         self.names.update(row)
         metrics = [key for key in row if key not in STEP_KEYS]
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
-        kept = tuple(
-            (name, clock.columns.setdefault(name, _Column())) for name in metrics if self.keeps(name)
-        )
+        names = filter(self.keeps, metrics)
+        kept = tuple((name, clock.columns.setdefault(name, _Column())) for name in names)
         layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept)
         return self._layouts.setdefault(tuple(row), layout)
 
@@ -254,12 +247,10 @@ def _family(clock: str) -> str:
 
 def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
     """From clocks `train/…` and `rollout/…`, which count from 0."""
-    last = {
-        family: max(
-            (max(c.steps) for name, c in clocks.items() if _family(name) == family and c.steps), default=-1
-        )
-        for family in ("train", "rollout")
-    }
+    last = {"train": -1, "rollout": -1}
+    for name, clock in clocks.items():
+        if (family := _family(name)) in last:
+            last[family] = max(last[family], max(clock.steps, default=-1))
     if min(last.values()) < 0:
         return None
     return max(1, round((last["train"] + 1) / (last["rollout"] + 1)))
@@ -276,9 +267,8 @@ def _goes_back_by_restarts_only(clock: _Clock, name_sets: Sequence[frozenset[str
     logged: dict[int, set[int]] = {}
     before = clock.steps[0]
     for step, layout in zip(clock.steps, clock.layouts, strict=True):
-        if step < before and all(
-            name_sets[layout].isdisjoint(name_sets[one]) for one in logged.get(step, ())
-        ):
+        known = logged.get(step, ())
+        if step < before and all(name_sets[layout].isdisjoint(name_sets[one]) for one in known):
             return False
         logged.setdefault(step, set()).add(layout)
         before = step
@@ -307,29 +297,18 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 @dataclass(slots=True)
 class LogReading:
-    """A log while it is read; every reader fills it.
+    """A log while it is read; every reader fills it."""
 
-    Attributes:
-        collector: takes the rows.
-        limit: rows after which a reader may stop, for a first look; None reads everything.
-        hint: the framework, where the format shows it.
-        config: the run's configuration, where the log has one.
-        stated: single settings that the log states.
-        exception: what the log ends with, if that is one.
-        notes: what had to be tolerated.
-        watch: called with how far a file was read, where that is known.
-    """
-
-    collector: Collector
-    limit: int | None = None
-    hint: Framework | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    stated: dict[str, Any] = field(default_factory=dict)
-    exception: LoggedException | None = None
-    notes: list[str] = field(default_factory=list)
-    watch: Watch | None = None
+    collector: Collector  # takes the rows
+    limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
+    hint: Framework | None = None  # the framework, where the format shows it
+    config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
+    stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
+    exception: LoggedException | None = None  # what the log ends with, if that is one
+    notes: list[str] = field(default_factory=list)  # what had to be tolerated
+    watch: Watch | None = None  # called with how far a file was read, where that is known
 
     @property
     def is_full(self) -> bool:
-        """Whether a first look has seen enough rows."""
+        """Whether a preview has read enough rows."""
         return self.limit is not None and self.collector.num_rows >= self.limit

@@ -93,14 +93,14 @@ def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str
 
 def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
     """Every key on which a fact of the framework depends."""
-    asked: set[str] = set()
+    keys: set[str] = set()
 
-    class Asked(Config):
+    class Recorder(Config):
         def get(self, key: str) -> Any:
-            asked.add(key)
+            keys.add(key)
 
-    _facts(framework, table, Asked({}, is_complete=False))
-    return frozenset(asked)
+    _facts(framework, table, Recorder({}, is_complete=False))
+    return frozenset(keys)
 
 
 def _stated(config: Config, fact: str, keys: str | list[str]) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlctl.diagnose.readers.collect import LogReading
 from rlctl.diagnose.readers.last_exception import LastException
 from rlctl.diagnose.readers.printed_blocks import BARS, BULLETS, Braces, Listing, PrintedTable
-from rlctl.diagnose.readers.printed_config import PrintedConfig
+from rlctl.diagnose.readers.printed_config import keep_settings
 from rlctl.diagnose.readers.printed_rows import PrintedRows, Row
 from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
 from rlctl.diagnose.table import Framework
@@ -67,12 +67,10 @@ def _continues_verl(before: str, text: str) -> bool:
 
 
 def _piped_cells(text: str) -> Row:
-    cells = filter(
-        None, (_CELL.fullmatch(cell.strip()) or _CELL.match(cell.strip()) for cell in text.split("|"))
-    )
     row: Row = {}
-    for cell in cells:
-        row.setdefault(cell["name"].strip(), printed_number(cell["number"] + cell["percent"]))
+    for cell in map(str.strip, text.split("|")):
+        if match := _CELL.fullmatch(cell) or _CELL.match(cell):
+            row.setdefault(match["name"].strip(), printed_number(match["number"] + match["percent"]))
     return row
 
 
@@ -89,21 +87,13 @@ def _listed_cells(text: str) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One form of a line that is a row.
+    """One form of a line that is a row."""
 
-    Attributes:
-        kind: the framework that prints it; None for a form that any script may print.
-        mark: a text that every such line contains.
-        pattern: groups `step`, `body`, and `clock` where the framework has several.
-        cells: the body's numbers by name.
-        least: wanted names that a row must have.
-    """
-
-    kind: Framework | None
-    mark: str
-    pattern: re.Pattern[str]
-    cells: Callable[[str], Row]
-    least: int = 0
+    kind: Framework | None  # the framework that prints it; None for a form that any script may print
+    mark: str  # a text that every such line contains
+    pattern: re.Pattern[str]  # groups `step`, `body`, and `clock` where the framework has several
+    cells: Callable[[str], Row]  # the body's numbers by name
+    least: int = 0  # wanted names that a row must have
 
 
 _FORMS = (
@@ -148,15 +138,11 @@ _CLOCKS = {"step": "train/step", "eval": "eval/step"}
 
 
 class Console:
-    """Turns printed lines into rows.
-
-    Rows go to the reading when all lines are read; the last exception and stated settings, too.
-    """
+    """Turns printed lines into rows; `finish` adds these to the reading."""
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
         self._rows = PrintedRows(reading)
-        self._config = PrintedConfig(reading)
         self._exception = LastException()
         self._line = 0
         # A row that the next line may continue, and where its form was found in it.
@@ -169,12 +155,12 @@ class Console:
 
     @property
     def is_full(self) -> bool:
-        """Whether a first look has seen enough rows."""
+        """Whether a preview has read enough rows."""
         return self._reading.limit is not None and self._rows.num_rows >= self._reading.limit
 
-    def add(self, row: Row) -> bool:
-        """Take a row that a JSON line holds and that has no step."""
-        return self._dictionary(row)
+    def add(self, row: Row, step: int | None = None) -> bool:
+        """Take a row of a printed dictionary, or of a JSON line without a step."""
+        return self._rows.add_dictionary(row, step)
 
     def read(self, line: bytes, number: int = 0) -> bool:
         """Take one line; False if there was no row in it."""
@@ -196,7 +182,7 @@ class Console:
         self._end_wrapped()
         self._end_listing()
         for braces in self._braces.values():
-            self._dictionary(braces.cut_off(), braces.step)
+            self.add(braces.cut_off(), braces.step)
         self._rows.finish()
         self._reading.exception = self._exception.at_end(self._line)
 
@@ -270,9 +256,8 @@ class Console:
         if "%|" in text and self._bar(text):
             return True
         step, self._next_step = self._next_step, None
-        if ("{" in text or text.lstrip()[:1] in "'\"") and (
-            found := self._dictionaries(prefix, text, step)
-        ) is not None:
+        may_be_dictionary = "{" in text or text.lstrip()[:1] in "'\""
+        if may_be_dictionary and (found := self._dictionaries(prefix, text, step)) is not None:
             return found
         if len(text) > _LONGEST:
             return self._end_listing()
@@ -283,28 +268,28 @@ class Console:
         if entry := self._listing.take(text):
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
-                self._config.take(text)
+                keep_settings(text, self._reading.stated)
             return has_metric
-        found = self._end_listing()
+        has_ended = self._end_listing()
         if not _FENCE.match(text):
             self._remark(text)
-        return found
+        return has_ended
 
     def _bar(self, text: str) -> bool:
-        """Note where a progress bar stands; figures beside a full one are a row."""
+        """Record the position of a progress bar; figures next to a full one are a row."""
         is_full = self._rows.progress(text)
         row = _listed_cells(text.rpartition("[")[2]) if is_full and "=" in text else {}
         return sum(map(self._rows.wants, row)) > 1 and self._rows.add("progress bar", row)
 
     def _remark(self, text: str) -> None:
-        """Take from a line without a row what it says about rows, settings or the end of the run."""
+        """Take a heading, settings or an exception from a line without a row."""
         if "te" in text:
             for mark, kind, style, pattern in _HEADINGS:
                 if mark in text and (match := pattern.search(text)):
                     self._heading = kind, style, int(match[1])
             if text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
                 self._next_step = int(match[1])
-        self._config.take(text)
+        keep_settings(text, self._reading.stated)
         self._exception.take(text, self._line, self._rows)
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
@@ -312,18 +297,15 @@ class Console:
         found, place = [], text.find("{")
         while place >= 0:
             if match := _DICTIONARY.match(text, place):
-                found.append(self._dictionary(pairs(match.group()), step))
+                found.append(self.add(pairs(match.group()), step))
                 place = match.end()
             elif len(self._braces) < _MOST_PROCESSES and (braces := Braces.begin(text[place:], step)):
                 self._braces[prefix] = braces
                 return any(found)
             place = text.find("{", place + 1)
         if not found and "{" not in text and len(_BARE_PAIRS.findall(text)) >= _FEWEST_PAIRS:
-            found = [self._dictionary(pairs(text), step)]
+            found = [self.add(pairs(text), step)]
         return any(found) if found else None
-
-    def _dictionary(self, row: Row, step: int | None = None) -> bool:
-        return self._rows.add_dictionary(row, step)
 
     def _take_braces(self, prefix: str, text: str) -> bool:
         """Continue a dictionary of many lines."""
@@ -333,9 +315,9 @@ class Console:
             return False
         del self._braces[prefix]
         if state == "not its own":
-            found = self._dictionary(braces.cut_off(), braces.step)
+            found = self.add(braces.cut_off(), braces.step)
             return (self._form(text) or self._other(prefix, text)) or found
-        if self._dictionary(pairs(braces.text), braces.step):
+        if self.add(pairs(braces.text), braces.step):
             return True
         self._reading.config |= braces.value()
         return False

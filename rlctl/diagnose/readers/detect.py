@@ -75,7 +75,7 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     if spec is not None and framework.uses_rlctl_names:
         framework = RLCTL
     known = facts_of(spec) if spec else None
-    unread = _unread(collected, framework)
+    unread = tuple(sorted(name for name in collected.names if _is_unread(name, framework)))
     if candidate.shown == STDIN and unread:
         notes.append(f"names that stand for no known metric: {_some(unread)}")
     table, origins, facts, fact_origins = canonical_table(collected, framework, metrics, reading, known)
@@ -93,15 +93,9 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     )
 
 
-def _unread(collected: Collected, framework: FrameworkNames) -> tuple[str, ...]:
-    """Names in the log that stand for no known metric."""
-    other = (name for name in collected.names if not framework.translate(name) and not _is_usage(name))
-    return tuple(sorted(other))
-
-
-def _is_usage(name: str) -> bool:
-    """Whether it counts steps or samples, or measures time, speed or memory."""
-    return is_step_or_time(name) or _USAGE.search(name) is not None
+def _is_unread(name: str, framework: FrameworkNames) -> bool:
+    """Whether a name stands for no known metric, and not for a step, time, speed or memory."""
+    return not (framework.translate(name) or is_step_or_time(name) or _USAGE.search(name))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -30,20 +30,14 @@ _MARK_WEIGHT = 20
 
 @dataclass(frozen=True, slots=True)
 class NamedMetric:
-    """What a name in a log stands for.
+    """What a name in a log stands for."""
 
-    Attributes:
-        key: the canonical metric; in patterns `\\1` is the first group.
-        meaning: where the figure differs from rlctl's definition, one clause.
-        scale: factor on the values.
-        aggregate: `sum`: the canonical metric is the sum of all names with this key; else the first logged.
-        per: `update`: the figure is a sum over the batch's updates, and is divided by their number if known.
-    """
-
-    key: str
-    meaning: str = ""
-    scale: float = 1.0
+    key: str  # the canonical metric; in patterns `\\1` is the first group
+    meaning: str = ""  # where the figure differs from rlctl's definition, one clause
+    scale: float = 1.0  # factor on the values
+    #: `sum`: the canonical metric is the sum of all names with this key; else the first logged
     aggregate: str = ""
+    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if known
     per: str = ""
 
 
@@ -121,12 +115,10 @@ def _named(value: Any) -> NamedMetric:
 
 #: Of equally good ones the first is taken.
 FRAMEWORKS: tuple[FrameworkNames, ...] = tuple(
-    map(
-        _load,
-        (
-            *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
-            *("ms_swift", "llama_factory", "skyrl", "areal"),
-        ),
+    _load(name)
+    for name in (
+        *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
+        *("ms_swift", "llama_factory", "skyrl", "areal"),
     )
 )
 RLCTL = FRAMEWORKS[1]
@@ -138,8 +130,8 @@ class MetricFilter:
 
     def __init__(self, keys: Collection[str]) -> None:
         self._exact = frozenset(key for key in keys if "<" not in key)
-        literal = ("".join(_literal(key)) for key in keys if "<" in key)
-        self._patterns = tuple(re.compile(pattern) for pattern in literal)
+        parts = (re.split(r"<\w+>", key) for key in keys if "<" in key)
+        self._patterns = tuple(re.compile(".+".join(map(re.escape, literals))) for literals in parts)
         self._names: dict[str, bool] = {}
 
     def __contains__(self, key: str) -> bool:
@@ -164,10 +156,6 @@ def setting_names() -> frozenset[str]:
     """Every key of a configuration on which a fact of some framework depends."""
     each = (setting_keys(one.framework, one.config) for one in FRAMEWORKS)
     return frozenset().union(*each)
-
-
-def _literal(key: str) -> list[str]:
-    return [".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", key)]
 
 
 def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
@@ -233,7 +221,10 @@ def canonical_table(
             continue
         column *= named.scale / ((facts.updates_per_batch or 1) if named.per == "update" else 1)
         earlier = columns.get(named.key)
-        columns[named.key] = column if earlier is None else _sum(earlier, column)
+        if earlier is not None:  # the sum where either was logged
+            neither = np.isnan(earlier) & np.isnan(column)
+            column = np.where(neither, np.nan, np.nan_to_num(earlier) + np.nan_to_num(column))
+        columns[named.key] = column
         if len(bad):
             nonfinite[named.key] = bad
         origins.setdefault(named.key, MetricOrigin(name, named.meaning))
@@ -256,8 +247,3 @@ def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[s
     places = {name: place for place, name in enumerate(framework.names)}
     known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]
     return sorted(known, key=lambda one: places.get(one[0].removeprefix(framework.prefix), len(places)))
-
-
-def _sum(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """a + b where either was logged."""
-    return np.where(np.isnan(a) & np.isnan(b), np.nan, np.nan_to_num(a) + np.nan_to_num(b))

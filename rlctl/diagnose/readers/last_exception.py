@@ -53,7 +53,7 @@ class LastException:
         return found if found and last_line - found.line <= _LINES_AFTER else None
 
     def take(self, text: str, line: int, rows: PrintedRows) -> None:
-        """Look at one line that is no row."""
+        """Take one line that is no row."""
         if _TRACEBACK in text:
             self._in_traceback, self._frame = True, ""
         elif 'File "' in text and (frame := _FRAME.search(text)):

@@ -121,12 +121,12 @@ class PrintedTable:
             cells = cells[1:]
         if len(cells) != len(self._names):
             return None
-        row = {
-            name: None if cell in _NOT_LOGGED else printed_number(cell)
+        row: Row = {
+            name: number
             for name, cell in zip(self._names, cells, strict=True)
+            if cell not in _NOT_LOGGED and (number := printed_number(cell)) is not None
         }
-        numbers = [value for value in row.values() if value is not None]
-        return [{name: value for name, value in row.items() if value is not None}] if numbers else None
+        return [row] if row else None
 
 
 def _has_bars(text: str) -> bool:
@@ -134,12 +134,10 @@ def _has_bars(text: str) -> bool:
 
 
 def _cells(text: str, delimiter: str | None) -> list[str]:
+    if delimiter is None and "  " not in text.strip():
+        return text.split()
     if delimiter is None:
-        return (
-            [column_name(cell) for cell in re.split(r"\s{2,}", text.strip())]
-            if "  " in text.strip()
-            else text.split()
-        )
+        return [column_name(cell) for cell in re.split(r"\s{2,}", text.strip())]
     if delimiter == "|":
         text = text.translate(_TO_BARS).strip().removeprefix("|").removesuffix("|")
     return [column_name(cell) for cell in text.split(delimiter)]
@@ -189,7 +187,8 @@ class Listing:
         if _has_bars(text):
             cells = _cells(text, "|")
             values = [printed_number(cell) for cell in cells[1::2]]
-            if len(cells) == 2 * len(values) and None not in values and not any(map(_is_number, cells[::2])):
+            has_numbers = any(printed_number(name) is not None for name in cells[::2])
+            if len(cells) == 2 * len(values) and None not in values and not has_numbers:
                 found = dict(zip(cells[::2], values, strict=True))
         elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _entry(text)):
             found = {self._section + entry[0]: entry[1]}
@@ -221,7 +220,3 @@ def _entry(text: str) -> tuple[str, float] | None:
 
 def _style(text: str) -> str:
     return BARS if _has_bars(text) or _is_border(text) else BULLETS if text.lstrip()[:1] == "•" else PLAIN
-
-
-def _is_number(cell: str) -> bool:
-    return printed_number(cell) is not None

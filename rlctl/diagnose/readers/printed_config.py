@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlctl.diagnose.readers.collect import LogReading
 from rlctl.diagnose.readers.framework_names import setting_names
 
 _FLAG = re.compile(
@@ -18,27 +17,17 @@ _LINE = re.compile(
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-class PrintedConfig:
-    """Collects settings that some framework's facts depend on; of two values the first counts."""
-
-    def __init__(self, reading: LogReading) -> None:
-        self._reading = reading
-
-    def take(self, text: str) -> None:
-        """Look at one line that is no row."""
-        if "--" in text:
-            self._keep(_FLAG, text)
-        if "=" in text:
-            self._keep(_OVERRIDE, text)
-        if ":" in text or "=" in text or "..." in text:
-            self._keep(_LINE, text)
-
-    def _keep(self, pattern: re.Pattern[str], text: str) -> None:
-        for match in pattern.finditer(text) if pattern is not _LINE else filter(None, [pattern.match(text)]):
-            key = match["key"].replace("-", "_") if pattern is _FLAG else match["key"]
-            if key in setting_names():
-                value = match["value"]
-                self._reading.stated.setdefault(key, True if value is None else _value(value))
+def keep_settings(text: str, stated: dict[str, Any]) -> None:
+    """Add a line's settings that some framework's facts depend on to `stated`; the first value counts."""
+    found: list[re.Match[str] | None] = list(_FLAG.finditer(text)) if "--" in text else []
+    if "=" in text:
+        found += _OVERRIDE.finditer(text)
+    if ":" in text or "=" in text or "..." in text:
+        found.append(_LINE.match(text))
+    for match in filter(None, found):
+        key = match["key"].replace("-", "_") if match.re is _FLAG else match["key"]
+        if key in setting_names():
+            stated.setdefault(key, True if match["value"] is None else _value(match["value"]))
 
 
 def _value(text: str) -> Any:

@@ -25,19 +25,13 @@ _MOST_BARS = 8
 
 @dataclass(slots=True)
 class _Form:
-    """Rows of one form.
-
-    Attributes:
-        framework: that prints it, if only one does.
-        count: rows that had no step, evaluations left out.
-        epochs: of each of these rows.
-        bars: for each of these rows, total → place of every progress bar.
-    """
+    """Rows of one form."""
 
     collector: Collector
-    framework: Framework | None
-    count: int = 0
-    epochs: list[float] = field(default_factory=list)
+    framework: Framework | None  # that prints it, if only one does
+    count: int = 0  # rows that had no step, evaluations left out
+    epochs: list[float] = field(default_factory=list)  # of each of these rows
+    #: for each of these rows, total → place of every progress bar
     bars: list[dict[int, int]] = field(default_factory=list)
 
 
@@ -58,13 +52,11 @@ class PrintedRows:
     @property
     def last_step(self) -> int | None:
         """Of the form with most rows."""
-        found = max(
-            (form.collector for form in self._forms.values()), key=lambda one: one.num_rows, default=None
-        )
-        return found.last_step if found else None
+        each = [form.collector for form in self._forms.values()]
+        return max(each, key=lambda one: one.num_rows).last_step if each else None
 
     def progress(self, text: str) -> bool:
-        """Note where a progress bar of the trainer stands; True if it is full."""
+        """Record the position of the trainer's progress bars; True if the last one is full."""
         is_full, end = False, 0
         for bar in _BAR.finditer(text):
             what, end = text[end : bar.start()].strip(), bar.end()
@@ -83,7 +75,9 @@ class PrintedRows:
         if len(row) < 2 or "train_runtime" in row:
             return False
         if "loss" not in row and any(name.startswith("eval_") for name in row):
-            row = {_eval_name(name): value for name, value in row.items()}
+            # Some trainers put the prefix before some of the names only.
+            is_named = {name: name in _OF_ANY_ROW or name.startswith("eval_") for name in row}
+            row = {name if is_named[name] else f"eval_{name}": value for name, value in row.items()}
         names = row.keys() - _SETTINGS
         if step is not None and any(map(self.wants, names)):
             return self.add_numbered("numbered dictionary", {**row, "step": step}, None)
@@ -112,17 +106,17 @@ class PrintedRows:
         return form.collector.add(row)
 
     def _form(self, kind: str, framework: Framework | None) -> _Form:
-        form = self._forms.get(kind)
-        if form is None:
-            form = self._forms[kind] = _Form(Collector(self.wants), framework)
-        return form
+        if kind not in self._forms:
+            self._forms[kind] = _Form(Collector(self.wants), framework)
+        return self._forms[kind]
 
     def finish(self) -> None:
         """Hand over the rows of one form, unless rows of JSON hold more."""
         held = [form for form in self._forms.values() if form.collector.num_known]
         if not held:
             return
-        best = max(held, key=lambda one: (one.framework is not None, *_size(one.collector)))
+        sizes = [(one.framework is not None, one.collector.num_known, one.collector.num_rows) for one in held]
+        best = held[sizes.index(max(sizes))]
         json, known = self._reading.collector.num_known, best.collector.num_known
         if json > (2 * known if best.framework else 0) and json >= known:
             return
@@ -132,7 +126,7 @@ class PrintedRows:
             self._number(best)
 
     def _number(self, form: _Form) -> None:
-        """Give counted rows the steps of the progress bar beside them, or those that their epochs imply."""
+        """Give counted rows the steps of the progress bar next to them, or those that their epochs imply."""
         notes = self._reading.notes
         # A bar stands above its row, or below it; then the first row has none above, or one at 0.
         for bars in (form.bars, [*form.bars[1:], self._bars]):
@@ -154,19 +148,10 @@ class PrintedRows:
         form.collector.renumber([0, *(rank[place] for place in range(len(epochs)))])
 
 
-def _eval_name(name: str) -> str:
-    """Of a metric in a row of an evaluation: some trainers put a prefix before some of them only."""
-    return name if name in _OF_ANY_ROW or name.startswith("eval_") else f"eval_{name}"
-
-
 def _counts(total: int, bars: list[dict[int, int]]) -> bool:
     """Whether the bar with this total moves on with every row, from above 0."""
     places = [bar.get(total, 0) for bar in bars]
     return all(places) and all(a != b for a, b in pairwise(places))
-
-
-def _size(collector: Collector) -> tuple[int, int]:
-    return collector.num_known, collector.num_rows
 
 
 def _counted_again(epochs: list[float]) -> list[int]:

@@ -24,23 +24,14 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """One file to read.
+    """One file to read."""
 
-    Attributes:
-        path: as the user knows it.
-        file: where its bytes are.
-        is_gzip: whether they are compressed.
-        head: the first bytes, decompressed.
-        notes: what had to be tolerated when decompressing, after reading.
-        watch: called while it is read.
-    """
-
-    path: Path
-    file: Path
-    is_gzip: bool
-    head: bytes
-    notes: list[str]
-    watch: Watch | None = None
+    path: Path  # as the user knows it
+    file: Path  # where its bytes are
+    is_gzip: bool  # whether they are compressed
+    head: bytes  # the first bytes, decompressed
+    notes: list[str]  # what had to be tolerated when decompressing, after reading
+    watch: Watch | None = None  # called while it is read
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""

@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 
 from rlctl.batch import Prompts, Rollouts
 from rlctl.data.schema import Message, Row
-from rlctl.mismatch.cause import Cause
-from rlctl.mismatch.decision import causes
+from rlctl.mismatch.causes import Cause, causes
 from rlctl.mismatch.examine import Examination, Sides, examine
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling

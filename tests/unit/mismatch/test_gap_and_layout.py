@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlctl.mismatch.gap import measure
-from rlctl.mismatch.layout import lay_out
-from rlctl.mismatch.score import EngineSample
+from rlctl.mismatch.score import EngineSample, lay_out
 
 
 def test_statistics_are_what_they_are_called() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rlctl.batch import Rollouts
-from rlctl.mismatch.decision import causes, not_told, remainder
-from rlctl.mismatch.weights import all_and_head
+from rlctl.mismatch.causes import causes, not_told, remainder
+from rlctl.mismatch.score import all_and_head
 from rlctl.rollout.hf import HFRollout, into_precision
 from rlctl.rollout.protocol import Sampling
 from tests.models import tiny_model

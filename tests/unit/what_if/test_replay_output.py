@@ -22,8 +22,7 @@ from rlctl.what_if import draw
 from rlctl.what_if.replay import WhatIfQuestion, _SettingSums, replay
 from rlctl.what_if.settings import Setting, frameworks, grid
 from rlctl.what_if.step import Step
-from rlctl.what_if.summary import Recommendation
-from rlctl.what_if.tradeoff import Tradeoff
+from rlctl.what_if.tradeoff import Recommendation, Tradeoff
 from rlctl.what_if.what_if_report import name_of
 from rlctl.what_if.what_if_run import what_if
 from tests.reference import advantages as slow

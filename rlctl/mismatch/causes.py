@@ -1,0 +1,242 @@
+"""From the comparisons to causes in order, with what to change; and what the comparisons leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlctl.mismatch.examine import Examination
+from rlctl.mismatch.gap import Gap
+from rlctl.mismatch.prompts import ENGINE, NO_GENERATION_PROMPT, NO_TEMPLATE, first_difference
+from rlctl.mismatch.scoring_variant import OWN, POSITION_MISTAKES, Cut, Factor, SamplingSettings
+from rlctl.mismatch.search import ARITHMETIC, Taken
+
+_FINER = ("engine.dtype=fp32 rollout.dtype=fp32", "algorithm.rollout_correction.rollout_is=token")
+_ROUNDING_FIX = "compute in a finer precision on both sides, or correct for the gap"
+_SYNC_FIX = (
+    "check that every weight sync ends before sampling starts, "
+    "and that the engine's prefix cache is cleared after it"
+)
+_SAME_PRECISION = "use one precision on both sides"
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
+_CUT_OFF = {"top_p": "rollout.top_p=1", "top_k": "rollout.top_k=-1", "min_p": "rollout.min_p=0"}
+_EXPLICIT = (
+    "pass temperature, top_p, top_k and min_p to the engine explicitly: what is missing it may take from the "
+    "model's generation_config.json"
+)
+_PROCESSED = (
+    "have the engine report the log-probs of the distribution it samples from (vLLM: "
+    "logprobs_mode=processed_logprobs)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason why the two sides differ."""
+
+    name: str  # short and stable, for programs
+    what: str  # one sentence
+    fix: str  # what to do, in words
+    #: changes of the spec that do it, or avoid it; alternatives, each one or more `key=value`
+    spec: tuple[str, ...] = ()
+    #: before, after: the gap without and with it explained; None: it does not show in the gap
+    before: Gap | None = None
+    after: Gap | None = None
+    share: float = 0.0  # of the mean |log-ratio| at the start that it explains; 0.0 where it does not show
+
+
+def causes(found: Examination) -> list[Cause]:
+    """Every cause found: each explains most of what those before it leave; last what shows in no gap."""
+    everything = list(_weights(found))
+    for taken in found.explanation.taken:
+        if taken.factor == "sampling":
+            everything += _sampling(found, taken)
+        else:
+            cause = _described(found, taken.factor, str(getattr(taken.after, taken.factor)))
+            before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
+            everything.append(replace(cause, before=before, after=after))
+    everything += [*_drawn_otherwise(found), *_sync_misses(found), *_other_precision(found)]
+    scale = found.start.abs_mean or 1.0
+    shared = [
+        replace(cause, share=max(cause.before.abs_mean - cause.after.abs_mean, 0.0) / scale)
+        if cause.before and cause.after
+        else cause
+        for cause in everything
+    ]
+    return sorted(shared, key=lambda cause: cause.before is None)
+
+
+def _described(found: Examination, factor: Factor, value: str) -> Cause:
+    """A factor other than `sampling` as a cause."""
+    if factor == "prompt":
+        return _prompt(found, value)
+    model = found.scorer.model
+    own, kernel = _DTYPES.get(str(model.dtype), ""), model.config._attn_implementation
+    whose = "following" if value == "1" else "preceding"
+    computes = "has weights rounded to bf16" if value == "bf16 weights" else f"computes in {value}"
+    in_own = (f"rollout.dtype={own}", f"engine.dtype={value}")
+    rounded = "and the two round differently"
+    described: dict[Factor, Cause] = {
+        "shift": Cause(
+            "shifted log-probs",
+            f"each log-prob reported is that of the {whose} token",
+            "log-prob t must be that of response token t; logits at a position predict the next one",
+        ),
+        "positions": Cause(
+            "positions",
+            f"prompts of different lengths are padded wrongly: {POSITION_MISTAKES.get(value)}",
+            "number positions from the first real token, and mask padding",
+        ),
+        "weights": Cause("stale weights", f"the engine's weights are those of {value}", _SYNC_FIX),
+        "dtype": Cause(
+            "dtype",
+            f"the engine {computes}, the trainer in {own}",
+            _SAME_PRECISION,
+            in_own if value in _DTYPES.values() else in_own[:1],
+        ),
+        "steps": Cause(
+            "prefill against decode",
+            f"sampling goes token by token with a cache, scoring is one pass, {rounded}",
+            _ROUNDING_FIX,
+            _FINER,
+        ),
+        "attention": Cause(
+            "attention kernel",
+            f"the engine's attention rounds as `{value}` does, the trainer runs `{kernel}`",
+            "use one kernel on both sides, or a finer precision",
+            (f"model.attn_implementation={value}", *_FINER[:1]),
+        ),
+        "rows": Cause(
+            "batch size",
+            f"prompts are run one by one, in the trainer together with padding, {rounded}",
+            _ROUNDING_FIX,
+            _FINER,
+        ),
+    }
+    return described[factor]
+
+
+def _prompt(found: Examination, value: str) -> Cause:
+    sides, prompts = found.sides, found.scorer.prompts
+    where = first_difference(prompts[OWN], prompts[value], sides.tokenizer)
+    is_reported = value == ENGINE or list(found.scorer.sample.prompts) == list(prompts[value])
+    hidden = "" if is_reported else ", though it does not say so"
+    theirs = sides.engine_tokenizer or sides.tokenizer
+    another = value == ENGINE and theirs.chat_template != sides.tokenizer.chat_template
+    if another or value in {NO_GENERATION_PROMPT, NO_TEMPLATE}:
+        what = "of another template" if value == ENGINE else f"with {value}"
+        fix = "give the engine the trainer's token ids, or both sides one chat template"
+        return Cause("chat template", f"the engine reads prompts {what}{hidden}: {where}", fix)
+    what = "other token ids" if value == ENGINE else f"prompts with {value}"
+    fix = (
+        "give the engine token ids instead of text; a template that writes the start token must be "
+        "tokenised without adding another"
+    )
+    return Cause("token ids", f"the engine reads {what}{hidden}: {where}", fix)
+
+
+def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
+    """Log-prob mode; or temperature, truncation or both, each with its part of the gap."""
+    gap, asked, reported = found.scorer.gap, found.sides.asked, taken.after.sampling
+    before, after = gap(taken.before), gap(taken.after)
+    if found.drawn is not None and found.drawn.not_reported and not found.drawn.not_asked:
+        yield replace(_mode(reported, asked), before=before, after=after)
+        return
+    unsure = "" if found.drawn is not None and found.drawn.not_asked else " (or only reports so)"
+    middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature)))
+    value = f"{reported.temperature:.3g}"
+    if reported.temperature != asked.temperature:
+        what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was asked for"
+        yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
+    if reported.cut.kind == "none":
+        return
+    what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was asked for", _EXPLICIT
+    if reported.cut.is_like(asked.cut):
+        what = f"the engine samples with {asked.cut}, as asked; the trainer scores the whole distribution"
+        fix = "sample without truncation: it biases every ratio by the mass cut off"
+    yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
+
+
+def _mode(reported: SamplingSettings, drawn: SamplingSettings) -> Cause:
+    raw = " (the raw ones)" if reported == SamplingSettings(1.0) else ""
+    spec = " ".join(("rollout.temperature=1", *_spec(drawn.cut)))
+    what = f"tokens are drawn at {drawn}, the log-probs reported are those of {reported}{raw}"
+    return Cause("log-prob mode", what, _PROCESSED, (spec,) if raw else ())
+
+
+def _spec(cut: Cut) -> tuple[str, ...]:
+    return (_CUT_OFF[cut.kind],) if cut.kind in _CUT_OFF else ()
+
+
+def _drawn_otherwise(found: Examination) -> Iterator[Cause]:
+    """Tokens drawn from what is neither reported nor seen in the gap."""
+    reported, drawn = found.explanation.variant.sampling, found.drawn
+    if drawn is None or not drawn.not_reported or drawn.settings.is_like(reported):
+        return
+    if drawn.not_asked or all(taken.factor != "sampling" for taken in found.explanation.taken):
+        yield _mode(reported, drawn.settings)
+
+
+def _weights(found: Examination) -> Iterator[Cause]:
+    if found.synced is not None and found.synced.closes:
+        what = "the engine's weights are not the trainer's: handing them over closes the gap"
+        after = found.scorer.gap(found.explanation.start)
+        yield Cause("stale weights", what, _SYNC_FIX, (), found.start, after)
+
+
+def _sync_misses(found: Examination) -> Iterator[Cause]:
+    if found.moved is None or not found.moved.opens:
+        return
+    left = f": the engine then has the weights of {found.stale}" if found.stale else ""
+    yield Cause(
+        "weight sync",
+        f"a sync of changed weights leaves a mean |log-ratio| of {found.moved.after.abs_mean:.2g}{left}",
+        "where embeddings and output head are tied, some engines keep a packed copy of the head: untie them, "
+        "or have the engine load the weights anew",
+    )
+
+
+def _other_precision(found: Examination) -> Iterator[Cause]:
+    precise = found.same_precision
+    if precise is not None and precise.closes:
+        own = _DTYPES[str(found.scorer.model.dtype)]
+        what = f"the engine's precision: in {own}, as the trainer, the same engine leaves a smaller gap"
+        spec = (f"rollout.dtype={own}",)
+        yield Cause("dtype", what, _SAME_PRECISION, spec, precise.before, precise.after)
+
+
+def not_told(found: Examination) -> list[str]:
+    """What these comparisons cannot determine, and what would let them."""
+    sides, tried = found.sides, found.explanation.tried
+    notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
+    if sides.asked == SamplingSettings(1.0):
+        notes.append(
+            "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "
+            "add --temperature 0.7"
+        )
+    if len({len(ids) for ids in found.scorer.prompts[OWN]}) == 1:
+        notes.append("whether padding is treated alike: all prompts are of one length")
+    if not sides.takes_weights:
+        notes.append("whether a weight sync reaches every weight: this engine takes none here")
+        if not sides.weights:
+            notes.append("whether the engine holds older weights: name a run that has older checkpoints")
+    if found.drawn is None:
+        notes.append("what the tokens were drawn from: the two distributions are too far apart")
+    if found.start.num_nonfinite:
+        notes.append(f"{found.start.num_nonfinite} sequences with a NaN or infinite log-prob are left out")
+    return notes
+
+
+def remainder(found: Examination) -> str | None:
+    """What may hide in the part of the gap that no cause explains; None: there is no such part."""
+    left = found.left
+    if found.same_precision is not None and found.same_precision.closes:
+        left = found.same_precision.after
+    if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
+        return None
+    efforts = (change.effect for change in found.explanation.tried if change.factor in ARITHMETIC)
+    rounding = max(efforts, default=0.0)
+    size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
+    if left.abs_mean <= 2.0 * rounding:
+        return f"{size}, of the size that rounding has ({rounding:.2g}): the two kernels round differently"
+    return f"{size}, more than rounding makes ({rounding:.2g}): other weights, or other code of the model"

@@ -172,6 +172,22 @@ def _parts(registry_name: str) -> str:
     return "\n".join(lines)
 
 
+def _experimental_losses() -> str:
+    """The losses that are not yet proven on real runs, with their own parameters."""
+    from rlctl.registry import POLICY_LOSSES
+
+    lines = ["| name | | formula | `loss_params`, defaults | source |", "|---|---|---|---|---|"]
+    for part in (POLICY_LOSSES.part(name) for name in POLICY_LOSSES):
+        if part.experimental:
+            fields = part.params.model_fields.items() if part.params else ()
+            given = [
+                f"`{name}`" + (", to be given" if f.is_required() else f" {f.default}") for name, f in fields
+            ]
+            cells = (f"`{part.name}`", part.label, part.formula, "; ".join(given), part.source)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
 def _import_keys(framework: str) -> str:
     """What `rlctl import` makes of each key of one framework."""
     from rlctl.convert.table import table
@@ -199,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": _commands,
     "api": _api,
     "diagnosis rules": _diagnosis_rules,
+    "experimental losses": _experimental_losses,
     "correction weights": partial(_parts, "CORRECTION_WEIGHTS"),
     "rejection criteria": partial(_parts, "REJECTION_CRITERIA"),
     **{

@@ -196,6 +196,7 @@ def correct(
     response_mask: Tensor,
     *,
     advantages: Tensor | None = None,
+    age: Tensor | None = None,
     **rollout_correction: Any,
 ) -> CorrectedBatch:
     """Importance weights and rejection between the sampling and the trained policy, for any trainer.
@@ -212,6 +213,7 @@ def correct(
         rollout_log_probs: (B, T) float32, log π_rollout of the same tokens at the same temperature.
         response_mask: (B, T) bool, tokens the policy sampled; what is False is never read.
         advantages: (B, T), for criteria that depend on their sign (`off_policy`).
+        age: (B,), optimizer updates since the weights that sampled each response, for `age`.
         rollout_correction: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
             rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
 
@@ -233,7 +235,7 @@ def correct(
         found = error.errors()[0]
         raise UsageError(str(found["msg"]), where=".".join(map(str, found["loc"]))) from None
     result = correction.correct(
-        log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages
+        log_probs.detach(), rollout_log_probs.detach(), response_mask, rules, advantages=advantages, age=age
     )
     sums = current_ranks(log_probs.device).to_host(result.sums)
     weights = result.keep_mask.float() if result.weights is None else result.weights

@@ -141,6 +141,7 @@ class TrainBatch:
     ref_log_probs: Tensor | None = None  # (B, T) float32; None: no KL in the loss
     values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
     returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
+    age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
 
     @property
     def valid_mask(self) -> Tensor:

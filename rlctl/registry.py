@@ -53,6 +53,8 @@ class Part:
         unit: of a correction weight or rejection criterion: one value per `token`, or per `sequence`.
         thresholds: typical ones of a weight or criterion, as a spec has them; `--what-if` and the tests of
             every part try them.
+        of_batch: of a loss, what it must know of the whole mini-batch before it is computed:
+            (`rlctl.algos.losses.WholeBatch`, `LossRule`) → what the loss then finds in `LossRule.of_batch`.
         unbiased: on-policy its expected gradient is that of the expected reward; of a correction weight, off
             policy and without a bound (tested by enumeration).
         experimental: not yet proven on real runs.
@@ -70,9 +72,17 @@ class Part:
     capabilities: Any = None
     unit: Unit = "token"
     thresholds: tuple[str, ...] = ()
+    of_batch: Callable[..., Any] | None = None
     unbiased: bool = False
     experimental: bool = False
     answer_of: Callable[[str], str | None] | None = None
+
+    def example_params(self) -> BaseModel | None:
+        """Its parameters' defaults, and the first example of each that must be given; None: it has none."""
+        if self.params is None:
+            return None
+        fields = self.params.model_fields.items()
+        return self.params(**{name: (f.examples or [None])[0] for name, f in fields if f.is_required()})
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -83,7 +93,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
     Args:
         kind: what a part is, for messages: `policy loss`.
         key: the spec key that names one, for messages.
-        module: where the built-in parts are defined: a module, or a package of which every module is read.
+        module: where the built-in parts are defined: modules, or packages of which every module is read;
+            separated by spaces.
         plural: of `kind`, where it is irregular.
     """
 
@@ -109,6 +120,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         capabilities: Any = None,
         unit: Unit = "token",
         thresholds: Iterable[str] = (),
+        of_batch: Callable[..., Any] | None = None,
         unbiased: bool = False,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
@@ -135,6 +147,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 capabilities=capabilities,
                 unit=unit,
                 thresholds=tuple(thresholds),
+                of_batch=of_batch,
                 unbiased=unbiased,
                 experimental=experimental,
                 answer_of=answer_of,
@@ -162,6 +175,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Every part that iterating names."""
         return [self.part(name) for name in self]
 
+    def stable(self) -> list[str]:
+        """Names of the parts that are not experimental."""
+        return [part.name for part in self.parts() if not part.experimental]
+
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.part(name).function
 
@@ -179,9 +196,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if self._is_loaded:
             return
         self._is_loaded = True
-        module = importlib.import_module(self.module)
-        for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
-            importlib.import_module(f"{self.module}.{found.name}")
+        for name in self.module.split():
+            module = importlib.import_module(name)
+            for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
+                importlib.import_module(f"{name}.{found.name}")
 
     def _entry_points(self) -> Iterable[EntryPoint]:
         return _entry_points(tuple(sys.path)).get(self.group, ())
@@ -226,7 +244,9 @@ ROLLOUT_ENGINES = Registry("rollout engine", key="rollout.name", module="rlctl.r
 GRADERS = Registry("grader", key="reward.name", module="rlctl.reward.graders")
 TRACKERS = Registry("tracker", key="trainer.logger", module="rlctl.track.tracker")
 POLICY_LOSSES = Registry(
-    "policy loss", key="algorithm.rollout_correction.loss_type", module="rlctl.algos.losses"
+    "policy loss",
+    key="algorithm.rollout_correction.loss_type",
+    module="rlctl.algos.losses rlctl.algos.more_losses rlctl.algos.batch_losses",
 )
 CORRECTION_WEIGHTS = Registry(
     "correction weight",

@@ -53,6 +53,18 @@ def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: boo
     return torch.where(valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
 
 
+def maxrl(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """MaxRL: A_i = (r_i − mean) / mean over the group, for rewards ≥ 0; 0 where the mean is not positive.
+
+    Source: "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710.
+    """
+    rewards = scores.double()
+    sums, counts = _group_sums(rewards, group_ids, valid)
+    mean = sums / counts.clamp(min=1)
+    taught = valid & (counts > 1) & (mean > 0)
+    return torch.where(taught, (rewards - mean) / torch.where(taught, mean, 1.0), 0.0).float()
+
+
 def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Optimal reward baseline: A_i = r_i − Σ_j l_j r_j / Σ_j l_j over the group, l in response tokens.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from rlctl.algos.correction_records import Correction, CorrectionSums, CriterionResult, LogRatio, Weights
 from rlctl.algos.row_blocks import (
     CorrectedRows,
+    Extras,
     as_bits,
     as_float,
-    check_inputs,
     clamped_exp,
     count,
     evaluated,
@@ -35,6 +35,7 @@ def correct(
     rules: CorrectionRules,
     *,
     advantages: Tensor | None = None,
+    age: Tensor | None = None,
 ) -> Correction:
     """Weights, rejection mask and sums of one batch.
 
@@ -43,23 +44,21 @@ def correct(
         rollout_log_probs: (B, T) float32, log π_rollout of the same tokens.
         response_mask: (B, T) bool; what is False is never read, NaN included.
         rules: what to compute.
-        advantages: (B, T), needed by some rules (`rules.needs_advantages`).
+        advantages, age: (B, T) and (B,), where `rules.needs` them, see `Extras`.
 
     Raises:
-        ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or a rule
-            needs advantages and got none.
+        ValueError: shapes differ, half precision, an empty batch, or one that lacks what a rule needs.
     """
-    inputs = (log_probs, rollout_log_probs, response_mask, advantages, rules)
-    check_inputs(*inputs)
+    inputs = (log_probs, rollout_log_probs, response_mask, Extras(advantages, age), rules)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)
     return Correction(weights, keep, (rows.length > 0) & (rows.finite == 0), correction_sums(rows, rules))
 
 
 def correct_rows(
-    train: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None, rules: CorrectionRules
+    train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras, rules: CorrectionRules
 ) -> CorrectedRows:
     """Every row by itself: its weights, its rejection mask, and what the metrics need of it."""
-    log_ratio = masked_log_ratio(train, rollout, mask, advantages)
+    log_ratio = masked_log_ratio(train, rollout, mask, extras)
     criteria = [check_criterion(log_ratio, rule) for rule in rules.reject]
     keep = rejection_mask(log_ratio, criteria)
     weights = importance_weights(log_ratio, keep, rules.weight)
@@ -67,7 +66,7 @@ def correct_rows(
     return None if weights is None else weights.applied, keep, rows
 
 
-def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, adv: Tensor | None = None) -> LogRatio:
+def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras) -> LogRatio:
     """log ρ_t = log π_train(t) − log π_rollout(t), and its sum over each sequence's response tokens."""
     bits = as_bits(mask, train.dtype)
     train, rollout = (zero_outside(x, mask, bits) for x in (train, rollout.to(train.dtype)))
@@ -82,7 +81,8 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, adv: Tensor |
         mask=mask,
         train=train,
         rollout=rollout,
-        advantages=None if adv is None else zero_outside(adv, mask),
+        advantages=None if extras.advantages is None else zero_outside(extras.advantages, mask),
+        age=extras.age,
     )
 
 

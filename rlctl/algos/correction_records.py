@@ -27,6 +27,7 @@ class LogRatio:
     train: Tensor  # (B, T) log π_train, 0.0 outside the mask
     rollout: Tensor  # (B, T) log π_rollout, 0.0 outside the mask
     advantages: Tensor | None  # (B, T), 0.0 outside the mask
+    age: Tensor | None  # (B,) optimizer updates since the weights that sampled the response
 
     @property
     def mean(self) -> Tensor:

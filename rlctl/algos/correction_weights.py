@@ -51,3 +51,18 @@ def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
 def geometric(log_ratio: LogRatio, params: Any) -> Tensor:
     """w = (Π_t ρ_t)^(1/length), the same for all tokens: hardly any variance, and biased."""
     return log_ratio.mean
+
+
+@CORRECTION_WEIGHTS.register(
+    label="the product of ρ up to the token",
+    formula="Π_{s≤t} ρ_s",
+    source="Precup, Sutton and Singh 2000; Zhang et al. 2026, arXiv 2605.07331 (CTPO)",
+    thresholds=("1.5", "2.0", "5.0"),
+    experimental=True,
+)
+def prefix(log_ratio: LogRatio, params: Any) -> Tensor:
+    """w_t = Π_{s≤t} ρ_s: exact where the advantage of token t is Q^π − V^π of its prefix, as from a critic.
+
+    With one advantage per response it is biased: the tokens after t remain π_rollout's.
+    """
+    return log_ratio.token.cumsum(-1)

@@ -33,6 +33,7 @@ class AdvantageInputs:
         divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
         whiten: (values (B, T), mask (B, T)) → (B, T) with zero mean and unit variance over the masked
             tokens of the whole batch, on all ranks.
+        total: figures of this rank → their sums over all ranks.
         values: (B, T) the critic's before the updates; where `values` is needed.
         baseline_scores: (B,) score of the prompt's greedy response; where `baseline_scores` is needed.
         score_norms: (B, T) squared norm of ∇ log π in the logits; where `score_norms` is needed.
@@ -47,6 +48,7 @@ class AdvantageInputs:
     lam: float
     divide_by_std: bool
     whiten: Callable[[Tensor, Tensor], Tensor]
+    total: Callable[[list[float]], list[float]] = list
     values: Tensor | None = None
     baseline_scores: Tensor | None = None
     score_norms: Tensor | None = None
@@ -110,6 +112,35 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     from rlctl.algos import advantages
 
     return advantages.grpo(inputs.rewards, inputs.group_ids, inputs.valid, divide_by_std=False)
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    label="MaxRL: the mean in place of the standard deviation",
+    formula="A_i = (r_i − mean) / mean over the group; 0 where the mean is not positive",
+    source="arXiv 2602.02710; from prime-rl's code",
+    needs={"group_ids"},
+    experimental=True,
+)
+def maxrl(inputs: AdvantageInputs) -> Tensor:
+    """For rewards ≥ 0: the rarer a success, the more it counts, as maximum likelihood would have it."""
+    from rlctl.algos import advantages
+
+    return advantages.maxrl(inputs.rewards, inputs.group_ids, inputs.valid)
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    label="GPG: Dr. GRPO, scaled up as rewards become rare",
+    formula="A_i = N / (number of r_j ≠ 0) · (r_i − mean over the group), N and r_j of the whole batch",
+    source="Chu et al. 2025, arXiv 2504.02546; from verl's code",
+    needs={"group_ids"},
+    experimental=True,
+)
+def gpg(inputs: AdvantageInputs) -> Tensor:
+    """With the loss `reinforce` it is GPG."""
+    graded, paid = inputs.total(
+        [float(inputs.valid.sum()), float((inputs.valid & (inputs.rewards != 0)).sum())]
+    )
+    return dr_grpo(inputs) * (graded / max(paid, 1.0))
 
 
 @ADVANTAGE_ESTIMATORS.register(

@@ -14,8 +14,9 @@ that NaN there reaches neither value nor gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
@@ -44,6 +45,48 @@ class TokenLoss:
     clipped_lower: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """What a loss can ask of the whole mini-batch: this rank's rows, and exchanges with all ranks.
+
+    Attributes:
+        log_probs, old_log_probs, advantages: (B, T), constants, 0.0 outside the mask.
+        mask: (B, T) bool, the tokens that count.
+        total: figures of this rank → their sums over all ranks.
+        everyones: (N,) values of this rank → those of all ranks, in any order.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    total: Callable[[list[float]], list[float]] = list
+    everyones: Callable[[Tensor], Tensor] = lambda values: values
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, T): log r, clamped; 0.0 outside the mask."""
+        return log_ratio(self.log_probs, self.old_log_probs, self.mask)
+
+    @classmethod
+    def of(
+        cls,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *exchanges: Callable[..., Any],
+    ) -> WholeBatch:
+        """Whatever lies outside the mask replaced, gradients left behind."""
+        given = (log_probs, old_log_probs, advantages)
+        return cls(*(torch.where(mask, x.detach(), 0.0) for x in given), mask, *exchanges)
+
+    def tell(self, rule: LossRule) -> LossRule:
+        """The rule with what its loss needs to know of this mini-batch."""
+        find = POLICY_LOSSES.part(rule.name).of_batch
+        return rule if find is None else replace(rule, of_batch=find(self, rule))
+
+
 @POLICY_LOSSES.register(
     label="REINFORCE",
     formula="−w · A · log π_θ",
@@ -64,7 +107,7 @@ def reinforce(
     π_θ (the reference guide's bypass mode).
     """
     values = -advantages * torch.where(loss_mask, log_probs, 0.0)
-    return TokenLoss(_weighted(values, weights, loss_mask))
+    return TokenLoss(weighted(values, weights, loss_mask))
 
 
 @POLICY_LOSSES.register(
@@ -91,15 +134,15 @@ def ppo_clip(
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
     (dual clip); unequal halves: Yu et al. 2025, "DAPO", eq. 10.
     """
-    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    values, clipped = _clipped_surrogate(rule, ratio, advantages)
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    values, clipped = clipped_surrogate(ratio, advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
     lower = None
     if rule.clip_c is not None:
         bound = -rule.clip_c * advantages
         lower = (advantages < 0) & (values > bound)
         values = torch.where(lower, bound, values)
         lower = lower & loss_mask
-    return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask, lower)
+    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask, lower)
 
 
 @POLICY_LOSSES.register(
@@ -132,8 +175,8 @@ def gspo(
         mean_gap = gap.sum(-1, keepdim=True) / loss_mask.sum(-1, keepdim=True).clamp(min=1)
     own = torch.where(loss_mask, log_probs - log_probs.detach(), 0.0)
     ratio = (mean_gap + own).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    values, clipped = _clipped_surrogate(rule, ratio, advantages)
-    return TokenLoss(_weighted(values, weights, loss_mask), clipped & loss_mask)
+    values, clipped = clipped_surrogate(ratio, advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask)
 
 
 @POLICY_LOSSES.register(
@@ -158,10 +201,10 @@ def cispo(
 
     Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` binds).
     """
-    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
     held = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
     values = -held * advantages * torch.where(loss_mask, log_probs, 0.0)
-    return TokenLoss(_weighted(values, weights, loss_mask), (held != ratio) & loss_mask)
+    return TokenLoss(weighted(values, weights, loss_mask), (held != ratio) & loss_mask)
 
 
 @POLICY_LOSSES.register(
@@ -186,10 +229,10 @@ def sapo(
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
     """
-    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
     tau = torch.full_like(ratio, rule.tau_neg).masked_fill(advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
-    return TokenLoss(_weighted(-gate * advantages, weights, loss_mask))
+    return TokenLoss(weighted(-gate * advantages, weights, loss_mask))
 
 
 @POLICY_LOSSES.register(
@@ -217,7 +260,7 @@ def dppo(
 
     Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO-Binary).
     """
-    ratio = _log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
     kept, old = (torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach()))
     distance = _binary_divergence(rule, kept.detach(), old)
     rising = (advantages > 0) & (kept > old) & (distance > rule.clip_high)
@@ -228,19 +271,18 @@ def dppo(
         lower = (ratio > rule.clip_c) & loss_mask & ~clipped
         ratio = ratio.clamp(max=rule.clip_c)
     values = -torch.where(clipped, 0.0, ratio) * advantages * kept
-    return TokenLoss(_weighted(values, weights, loss_mask), clipped, lower)
+    return TokenLoss(weighted(values, weights, loss_mask), clipped, lower)
 
 
-def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """log r, clamped; 0.0 outside the mask."""
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    """(B, T): log r, clamped; 0.0 outside the mask."""
     gap = torch.where(loss_mask, log_probs - old_log_probs.detach(), 0.0)
     return gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def _clipped_surrogate(rule: LossRule, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, lower: float, upper: float) -> tuple[Tensor, Tensor]:
     """The pessimistic of the free and the clipped surrogate, and where it is the clipped one."""
-    free = -advantages * ratio
-    held = -advantages * ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
+    free, held = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
     return torch.maximum(free, held), held > free
 
 
@@ -256,7 +298,7 @@ def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor)
     )
 
 
-def _weighted(values: Tensor, weights: Tensor | None, loss_mask: Tensor) -> Tensor:
+def weighted(values: Tensor, weights: Tensor | None, loss_mask: Tensor) -> Tensor:
     """Apply detached weights; zero outside the mask even where a weight is not finite."""
     if weights is not None:
         values = values * torch.where(loss_mask, weights.detach(), 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rlctl.algos.more_losses import symmetric_binary_kl
 from rlctl.registry import REJECTION_CRITERIA
 
 if TYPE_CHECKING:
@@ -49,3 +50,56 @@ def k2(log_ratio: LogRatio, params: Any) -> Tensor:
 def k3(log_ratio: LogRatio, params: Any) -> Tensor:
     """ρ_t − 1 − log ρ_t; 0 where the policies agree, never negative."""
     return log_ratio.excess - log_ratio.token
+
+
+@REJECTION_CRITERIA.register(
+    label="KPop: the larger of both binary KLs",
+    formula="max(KL(π‖μ), KL(μ‖π)) of {sampled token, any other}",
+    source="Guo et al. 2026, KPop; from prime-rl's code, threshold 0.1",
+    thresholds=["0.1", "0.01"],
+    experimental=True,
+)
+def kpop(log_ratio: LogRatio, params: Any) -> Tensor:
+    """Wide in ρ for rare tokens, narrow for those that are nearly certain."""
+    return symmetric_binary_kl(log_ratio.train.exp(), log_ratio.rollout.exp())
+
+
+@REJECTION_CRITERIA.register(
+    label="the difference of the token's probabilities",
+    formula="|π − μ|",
+    source="from prime-rl's code: its loss `ipo`, threshold 0.1",
+    thresholds=["0.1", "0.03"],
+    experimental=True,
+)
+def probability_gap(log_ratio: LogRatio, params: Any) -> Tensor:
+    """Total variation between {sampled token, any other} of both policies."""
+    return (log_ratio.train.exp() - log_ratio.rollout.exp()).abs()
+
+
+@REJECTION_CRITERIA.register(
+    label="multiplicative probability error of the response",
+    formula="mean_t exp(|log ρ_t|)",
+    source="from NeMo-RL's code: `seq_logprob_error_threshold`",
+    unit="sequence",
+    thresholds=["1.5"],
+    experimental=True,
+)
+def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
+    """1 where the policies agree, whichever of the two is higher."""
+    errors = log_ratio.token.abs().exp() - 1.0  # 0 on padding
+    return 1.0 + errors.sum(-1, keepdim=True) / log_ratio.length.clamp(min=1)
+
+
+@REJECTION_CRITERIA.register(
+    label="optimizer updates since the weights that sampled the response",
+    formula="version of the trained policy − version of the sampler",
+    source="from xtuner's code: `max_token_staleness`",
+    needs={"age"},
+    unit="sequence",
+    thresholds=["1"],
+    experimental=True,
+)
+def age(log_ratio: LogRatio, params: Any) -> Tensor:
+    """Every engine here samples a whole response with one version, so a response has one age."""
+    assert log_ratio.age is not None
+    return log_ratio.age.double()[:, None]

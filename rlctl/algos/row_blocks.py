@@ -11,6 +11,7 @@ size; the functions below do the same with bytes and bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,22 @@ from rlctl.registry import Registry
 BLOCK_CPU = 1 << 16
 BLOCK_CUDA = 1 << 24
 
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What only some rules read of a batch (`needs`); None: the batch does not have it."""
+
+    advantages: Tensor | None = None  # (B, T)
+    age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
+
+    def rows(self, which: slice) -> Extras:
+        """Some rows, as views."""
+        return Extras(*(None if x is None else x[which] for x in (self.advantages, self.age)))
+
+
 #: Weights (B, T) or None, rejection mask (B, T), and the sums of each row.
 CorrectedRows = tuple[Tensor | None, Tensor, RowSums]
-CorrectRows = Callable[[Tensor, Tensor, Tensor, Tensor | None, CorrectionRules], CorrectedRows]
+CorrectRows = Callable[[Tensor, Tensor, Tensor, Extras, CorrectionRules], CorrectedRows]
 
 
 def clamped_exp(log_weight: Tensor) -> Tensor:
@@ -60,21 +74,26 @@ def in_row_blocks(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
     mask: Tensor,
-    advantages: Tensor | None,
+    extras: Extras,
     rules: CorrectionRules,
 ) -> CorrectedRows:
-    """`correct_rows` of each block, joined; all tensors (B, T)."""
+    """`correct_rows` of each block, joined; all tensors (B, T).
+
+    Raises:
+        ValueError: as `check_inputs`.
+    """
+    check_inputs(log_probs, rollout_log_probs, mask, extras, rules)
     batch, horizon = mask.shape
     step = max(1, (BLOCK_CUDA if mask.is_cuda else BLOCK_CPU) // max(horizon, 1))
     if batch <= step:
-        weights, keep, rows = correct_rows(log_probs, rollout_log_probs, mask, advantages, rules)
+        weights, keep, rows = correct_rows(log_probs, rollout_log_probs, mask, extras, rules)
         return weights, keep, RowSums.joined([rows])
     all_weights = None if rules.weight.level is None else torch.empty_like(log_probs, dtype=torch.float32)
     all_keep = torch.empty_like(mask)
     all_rows: list[RowSums] = []
     for start in range(0, batch, step):
         part = slice(start, start + step)
-        given = None if advantages is None else advantages[part]
+        given = extras.rows(part)
         weights, keep, rows = correct_rows(log_probs[part], rollout_log_probs[part], mask[part], given, rules)
         all_keep[part] = keep
         if all_weights is not None and weights is not None:
@@ -87,14 +106,14 @@ def check_inputs(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
     mask: Tensor,
-    advantages: Tensor | None,
+    extras: Extras,
     rules: CorrectionRules,
 ) -> None:
     """Refuse what cannot be corrected.
 
     Raises:
-        ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or a rule
-            needs advantages and got none.
+        ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or it lacks what
+            a rule needs.
     """
     if not log_probs.shape == rollout_log_probs.shape == mask.shape:
         raise ValueError(
@@ -108,8 +127,9 @@ def check_inputs(
             raise ValueError(f"log-probs must be float32: {dtype} rounds away what is to be measured")
     if mask.numel() == 0:
         raise ValueError("an empty batch has no correction")
-    if advantages is None and rules.needs_advantages:
-        raise ValueError("a rule of this correction needs advantages")
+    for name in sorted(rules.needs):
+        if getattr(extras, name) is None:
+            raise ValueError(f"a rule of this correction needs `{name}`, and the batch has none")
 
 
 def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -> Tensor:

@@ -179,6 +179,7 @@ class LossRule:
         tau_pos, tau_neg: `sapo`: temperature of the gate for positive and negative advantages.
         divergence: `dppo`: total variation or KL of the binary distribution (sampled token, all others).
         params: the registered parameters of a loss that has some, validated; None: it has none.
+        of_batch: what a loss that reads the whole mini-batch has found there; None before that.
     """
 
     name: str
@@ -189,11 +190,17 @@ class LossRule:
     tau_neg: float = 1.05
     divergence: Literal["tv", "kl"] = "tv"
     params: Any = None
+    of_batch: Any = None
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss contains π_θ/π_old, which in bypass mode is itself the correction."""
         return "old_log_probs" in POLICY_LOSSES.part(self.name).needs
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether the loss needs figures of the whole mini-batch that depend on π_θ."""
+        return POLICY_LOSSES.part(self.name).of_batch is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +212,12 @@ class CorrectionRules:
     loss_denominator: LossDenominator = "before_rejection"
 
     @property
-    def needs_advantages(self) -> bool:
-        """Whether a weight or criterion reads the advantages."""
+    def needs(self) -> frozenset[str]:
+        """What weights and criteria read beside the log-probs: fields of `Extras`."""
         parts = [REJECTION_CRITERIA.part(rule.statistic) for rule in self.reject]
         parts += [CORRECTION_WEIGHTS.part(self.weight.level)] if self.weight.level else []
-        named = any("advantages" in part.needs for part in parts)
-        return named or any(rule.negative_advantage_only for rule in self.reject)
+        by_sign = any(rule.negative_advantage_only for rule in self.reject)
+        return frozenset[str]().union(*(part.needs for part in parts), {"advantages"} if by_sign else ())
 
 
 def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:

@@ -94,6 +94,20 @@ class Ranks:
         dist.gather_object(values, everyones)
         return [value for part in everyones or [] for value in part]
 
+    def everyones(self, values: Tensor) -> Tensor:
+        """(N,) values of every rank, rank by rank; ranks may have different numbers of them."""
+        if self.world_size == 1:
+            return values
+        longest = int(self.max(float(len(values))))
+        sizes = torch.zeros(self.world_size, device=self.device).index_fill_(
+            0, torch.tensor(self.rank, device=self.device), float(len(values))
+        )
+        dist.all_reduce(sizes)
+        padded = torch.nn.functional.pad(values, (0, longest - len(values)))
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes.tolist(), strict=True)])
+
     def sum(self, values: list[float]) -> list[float]:
         """Each value added up over all ranks."""
         if self.world_size == 1:

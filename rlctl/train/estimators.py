@@ -48,6 +48,7 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
             lam=algorithm.lam,
             divide_by_std=algorithm.norm_adv_by_std_in_grpo,
             whiten=partial(_whitened, ranks=ranks),
+            total=ranks.sum,
             values=scored.values,
             baseline_scores=scored.baseline_scores,
             score_norms=scored.score_norms,

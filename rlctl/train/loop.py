@@ -67,7 +67,7 @@ def train(run: Run) -> None:
                 run.kl = run.kl if hold else steered  # an unchanged policy has no KL to steer by
                 metrics |= penalty
             with timer("adv"):
-                batch = with_advantages(scored, algorithm, ranks)
+                batch = with_advantages(scored, algorithm, ranks, run.policy_version)
             metrics |= describe_batch(run, scored, batch, rewards, baseline)
             if run.critic:
                 first = (step - 1) * critic_updates_per_step(spec)

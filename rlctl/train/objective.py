@@ -12,6 +12,7 @@ from rlctl.algos.correction_records import Correction
 from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import TokenLoss
 from rlctl.algos.metric_sums import MetricSums
+from rlctl.algos.rules import LossRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
@@ -25,6 +26,7 @@ class BatchNormalizers:
 
     denominators: Denominators
     factor: float  # mean weight, by which weights are divided
+    loss: LossRule  # with what the loss has to know of the whole mini-batch
 
 
 def actor_loss(
@@ -54,7 +56,7 @@ def actor_loss(
     if weights is not None:
         weights = weights / normalizers.factor
     policy = POLICY_LOSSES[settings.loss.name](
-        settings.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
+        normalizers.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
     )
     loss = pg_loss = mean(policy.values)
     if settings.entropy_coeff:

@@ -128,8 +128,14 @@ def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask & (from_here == 1), scores[:, None], 0.0)
 
 
-def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TrainBatch:
-    """Turn rewards into advantages, whose place in the batch and in the group only all ranks know."""
+def with_advantages(
+    scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks, policy_version: int = 0
+) -> TrainBatch:
+    """Turn rewards into advantages, whose place in the batch and in the group only all ranks know.
+
+    Args:
+        policy_version: optimizer updates that the trained policy has had.
+    """
     found = estimate(scored, algorithm, ranks)
     rollouts = scored.rollouts
     return TrainBatch(
@@ -145,4 +151,5 @@ def with_advantages(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks)
         ref_log_probs=scored.ref_log_probs,
         values=scored.values,
         returns=found.returns,
+        age=policy_version - rollouts.policy_version,
     )

@@ -71,7 +71,7 @@ class UpdateSettings:
     def needs_batch_statistics(self) -> bool:
         """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
-        return normalizes or self.rules.loss_denominator == "after_rejection"
+        return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
 
 
 @dataclass(frozen=True, slots=True)

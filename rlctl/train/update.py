@@ -6,7 +6,8 @@ compares with the rollout policy, and what the loss needs of the whole mini-batc
 - `FixedCorrection`: of π_old (decoupled mode), computed before the first step, the same in every epoch;
 - `OnePass`: of π_θ (bypass mode), with one micro-batch: its only pass gives the correction, then the loss;
 - `TwoPasses`: of π_θ, where the loss needs the mean weight or the survivors of all micro-batches: they first
-  go through a pass without gradient;
+  go through a pass without gradient. A loss that itself needs figures of the whole mini-batch uses the last
+  two in decoupled mode as well;
 - `PerMicroBatch`: of π_θ, where the loss needs counts only, known beforehand: each micro-batch by itself.
 """
 
@@ -25,7 +26,9 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
+from rlctl.algos.losses import WholeBatch
 from rlctl.algos.metric_sums import MetricSums, ReducedSums
+from rlctl.algos.rules import LossRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
@@ -162,10 +165,16 @@ class MiniBatch:
         """The rows of each micro-batch, and the micro-batch."""
         return ((rows, self.batch.pick(rows)) for rows in self.places)
 
-    def corrected(self, outputs: Sequence[PolicyOutput]) -> Correction:
-        """The correction of all rows by π_θ's log-probs, given by micro-batch."""
-        log_probs = in_batch_order([output.log_probs for output in outputs], self.places)
-        return _correct(self.batch, log_probs, self.settings)
+    def log_probs(self, outputs: Sequence[PolicyOutput]) -> Tensor:
+        """(B, T) π_θ's log-probs of all rows, without gradient."""
+        return in_batch_order([output.log_probs for output in outputs], self.places)
+
+    def loss_rule(self, log_probs: Tensor, correction: Correction) -> LossRule:
+        """The loss with what it has to know of the whole mini-batch, on all ranks."""
+        given, ranks = self.batch, self.ranks
+        mask = given.valid_mask & correction.keep_mask
+        policies = (log_probs, given.old_log_probs, given.advantages)
+        return WholeBatch.of(*policies, mask, ranks.sum, ranks.everyones).tell(self.settings.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +208,15 @@ class Strategy(ABC):
 class FixedCorrection(Strategy):
     """The correction of the whole mini-batch is known before the passes with gradient."""
 
-    def __init__(self, mini: MiniBatch, correction: Correction) -> None:
+    def __init__(self, mini: MiniBatch, correction: Correction, log_probs: Tensor | None = None) -> None:
         self._mini, self._correction = mini, correction
         sums, settings = mini.ranks.to_host(correction.sums), mini.settings
         self._sums = sums
         after = settings.rules.loss_denominator == "after_rejection"
         counts = (sums.kept_tokens, sums.kept_sequences) if after else (sums.tokens, sums.sequences)
         factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-        self.normalizers = BatchNormalizers(Denominators(*counts), factor)
+        loss = settings.loss if log_probs is None else mini.loss_rule(log_probs, correction)
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor, loss)
 
     def passes(self) -> Iterator[Pass]:
         """See `Strategy.passes`."""
@@ -229,10 +239,11 @@ class FixedCorrection(Strategy):
 class OnePass(FixedCorrection):
     """The only micro-batch's only pass gives the correction, and then the loss."""
 
-    def __init__(self, mini: MiniBatch) -> None:
+    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
         [(_, micro)] = mini.micros()
         self._only = mini.policy(micro.inputs)
-        super().__init__(mini, mini.corrected([self._only]))
+        log_probs = mini.log_probs([self._only])
+        super().__init__(mini, of_old_policy or _correct(mini.batch, log_probs, mini.settings), log_probs)
 
     def _output(self, micro: TrainBatch) -> PolicyOutput:
         return self._only
@@ -241,10 +252,10 @@ class OnePass(FixedCorrection):
 class TwoPasses(FixedCorrection):
     """A pass without gradient over all micro-batches gives the correction."""
 
-    def __init__(self, mini: MiniBatch) -> None:
+    def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
         with torch.no_grad():
-            outputs = [mini.policy(micro.inputs) for _, micro in mini.micros()]
-        super().__init__(mini, mini.corrected(outputs))
+            log_probs = mini.log_probs([mini.policy(micro.inputs) for _, micro in mini.micros()])
+        super().__init__(mini, of_old_policy or _correct(mini.batch, log_probs, mini.settings), log_probs)
 
 
 class PerMicroBatch(Strategy):
@@ -255,7 +266,7 @@ class PerMicroBatch(Strategy):
         self._parts: list[CorrectionSums[Tensor]] = []
         mask = mini.batch.valid_mask
         counts = mini.ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
-        self.normalizers = BatchNormalizers(Denominators(*counts), factor=1.0)
+        self.normalizers = BatchNormalizers(Denominators(*counts), factor=1.0, loss=mini.settings.loss)
 
     def passes(self) -> Iterator[Pass]:
         """See `Strategy.passes`."""
@@ -277,11 +288,11 @@ def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
         mini: the mini-batch.
         of_old_policy: its correction by π_old in decoupled mode; None in bypass mode.
     """
-    if of_old_policy is not None:
+    if of_old_policy is not None and not mini.settings.loss.reads_batch:
         return FixedCorrection(mini, of_old_policy)
     if len(mini.places) == 1:
-        return OnePass(mini)
-    return TwoPasses(mini) if mini.settings.needs_batch_statistics else PerMicroBatch(mini)
+        return OnePass(mini, of_old_policy)
+    return TwoPasses(mini, of_old_policy) if mini.settings.needs_batch_statistics else PerMicroBatch(mini)
 
 
 def _step(
@@ -327,9 +338,8 @@ def _step(
 
 
 def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
-    return correct(
-        log_probs, part.rollout_log_probs, part.valid_mask, settings.rules, advantages=part.advantages
-    )
+    given = (log_probs, part.rollout_log_probs, part.valid_mask, settings.rules)
+    return correct(*given, advantages=part.advantages, age=part.age)
 
 
 def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings: UpdateSettings) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import correct, masked_log_ratio, normalization_factor
 from rlctl.algos.correction_records import CorrectionSums
-from rlctl.algos.row_blocks import clamped_exp, evaluated
+from rlctl.algos.row_blocks import Extras, clamped_exp, evaluated
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.algos.statistics import normalized
 from rlctl.errors import UsageError
@@ -144,7 +144,7 @@ def _kish(chunk: Chunk, rule: WeightRule, weights: Tensor) -> Floats:
     """(2, 3, K): n, Σw, Σw² of raw and applied weights, over tokens or over sequences."""
     mask = chunk.mask
     per_token = chunk.advantages[:, None].expand(mask.shape).float()
-    log_ratio = masked_log_ratio(chunk.log_probs, chunk.rollout_log_probs, mask, per_token)
+    log_ratio = masked_log_ratio(chunk.log_probs, chunk.rollout_log_probs, mask, Extras(per_token))
     raw = clamped_exp(evaluated(CORRECTION_WEIGHTS, rule.level or "token", log_ratio, rule.params))
     if rule.by_token:
         counts, values = mask.sum(-1), (raw * mask, weights * mask)

@@ -101,7 +101,9 @@ _CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
 def _rejections(normalize: bool) -> list[Setting]:
     """Every criterion by itself, and together with a truncated weight of either level."""
     found = []
-    registered = {name: REJECTION_CRITERIA.part(name).thresholds for name in registered_criteria()}
+    parts = [REJECTION_CRITERIA.part(name) for name in registered_criteria()]
+    known = {"advantages"}  # of what rules may need, what dumps have
+    registered = {part.name: part.thresholds for part in parts if part.needs <= known}
     own = {"rlctl": _CRITERIA["rlctl"] | registered, "verl": _CRITERIA["verl"]}
     for dialect, criteria in own.items():
         for name, thresholds in criteria.items():

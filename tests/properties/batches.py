@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.correction_records import Correction, CorrectionSums
-from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
+from rlctl.algos.losses import WholeBatch
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
+from rlctl.registry import POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,11 @@ class Batch:
     rollout_log_probs: Tensor
     mask: Tensor
     advantages: Tensor
+    age: Tensor | None = None  # (B,)
 
     def select(self, rows) -> Batch:
-        return Batch(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if x is None else x[rows] for name, x in given.items()})
 
     def padded(self, columns: int) -> Batch:
         """Further padding columns on the right, filled with NaN."""
@@ -36,10 +40,13 @@ class Batch:
             torch.cat([self.rollout_log_probs, nan], 1),
             torch.cat([self.mask, torch.zeros(shape, dtype=torch.bool)], 1),
             torch.cat([self.advantages, torch.zeros(shape)], 1),
+            self.age,
         )
 
     def correct(self, rules: CorrectionRules) -> Correction:
-        return correct(self.log_probs, self.rollout_log_probs, self.mask, rules, advantages=self.advantages)
+        return correct(
+            self.log_probs, self.rollout_log_probs, self.mask, rules, advantages=self.advantages, age=self.age
+        )
 
 
 def make_batch(
@@ -59,6 +66,12 @@ def make_batch(
     train = (rollout + torch.randn(rows, horizon, generator=generator) * scale).clamp(max=-0.001)
     advantages = torch.randn(rows, 1, generator=generator).expand(rows, horizon) * mask
     return Batch(train.masked_fill(~mask, math.nan), rollout.masked_fill(~mask, math.nan), mask, advantages)
+
+
+def loss_rule(name: str, *rest: Tensor, **numbers: object) -> LossRule:
+    """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
+    rule = LossRule(name, params=POLICY_LOSSES.part(name).example_params(), **numbers)
+    return WholeBatch.of(*rest).tell(rule) if rest else rule
 
 
 def weight_rules() -> list[WeightRule]:

@@ -11,7 +11,7 @@ from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
-from tests.properties.batches import Batch, factor_and_metrics, make_batch, weight_rules
+from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch, weight_rules
 
 RULES = (
     RejectRule("token", "k1", "none", -0.5, 0.5, "token"),
@@ -70,14 +70,9 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
     correction = batch.correct(CorrectionRules(WeightRule(level, normalize=True), RULES))
     log_probs = batch.log_probs.clone().requires_grad_()
     loss_mask = batch.mask & correction.keep_mask
-    loss = POLICY_LOSSES[loss_type](
-        LossRule(loss_type, clip_high=0.3, clip_c=3.0),
-        log_probs,
-        batch.rollout_log_probs,
-        batch.advantages,
-        loss_mask,
-        correction.weights,
-    )
+    given = (batch.rollout_log_probs, batch.advantages, loss_mask)
+    rule = loss_rule(loss_type, log_probs, *given, clip_high=0.3, clip_c=3.0)
+    loss = POLICY_LOSSES[loss_type](rule, log_probs, *given, correction.weights)
     if loss.clipped is not None:
         assert not (loss.clipped & ~loss_mask).any()
     total = aggregate(loss.values, batch.mask, Denominators(20.0, 6.0), mode, horizon=6)

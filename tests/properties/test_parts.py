@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
-from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.algos.token_advantages import whiten, whitening_sums
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
-from tests.properties.batches import factor_and_metrics, make_batch
+from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch
 
 ROWS, HORIZON = 8, 5
 ORDER = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
@@ -117,15 +117,15 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def rule_of(name: str) -> LossRule:
-    params = POLICY_LOSSES.part(name).params
-    return LossRule(name, params=params() if params else None)
-
-
-def values_and_gradient(name: str, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def values_and_gradient(
+    name: str, given: dict[str, Tensor], whole: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of some rows; `whole`: the mini-batch they are of, if there are more."""
+    keys = ("old_log_probs", "advantages", "loss_mask")
+    known = [(whole or given)[key] for key in ("log_probs", *keys)]
     leaf = given["log_probs"].clone().requires_grad_()
-    rest = [given[key] for key in ("old_log_probs", "advantages", "loss_mask", "weights")]
-    values = POLICY_LOSSES[name](rule_of(name), leaf, *rest).values
+    rest = [given[key] for key in (*keys, "weights")]
+    values = POLICY_LOSSES[name](loss_rule(name, *known), leaf, *rest).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradient
 
@@ -136,7 +136,7 @@ class TestLosses:
         whole = values_and_gradient(name, tensors())
         shuffled = values_and_gradient(name, {key: x[ORDER] for key, x in tensors().items()})
         for rows in (slice(0, 3), slice(3, 8)):
-            part = values_and_gradient(name, {key: x[rows] for key, x in tensors().items()})
+            part = values_and_gradient(name, {key: x[rows] for key, x in tensors().items()}, tensors())
             for found, wanted in zip(part, whole, strict=True):
                 torch.testing.assert_close(found, wanted[rows])
         for found, wanted in zip(shuffled, whole, strict=True):
@@ -186,6 +186,11 @@ def criterion_rules(name: str) -> list[CorrectionRules]:
     ]
 
 
+def aged_batch() -> Batch:
+    """With what only some rules read."""
+    return replace(make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6), age=torch.arange(ROWS) % 3)
+
+
 def rules_of(kind: str, name: str) -> list[CorrectionRules]:
     if kind == "weight":
         return weight_rules(name)
@@ -204,7 +209,7 @@ def rules_of(kind: str, name: str) -> list[CorrectionRules]:
 )
 class TestCorrectionParts:
     def test_order_padding_and_division_change_nothing(self, kind: str, name: str) -> None:
-        whole = make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6)
+        whole = aged_batch()
         for rules in rules_of(kind, name):
             once = whole.correct(rules)
             factor, metrics = factor_and_metrics(once, rules)
@@ -219,7 +224,7 @@ class TestCorrectionParts:
                 assert value == pytest.approx(metrics[key], rel=1e-5, abs=2e-6), key
 
     def test_a_row_with_bad_numbers_costs_only_itself(self, kind: str, name: str) -> None:
-        clean = make_batch(12, rows=ROWS, horizon=HORIZON, scale=0.6)
+        clean = aged_batch()
         for bad, rules in itertools.product((float("nan"), float("-inf")), rules_of(kind, name)):
             train = clean.log_probs.clone()
             train[3, 0] = bad
@@ -234,8 +239,8 @@ class TestCorrectionParts:
             assert torch.tensor([factor, *metrics.values()]).isfinite().all()
 
     def test_where_the_policies_agree_nothing_changes(self, kind: str, name: str) -> None:
-        batch = make_batch(12, rows=ROWS, horizon=HORIZON)
-        same = replace(batch, rollout_log_probs=batch.log_probs)
+        batch = aged_batch()
+        same = replace(batch, rollout_log_probs=batch.log_probs, age=torch.zeros(ROWS))
         for rules in rules_of(kind, name):
             found = same.correct(rules)
             assert torch.equal(found.keep_mask, same.mask)
@@ -269,7 +274,9 @@ def test_an_unbiased_loss_has_the_gradient_of_the_expected_reward(name: str) -> 
     chance = log_probs.detach().sum(-1).exp()
     advantages = REWARDS[:, None].expand(-1, LENGTH)
     every = torch.ones_like(advantages, dtype=torch.bool)
-    loss = POLICY_LOSSES[name](rule_of(name), log_probs, log_probs.detach(), advantages, every, None)
+    given = (log_probs.detach(), advantages, every)
+    rule = loss_rule(name, log_probs, *given)
+    loss = POLICY_LOSSES[name](rule, log_probs, *given, None)
     (gradient,) = torch.autograd.grad((chance * loss.values.sum(-1)).sum(), logits)
     torch.testing.assert_close(-gradient, true_gradient())
 

@@ -20,6 +20,7 @@ from rlctl.algos.rules import LossRule
 from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
+from tests.properties.batches import loss_rule
 from tests.reference import peer_packages, verl_helper
 
 ROWS, HORIZON, SEEDS = 16, 24, range(5)
@@ -260,6 +261,13 @@ TRL_CASES: dict[str, tuple[LossRule, str, dict[str, Any]]] = {
         },
     ),
     "sapo": (LossRule("sapo", tau_pos=1.0, tau_neg=1.05), "seq-mean-token-mean", {"loss_type": "sapo"}),
+    "vespo": (loss_rule("vespo"), "token-mean", {"loss_type": "vespo"}),
+    "luspo": (
+        LossRule("gspo", 0.01, 0.02),
+        "seq-mean-token-sum",
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.01}
+        | {"epsilon_high": 0.02},
+    ),
     # TRL bounds CISPO's ratio above only: rlctl's lower bound is moved out of reach.
     "cispo": (LossRule("cispo", 0.9999, 0.5), "token-mean", {"loss_type": "cispo", "epsilon_high": 1.5}),
 }
@@ -295,8 +303,16 @@ def test_trl_loss(case: str, seed: int) -> None:
             | options
         )
     )
+    trainer.get_gamma_weights = module.GRPOTrainer.get_gamma_weights
     trainer.args = SimpleNamespace(
-        delta=None, steps_per_generation=1, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
+        delta=None,
+        steps_per_generation=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
     )
     trainer.accelerator.num_processes = 1
     trainer.accelerator.gather = trainer.accelerator.reduce = lambda tensor, **_: tensor

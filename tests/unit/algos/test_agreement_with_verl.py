@@ -7,12 +7,15 @@ what differs on purpose: groups of one (0 here, the plain score there), failed g
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from rlctl.algos.advantages import grpo, opo, remax, rloo
 from rlctl.algos.aggregate import Denominators, aggregate
+from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.rules import LossRule
 from rlctl.algos.token_advantages import (
@@ -24,8 +27,8 @@ from rlctl.algos.token_advantages import (
     whitening_sums,
 )
 from rlctl.algos.value_loss import value_loss
-from rlctl.registry import POLICY_LOSSES
-from tests.properties.batches import make_batch
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from tests.properties.batches import loss_rule, make_batch
 from tests.reference import verl_helper
 
 CORE = "verl.trainer.ppo.core_algos"
@@ -94,6 +97,48 @@ def test_policy_losses(name: str, weighted: bool) -> None:
         for flags, key in ((found.clipped, "pg_clipfrac"), (found.clipped_lower, "pg_clipfrac_lower")):
             fraction = 0.0 if flags is None else (flags.sum() / mask.sum()).item()
             assert fraction == pytest.approx(metrics[f"actor/{key}"], rel=1e-5)
+
+
+EXPERIMENTAL = {
+    "dro": ("dro", "token-mean", {"dro_beta": 0.1}),
+    "kl_cov": ("kl_cov", "token-mean", {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0}),
+    "geo_mean": ("gmpo", "seq-mean-token-mean", {}),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTAL)
+def test_experimental_losses(name: str) -> None:
+    ours, mode, policy_loss = EXPERIMENTAL[name]
+    config = SimpleNamespace(
+        policy_loss=SimpleNamespace(**policy_loss),
+        clip_ratio=0.4,
+        clip_ratio_low=None,
+        clip_ratio_high=None,
+        global_batch_info={},
+    )
+    for seed in range(10):
+        log_probs, old, advantages, mask = make_inputs(seed)
+        if name == "geo_mean":
+            advantages = make_batch(seed, ROWS, HORIZON, empty=False).advantages
+        log_probs.requires_grad_()
+        theirs, _ = verl.get_policy_loss_fn(name)(old, log_probs, advantages, mask.float(), mode, config)
+        given = (old, advantages, mask)
+        found = POLICY_LOSSES[ours](loss_rule(ours, log_probs, *given), log_probs, *given, None)
+        counts = Denominators(float(mask.sum()), float(mask.any(-1).sum()))
+        own = aggregate(found.values, mask, counts, mode, horizon=HORIZON)
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+        gradients = [torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (own, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_gpg() -> None:
+    for seed in range(5):
+        scores, rewards, mask = make_scores(seed)
+        sparse = torch.where(scores < 0.4, 0.0, rewards.sum(-1))[:, None] * (rewards != 0)
+        given = AdvantageInputs(sparse, mask, GROUPS, EVERYONE, 1.0, 1.0, True, lambda x, _: x)
+        theirs, _ = verl.compute_gpg_outcome_advantage(sparse, mask.float(), GROUPS.numpy())
+        found = ADVANTAGE_ESTIMATORS["gpg"](given)
+        torch.testing.assert_close(found[:, None] * mask, theirs * mask, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))

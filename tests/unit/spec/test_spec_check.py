@@ -11,6 +11,8 @@ from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
 
 RC = "algorithm.rollout_correction."
+#: Those without parameters that must be given.
+LOSSES = [part.name for part in POLICY_LOSSES.parts() if part.name not in {"dispo", "dro"}]
 REAL = ("model.path=a/b", "data.train_files=t.parquet")
 
 
@@ -210,10 +212,10 @@ def test_kl_penalties(overrides, expected):
         *[(loss, "clip_ratio_high=0.3", True) for loss in ("ppo_clip", "cispo", "dppo")],
         *[(loss, "clip_ratio_high=0.3", False) for loss in ("reinforce", "sapo")],
         ("sapo", "clip_ratio_low=0.1", False),
-        *[(loss, "clip_ratio_c=3", loss in {"ppo_clip", "dppo"}) for loss in POLICY_LOSSES],
-        *[(loss, "tau_pos=2", loss == "sapo") for loss in POLICY_LOSSES],
-        *[(loss, "tau_neg=2", loss == "sapo") for loss in POLICY_LOSSES],
-        *[(loss, "dppo_divergence=kl", loss == "dppo") for loss in POLICY_LOSSES],
+        *[(loss, "clip_ratio_c=3", loss in {"ppo_clip", "dppo", "bapo"}) for loss in LOSSES],
+        *[(loss, "tau_pos=2", loss == "sapo") for loss in LOSSES],
+        *[(loss, "tau_neg=2", loss == "sapo") for loss in LOSSES],
+        *[(loss, "dppo_divergence=kl", loss == "dppo") for loss in LOSSES],
     ],
 )
 def test_numbers_of_another_loss_have_no_effect(loss, number, has_effect):
@@ -237,7 +239,7 @@ def test_gspo_wants_a_narrow_clip(overrides, expected):
     assert problems_of(f"{RC}rollout_is=null", f"{RC}loss_type=gspo", *overrides) == expected
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_stale_data_want_correction(loss):
     """Weights or rejection, or a loss with a ratio of its own."""
     stale = ["rollout.staleness=2", "actor.ppo_mini_batch_size=null", f"{RC}loss_type={loss}"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from rlctl.algos.rules import LossRule
 from rlctl.batch import ModelInputs, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.inputs import arguments_of
@@ -19,6 +18,7 @@ from rlctl.spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import replaced, tiny_batch, tiny_model
+from tests.properties.batches import loss_rule
 
 ROWS, HORIZON = 16, 6
 #: What goes through the model at once: so many rows, or rows of so many tokens ("20 tokens").
@@ -141,7 +141,7 @@ def settings_of(
     return UpdateSettings(
         rules=correction_rules(spec),
         bypass=spec.bypass_mode,
-        loss=LossRule(spec.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
+        loss=loss_rule(spec.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
         agg_mode=agg_mode,
         horizon=HORIZON,
         ppo_epochs=epochs,

@@ -1,0 +1,225 @@
+"""Policy losses that need figures of the whole mini-batch, of all micro-batches and ranks together.
+
+Their `of_batch` finds the figures; the loss reads them in `rule.of_batch`. The result does not depend on how
+the mini-batch is divided. With several micro-batches they cost a second forward pass, in decoupled mode too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from rlctl.algos.kl import k3
+from rlctl.algos.losses import TokenLoss, WholeBatch, clipped_surrogate, log_ratio, weighted
+from rlctl.algos.more_losses import Params
+from rlctl.algos.rules import LossRule
+from rlctl.lazy import torch
+from rlctl.registry import POLICY_LOSSES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_RATIO = frozenset({"old_log_probs"})
+
+
+def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
+    """(Σr)² / (n Σr²) over tokens; 1 without tokens."""
+    ratio = torch.where(batch.mask, batch.log_ratio.exp(), 0.0).double()
+    total, squares, n = batch.total(
+        [float(ratio.sum()), float(ratio.square().sum()), float(batch.mask.sum())]
+    )
+    return total * total / (n * squares) if squares > 0 else 1.0
+
+
+@POLICY_LOSSES.register(
+    label="P3O: the effective sample size bounds the ratio and weighs a KL",
+    formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
+    source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
+    needs=_RATIO,
+    of_batch=_effective_sample_size,
+    unbiased=True,
+    experimental=True,
+)
+def p3o(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. No numbers to choose."""
+    ess: float = rule.of_batch
+    kept, old = (torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach()))
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    values = (1.0 - ess) * k3(kept, old) - ratio.clamp(max=ess) * advantages * kept
+    return TokenLoss(weighted(values, weights, loss_mask), (ratio > ess) & loss_mask)
+
+
+class M2poParams(Params):
+    """The largest mean of log² r that is left."""
+
+    budget: float = Field(0.04, gt=0)
+
+
+def _pushed_out(log_r: Tensor, advantages: Tensor) -> Tensor:
+    """Where the update would move π_θ further from π_old: A > 0 and r > 1, or A < 0 and r < 1."""
+    return advantages * log_r > 0
+
+
+def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
+    """The largest log² r such that the mean up to it is within the budget; equal ones go together."""
+    log_r = batch.log_ratio
+    squares = log_r[batch.mask & _pushed_out(log_r, batch.advantages)].square().double()
+    values, counts = batch.everyones(squares).unique(return_counts=True)  # ascending
+    means = (values * counts).cumsum(0) / counts.cumsum(0)
+    kept = values[means <= rule.params.budget]
+    return float(kept[-1]) if len(kept) else 0.0
+
+
+@POLICY_LOSSES.register(
+    label="M2PO: drops the tokens furthest out until the second moment of log r is small",
+    formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
+    source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which asks all tokens",
+    needs=_RATIO,
+    params=M2poParams,
+    of_batch=_largest_kept,
+    unbiased=True,
+    experimental=True,
+)
+def m2po(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """One bound for the whole mini-batch: few tokens are dropped while it is near π_old."""
+    log_r = log_ratio(log_probs, old_log_probs, loss_mask)
+    fixed = log_r.detach()
+    dropped = (
+        loss_mask & _pushed_out(fixed, advantages) & (fixed.square().double() > rule.of_batch * (1.0 + 1e-6))
+    )
+    values = -advantages * torch.where(dropped, 0.0, log_r.exp())
+    return TokenLoss(weighted(values, weights, loss_mask), dropped)
+
+
+class BapoParams(Params):
+    """Where the ratio's bounds start, how far they may go, and the balance that is sought."""
+
+    target: float = Field(1.0, ge=0)
+    """Σ of positive contributions / Σ of negative ones."""
+    lower: float = Field(0.6, gt=0)
+    lower_max: float = Field(0.8, gt=0)
+    lower_step: float = Field(0.05, gt=0)
+    upper: float = Field(1.2, gt=0)
+    upper_max: float = Field(2.0, gt=0)
+    upper_step: float = Field(0.05, gt=0)
+
+
+def _steps(start: float, stop: float, step: float) -> list[float]:
+    """start, start + step, … and stop."""
+    count = max(0, int((stop - start) / step + 1e-9))
+    found = [start + step * place for place in range(count + 1)]
+    return found if found[-1] >= stop - 1e-9 else [*found, stop]
+
+
+def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
+    """First the lower bound rises, then the upper one, until contributions balance or both end."""
+    p: BapoParams = rule.params
+    lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
+    ratio = batch.log_ratio.exp().double()
+    good, bad = batch.advantages.double().clamp(min=0.0), -batch.advantages.double().clamp(max=0.0)
+    gains = [float((ratio.clamp(max=bound) * good).sum()) for bound in uppers]
+    losses = [float((ratio.clamp(min=bound) * bad).sum()) for bound in lowers]
+    found = batch.total([*gains, *losses])
+    gains, losses = found[: len(uppers)], found[len(uppers) :]
+    settings = [(low, 0) for low in range(len(lowers))]
+    settings += [(len(lowers) - 1, up) for up in range(1, len(uppers))]
+    for low, up in settings:
+        if gains[up] >= p.target * losses[low]:
+            return lowers[low], uppers[up]
+    return lowers[-1], uppers[-1]
+
+
+@POLICY_LOSSES.register(
+    label="BAPO: PPO clip whose bounds balance positive and negative contributions",
+    formula="ppo_clip with bounds raised until Σ_{A>0} min(r, hi)·A ≥ target · Σ_{A<0} max(r, lo)·|A|",
+    source="Xi et al. 2025, arXiv 2510.18927; from the authors' code",
+    needs=_RATIO,
+    options={"actor.clip_ratio_c"},
+    params=BapoParams,
+    of_batch=_balanced_bounds,
+    unbiased=True,
+    experimental=True,
+)
+def bapo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Bounds of the ratio itself, [0.6, 1.2] at the start; `clip_ratio_c` as in `ppo_clip`."""
+    lower_bound, upper_bound = rule.of_batch
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    values, clipped = clipped_surrogate(ratio, advantages, lower_bound, upper_bound)
+    dual = None
+    if rule.clip_c is not None:
+        bound = -rule.clip_c * advantages
+        dual = (advantages < 0) & (values > bound) & loss_mask
+        values = torch.where(dual, bound, values)
+    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask, dual)
+
+
+class KlCovParams(Params):
+    """Share of the tokens that get a penalty, and its coefficient."""
+
+    fraction: float = Field(0.0002, gt=0, le=1)
+    kl_coef: float = Field(1.0, ge=0)
+
+
+def _covariance(batch_log_probs: Tensor, advantages: Tensor, means: tuple[float, float]) -> Tensor:
+    """(A − mean A) · (log π_θ − mean log π_θ) of each token."""
+    return (advantages.double() - means[0]) * (batch_log_probs.double() - means[1])
+
+
+def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, float]:
+    """Mean advantage, mean log-prob, and the k-th largest covariance, k = max(1, fraction · tokens)."""
+    sums = [float(x[batch.mask].double().sum()) for x in (batch.advantages, batch.log_probs)]
+    advantage, log_prob, n = batch.total([*sums, float(batch.mask.sum())])
+    means = advantage / max(n, 1.0), log_prob / max(n, 1.0)
+    own = _covariance(batch.log_probs[batch.mask], batch.advantages[batch.mask], means)
+    values = batch.everyones(own)
+    k = max(1, int(len(values) * rule.params.fraction))
+    return (*means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf"))
+
+
+@POLICY_LOSSES.register(
+    label="KL-Cov: a penalty on the tokens whose log-prob and advantage vary together most",
+    formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
+    source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
+    needs=_RATIO,
+    params=KlCovParams,
+    of_batch=_covariance_bound,
+    unbiased=True,
+    experimental=True,
+)
+def kl_cov(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Covariance is what lowers entropy. Equal covariances are penalised together."""
+    *means, least = rule.of_batch
+    log_r = log_ratio(log_probs, old_log_probs, loss_mask)
+    held = torch.where(loss_mask, log_probs.detach(), 0.0)
+    penalised = loss_mask & (_covariance(held, advantages, tuple(means)) >= least)
+    values = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0) - advantages * log_r.exp()
+    return TokenLoss(weighted(values, weights, loss_mask), penalised)

@@ -1,0 +1,324 @@
+"""Policy losses of 2025 and 2026 that are not yet proven on real runs; each row depends on itself only.
+
+Signature and symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In
+bypass mode π_old is π_rollout, μ in the papers. "From NAME's code" says that the formula was read there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rlctl.algos.losses import TokenLoss, log_ratio, weighted
+from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
+from rlctl.lazy import torch
+from rlctl.registry import POLICY_LOSSES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_RATIO = frozenset({"old_log_probs"})
+
+
+class Params(BaseModel, extra="forbid"):
+    """Base of a loss's own parameters, `algorithm.rollout_correction.loss_params.*`."""
+
+
+class VespoParams(Params):
+    """Exponents for advantages ≥ 0 and < 0."""
+
+    k_pos: float = Field(2.0, ge=0)
+    lambda_pos: float = Field(3.0, ge=0)
+    k_neg: float = Field(3.0, ge=0)
+    lambda_neg: float = Field(2.0, ge=0)
+
+
+@POLICY_LOSSES.register(
+    label="VESPO: REINFORCE with a gamma-shaped sequence weight",
+    formula="−w · sg(W^k · exp(λ·(1 − W))) · A · log π_θ, k and λ by the sign of A",
+    source="arXiv 2602.10693; from TRL's code",
+    needs=_RATIO,
+    params=VespoParams,
+    unbiased=True,
+    experimental=True,
+)
+def vespo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """The weight is 1 at W = 1 and falls to 0 on both sides: as W^k below, exponentially above."""
+    p: VespoParams = rule.params
+    log_w = _log_product(log_probs, old_log_probs, loss_mask)
+    k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
+    rate = torch.full_like(advantages, p.lambda_neg).masked_fill(advantages >= 0, p.lambda_pos)
+    phi = (k * log_w + rate * (1.0 - log_w.exp())).exp()
+    return TokenLoss(_score(phi, log_probs, advantages, loss_mask, weights))
+
+
+@POLICY_LOSSES.register(
+    label="TOPR: truncated sequence weights for negative advantages alone",
+    formula="−w · sg(1 if A ≥ 0, else min(W, 1)) · A · log π_θ",
+    source="Le Roux et al. 2025, arXiv 2503.14286",
+    needs=_RATIO,
+    unbiased=True,
+    experimental=True,
+)
+def topr(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Good responses are imitated whatever π_θ thinks of them; bad ones count less as they become unlikely.
+
+    The paper's sign is that of the reward, here of the advantage.
+    """
+    log_w = _log_product(log_probs, old_log_probs, loss_mask)
+    tapered = torch.where(advantages < 0, log_w.clamp(max=0.0).exp(), 1.0)
+    clipped = (advantages < 0) & (log_w > 0) & loss_mask
+    return TokenLoss(_score(tapered, log_probs, advantages, loss_mask, weights), clipped)
+
+
+class DispoParams(Params):
+    """Half-widths of the ratio's interval [1 − low, 1 + high], for advantages > 0 and ≤ 0."""
+
+    low_pos: float = Field(ge=0, le=1, examples=[0.2])
+    high_pos: float = Field(ge=0, examples=[0.28])
+    low_neg: float = Field(ge=0, le=1, examples=[0.2])
+    high_neg: float = Field(ge=0, examples=[0.2])
+
+
+@POLICY_LOSSES.register(
+    label="DISPO: CISPO with clips of their own for either sign of the advantage",
+    formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
+    source="Karaman et al. 2026, arXiv 2602.00983; its values were not found, so all four must be given",
+    needs=_RATIO,
+    params=DispoParams,
+    unbiased=True,
+    experimental=True,
+)
+def dispo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Four regimes, each with its own bound: reinforced or discouraged, more or less likely than before."""
+    p: DispoParams = rule.params
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
+    bad = ratio.clamp(1.0 - p.low_neg, 1.0 + p.high_neg)
+    held = torch.where(advantages > 0, good, bad)
+    values = _score(held, log_probs, advantages, loss_mask, weights)
+    return TokenLoss(values, (held != ratio) & loss_mask)
+
+
+class CtpoParams(Params):
+    """Bounds of the log of the cumulative ratio at the first token, and how they grow with its place t."""
+
+    low: float = Field(0.025, gt=0)
+    high: float = Field(0.05, gt=0)
+    dual: float = Field(0.05, gt=0)
+    """Of negative advantages: the surrogate is at most exp(dual · t^power) · |A|."""
+    power: float = 0.5
+
+
+@POLICY_LOSSES.register(
+    label="CTPO: PPO clip of the prefix's ratio, its bounds growing with √t",
+    formula="−w · min(R_t·A, clip(R_t)·A), R_t = Π_{s≤t} r_s, log R_t in [−low·t^power, high·t^power]",
+    source="Zhang et al. 2026, arXiv 2605.07331; from the authors' code",
+    needs=_RATIO,
+    params=CtpoParams,
+    unbiased=True,
+    experimental=True,
+)
+def ctpo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """The gradient of R_t is that of token t alone. The dual clip of negative advantages grows as well."""
+    p: CtpoParams = rule.params
+    token = log_ratio(log_probs, old_log_probs, loss_mask)
+    own = token - token.detach()
+    log_r = token.detach().cumsum(-1).clamp(-LOG_RATIO_CLAMP, 10.0) + own
+    scale = loss_mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
+    free = -advantages * log_r.exp()
+    held = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
+    values = torch.maximum(free, held)
+    bound = -advantages * (p.dual * scale).exp()
+    lower = (advantages < 0) & (values > bound)
+    clipped = (held > free) & loss_mask
+    return TokenLoss(
+        weighted(torch.where(lower, bound, values), weights, loss_mask), clipped, lower & loss_mask
+    )
+
+
+class GmpoParams(Params):
+    """Bounds of log r."""
+
+    low: float = Field(0.4, gt=0)
+    high: float = Field(0.4, gt=0)
+
+
+@POLICY_LOSSES.register(
+    label="GMPO: the geometric mean of token ratios that are clipped one by one",
+    formula="−w · A · exp(mean_t c_t), c_t the pessimistic of log r_t and clip(log r_t, −low, high)",
+    source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
+    needs=_RATIO,
+    params=GmpoParams,
+    unbiased=True,
+    experimental=True,
+)
+def gmpo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Under `seq-mean-token-mean` it is GMPO's. As in `gspo`, token t carries its share of the gradient."""
+    p: GmpoParams = rule.params
+    token = log_ratio(log_probs, old_log_probs, loss_mask)
+    inside = token.clamp(-p.low, p.high)
+    held = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
+    length = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = torch.where(loss_mask, held.detach(), 0.0).sum(-1, keepdim=True) / length
+    values = -advantages * (mean + held - held.detach()).exp()
+    return TokenLoss(weighted(values, weights, loss_mask), (held != token) & loss_mask)
+
+
+class DrpoParams(Params):
+    """Strength of the regularisation; larger is weaker."""
+
+    epsilon: float = Field(12.5, gt=0)
+
+
+@POLICY_LOSSES.register(
+    label="DRPO: a quadratic penalty in place of DPPO's mask",
+    formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
+    source="arXiv 2606.09821, eq. 8; from UniRL's code",
+    needs=_RATIO,
+    params=DrpoParams,
+    unbiased=True,
+    experimental=True,
+)
+def drpo(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """Where the gradient changes its sign, π_θ differs from π_old by ε in probability, not by a ratio."""
+    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
+    old = torch.where(loss_mask, old_log_probs.detach(), 0.0).exp()
+    penalty = advantages.abs() * old * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
+    return TokenLoss(weighted(penalty - advantages * ratio, weights, loss_mask))
+
+
+class DroParams(Params):
+    """Strength of the penalty; the source has no default."""
+
+    beta: float = Field(gt=0, examples=[0.1])
+
+
+@POLICY_LOSSES.register(
+    label="DRO: REINFORCE with a squared log-ratio penalty",
+    formula="−w · (A · log π_θ − ½ β · log² r)",
+    source="Richemond et al. 2024; from verl's code",
+    needs=_RATIO,
+    params=DroParams,
+    unbiased=True,
+    experimental=True,
+)
+def dro(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """No ratio multiplies the advantage: off-policy it pulls back to π_old instead."""
+    gap = log_ratio(log_probs, old_log_probs, loss_mask)
+    kept = torch.where(loss_mask, log_probs, 0.0)
+    values = 0.5 * rule.params.beta * gap.square() - advantages * kept
+    return TokenLoss(weighted(values, weights, loss_mask))
+
+
+class SamplerPenaltyParams(Params):
+    """The mask of the policy gradient, and the penalty's coefficient."""
+
+    region: Literal["none", "dppo", "ipo", "kpop"] = "dppo"
+    """Tokens without policy gradient: `dppo` those that A would push beyond ±threshold in probability; `ipo`
+    all beyond it; `kpop` all whose binary KL exceeds it, in either direction."""
+    threshold: float | None = Field(None, gt=0)
+    """null: the source's, 0.2 for `dppo`, else 0.1."""
+    tau: float = Field(1e-3, ge=0)
+
+
+@POLICY_LOSSES.register(
+    label="Sampler penalty (Kimi K2.5), with the trust regions of prime-rl",
+    formula="w · (−M · r · A + τ · log² r), M = 0 outside the region",
+    source="arXiv 2602.02276; from prime-rl's code: its losses default, ipo and kpop",
+    needs=_RATIO,
+    params=SamplerPenaltyParams,
+    unbiased=True,
+    experimental=True,
+)
+def sampler_penalty(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """The penalty holds for masked tokens too: it draws them back."""
+    p: SamplerPenaltyParams = rule.params
+    gap = log_ratio(log_probs, old_log_probs, loss_mask)
+    new, old = (torch.where(loss_mask, x.detach(), 0.0).exp() for x in (log_probs, old_log_probs))
+    threshold = p.threshold or (0.2 if p.region == "dppo" else 0.1)
+    outside = torch.zeros_like(loss_mask)
+    if p.region == "dppo":
+        outside = torch.where(advantages > 0, new - old > threshold, old - new > threshold)
+    elif p.region == "ipo":
+        outside = (new - old).abs() > threshold
+    elif p.region == "kpop":
+        outside = symmetric_binary_kl(new, old) > threshold
+    clipped = outside & loss_mask
+    values = p.tau * gap.square() - torch.where(clipped, 0.0, advantages * gap.exp())
+    return TokenLoss(weighted(values, weights, loss_mask), clipped)
+
+
+def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
+    """The larger of both KLs between {sampled token, any other} of two policies' probabilities, (B, T)."""
+    new, old = (x.clamp(1e-6, 1.0 - 1e-6) for x in (new, old))
+    odds, others = (new / old).log(), ((1.0 - new) / (1.0 - old)).log()
+    return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)
+
+
+def _log_product(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    """(B, 1) log W, clamped; a constant."""
+    gap = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+    return gap.sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def _score(factor: Tensor, log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, weights: Any) -> Tensor:
+    """−w · factor · A · log π_θ."""
+    return weighted(-factor * advantages * torch.where(loss_mask, log_probs, 0.0), weights, loss_mask)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rlctl.algos.kl import k3
 from rlctl.algos.losses import TokenLoss, WholeBatch, clipped_surrogate, log_ratio, weighted
-from rlctl.algos.more_losses import Params
+from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
@@ -57,7 +57,7 @@ def p3o(
     return TokenLoss(weighted(values, weights, loss_mask), (ratio > ess) & loss_mask)
 
 
-class M2poParams(Params):
+class M2poParams(LossParams):
     """The largest mean of log² r that is left."""
 
     budget: float = Field(0.04, gt=0)
@@ -72,7 +72,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     """The largest log² r such that the mean up to it is within the budget; equal ones go together."""
     log_r = batch.log_ratio
     squares = log_r[batch.mask & _pushed_out(log_r, batch.advantages)].square().double()
-    values, counts = batch.everyones(squares).unique(return_counts=True)  # ascending
+    values, counts = torch.unique(batch.everyones(squares), return_counts=True)  # ascending
     means = (values * counts).cumsum(0) / counts.cumsum(0)
     kept = values[means <= rule.params.budget]
     return float(kept[-1]) if len(kept) else 0.0
@@ -106,7 +106,7 @@ def m2po(
     return TokenLoss(weighted(values, weights, loss_mask), dropped)
 
 
-class BapoParams(Params):
+class BapoParams(LossParams):
     """Where the ratio's bounds start, how far they may go, and the balance that is sought."""
 
     target: float = Field(1.0, ge=0)
@@ -175,7 +175,7 @@ def bapo(
     return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask, dual)
 
 
-class KlCovParams(Params):
+class KlCovParams(LossParams):
     """Share of the tokens that get a penalty, and its coefficient."""
 
     fraction: float = Field(0.0002, gt=0, le=1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
@@ -60,8 +60,8 @@ class WholeBatch:
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
-    total: Callable[[list[float]], list[float]] = list
-    everyones: Callable[[Tensor], Tensor] = lambda values: values
+    total: Callable[[list[float]], list[float]]
+    everyones: Callable[[Tensor], Tensor]
 
     @property
     def log_ratio(self) -> Tensor:
@@ -75,11 +75,12 @@ class WholeBatch:
         old_log_probs: Tensor,
         advantages: Tensor,
         mask: Tensor,
-        *exchanges: Callable[..., Any],
+        total: Callable[[list[float]], list[float]] = list,
+        everyones: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> WholeBatch:
-        """Whatever lies outside the mask replaced, gradients left behind."""
-        given = (log_probs, old_log_probs, advantages)
-        return cls(*(torch.where(mask, x.detach(), 0.0) for x in given), mask, *exchanges)
+        """Whatever lies outside the mask replaced, gradients left behind; by default of the only rank."""
+        new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
+        return cls(new, old, given, mask, total, everyones)
 
     def tell(self, rule: LossRule) -> LossRule:
         """The rule with what its loss needs to know of this mini-batch."""

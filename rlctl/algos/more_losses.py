@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _RATIO = frozenset({"old_log_probs"})
 
 
-class Params(BaseModel, extra="forbid"):
+class LossParams(BaseModel, extra="forbid"):
     """Base of a loss's own parameters, `algorithm.rollout_correction.loss_params.*`."""
 
 
-class VespoParams(Params):
+class VespoParams(LossParams):
     """Exponents for advantages ≥ 0 and < 0."""
 
     k_pos: float = Field(2.0, ge=0)
@@ -86,7 +86,7 @@ def topr(
     return TokenLoss(_score(tapered, log_probs, advantages, loss_mask, weights), clipped)
 
 
-class DispoParams(Params):
+class DispoParams(LossParams):
     """Half-widths of the ratio's interval [1 − low, 1 + high], for advantages > 0 and ≤ 0."""
 
     low_pos: float = Field(ge=0, le=1, examples=[0.2])
@@ -122,7 +122,7 @@ def dispo(
     return TokenLoss(values, (held != ratio) & loss_mask)
 
 
-class CtpoParams(Params):
+class CtpoParams(LossParams):
     """Bounds of the log of the cumulative ratio at the first token, and how they grow with its place t."""
 
     low: float = Field(0.025, gt=0)
@@ -166,7 +166,7 @@ def ctpo(
     )
 
 
-class GmpoParams(Params):
+class GmpoParams(LossParams):
     """Bounds of log r."""
 
     low: float = Field(0.4, gt=0)
@@ -201,7 +201,7 @@ def gmpo(
     return TokenLoss(weighted(values, weights, loss_mask), (held != token) & loss_mask)
 
 
-class DrpoParams(Params):
+class DrpoParams(LossParams):
     """Strength of the regularisation; larger is weaker."""
 
     epsilon: float = Field(12.5, gt=0)
@@ -231,7 +231,7 @@ def drpo(
     return TokenLoss(weighted(penalty - advantages * ratio, weights, loss_mask))
 
 
-class DroParams(Params):
+class DroParams(LossParams):
     """Strength of the penalty; the source has no default."""
 
     beta: float = Field(gt=0, examples=[0.1])
@@ -261,7 +261,7 @@ def dro(
     return TokenLoss(weighted(values, weights, loss_mask))
 
 
-class SamplerPenaltyParams(Params):
+class SamplerPenaltyParams(LossParams):
     """The mask of the policy gradient, and the penalty's coefficient."""
 
     region: Literal["none", "dppo", "ipo", "kpop"] = "dppo"

@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rlctl.cli import prepare_data, presets, reward
+from rlctl.cli import bench, prepare_data, presets, reward
 from rlctl.cli.command import HELP_NAMES, Command, Group
 from rlctl.cli.convert import export_config, import_config
 from rlctl.cli.diagnose import DiagnoseCommand, diagnose
@@ -63,7 +63,12 @@ app.command("export-config", cls=Command)(export_config)
 app.command(cls=Command)(init)
 app.command(cls=Command)(explain)
 app.command(cls=Command)(schema)
-for name, below in (("presets", presets.app), ("prepare-data", prepare_data.app), ("reward", reward.app)):
+for name, below in (
+    ("presets", presets.app),
+    ("prepare-data", prepare_data.app),
+    ("reward", reward.app),
+    ("bench", bench.app),
+):
     for each in below.registered_commands:
         each.cls = Command
     app.add_typer(below, name=name, cls=Group)

@@ -1,0 +1,149 @@
+"""CorrectionBench: every registered rule on enumerated worlds, one measurement a line, resumable.
+
+A measurement is a rule in a world with groups of n responses. Worlds differ from a middle one along one axis
+at a time: size of the mismatch, length, entropy, staleness, group size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlctl.bench.exact import BenchRule, effective_sample_size, moments
+from rlctl.bench.worlds import World
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
+from rlctl.spec.resolve import registered_criteria
+from rlctl.what_if.settings import NO_UPPER, frameworks
+
+#: Mini-batches that tables are made for, in groups.
+BATCHES = (8, 64, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlace:
+    """A world and a group size; `axis` says along which it differs from the middle one."""
+
+    axis: str
+    mismatch: str = "noise"
+    size: float = 0.3
+    horizon: int = 5
+    sharpness: float = 1.0
+    n: int = 8
+
+    @property
+    def key(self) -> str:
+        """A name that is unique."""
+        return (
+            f"{self.mismatch} {self.size:g}, {self.horizon} tokens, sharpness {self.sharpness:g}, n {self.n}"
+        )
+
+    def world(self, seed: int) -> World:
+        """The policies and rewards."""
+        return _world(seed, self.mismatch, self.size, self.horizon, self.sharpness)
+
+
+@lru_cache(maxsize=4)
+def _world(seed: int, mismatch: str, size: float, horizon: int, sharpness: float) -> World:
+    return World(seed, "hidden", mismatch, size, "sparse", prompts=2, horizon=horizon, sharpness=sharpness)
+
+
+def places(*, small: bool = False) -> list[BenchPlace]:
+    """Every place once; `small`: three that tests measure."""
+    if small:
+        return [
+            BenchPlace("KL", horizon=3),
+            BenchPlace("KL", size=0.8, horizon=3),
+            BenchPlace("group size", horizon=3, n=2),
+        ]
+    found = [BenchPlace("KL", size=size) for size in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)]
+    found += [BenchPlace("length", horizon=horizon) for horizon in (2, 3, 4, 6)]
+    found += [BenchPlace("entropy", sharpness=sharpness) for sharpness in (0.5, 2.0, 3.0)]
+    found += [BenchPlace("staleness", mismatch="stale", size=size) for size in (1, 2, 4, 8, 16)]
+    return found + [BenchPlace("group size", n=n) for n in (2, 4, 16)]
+
+
+def rules(*, small: bool = False) -> dict[str, BenchRule]:
+    """Name → rule: no correction, exact weights, every registered part, other frameworks' defaults."""
+    free = {"rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
+    found = {
+        "no correction": BenchRule.of(rollout_is=None),
+        "exact": BenchRule.of(rollout_is="sequence", **free),
+    }
+    for part in CORRECTION_WEIGHTS.parts():
+        if part.name != "sequence":
+            found[f"{part.name}, no bound"] = BenchRule.of(rollout_is=part.name, **free)
+        for threshold in part.thresholds[:1] if small else part.thresholds:
+            for bound in ("truncate",) if small else ("truncate", "clip", "mask"):
+                name = f"{part.name} {bound} {threshold}"
+                found[name] = BenchRule.of(
+                    rollout_is=part.name, rollout_is_bound=bound, rollout_is_threshold=threshold
+                )
+    for name in registered_criteria():
+        if "age" not in REJECTION_CRITERIA.part(name).needs:
+            for threshold in REJECTION_CRITERIA.part(name).thresholds:
+                given = {"rollout_is": None, "rollout_rs": name, "rollout_rs_threshold": threshold}
+                found[f"reject {name} {threshold}"] = BenchRule.of(**given)
+    for part in POLICY_LOSSES.parts():
+        if part.name != "reinforce":
+            found[f"loss {part.name}"] = BenchRule.of(rollout_is=None, loss_type=part.name)
+    if not small:
+        for setting in frameworks():
+            spec = setting.spec.model_copy(update={"rollout_is_batch_normalize": False})
+            found[f"default: {setting.name}"] = BenchRule(spec)
+    return found
+
+
+def measured(
+    directory: Path, chosen: dict[str, BenchRule], where: list[BenchPlace], seeds: int
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Every measurement and whether it is new; new ones are appended to `results.jsonl`, known ones read."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "results.jsonl"
+    if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a line that was cut off
+    known = {_key(row): row for row in read(directory)}
+    with path.open("a", encoding="utf-8") as file:
+        for place in where:
+            for seed in range(seeds):
+                for name, rule in chosen.items():
+                    key = (name, json.dumps(rule.spec.model_dump(mode="json")), place.key, seed)
+                    if key in known:
+                        yield known[key], False
+                        continue
+                    world = place.world(seed)
+                    row = {
+                        "rule": name,
+                        "spec": rule.spec.model_dump(mode="json"),
+                        "axis": place.axis,
+                        "place": place.key,
+                        "seed": seed,
+                        "ess": effective_sample_size(world),
+                    } | moments(world, rule, place.n).as_json()
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    yield row, True
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """The measurements of a directory."""
+    path = directory / "results.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str, int]:
+    return row["rule"], json.dumps(row["spec"]), row["place"], row["seed"]
+
+
+def digest(rows: list[dict[str, Any]]) -> str:
+    """Hash of the figures to 5 digits, whatever the order of the rows."""
+    lines = []
+    for row in rows:
+        figures = [f"{row[name]:.4e}" for name in ("ess", "inner", "norm", "signal", "distance", "noise")]
+        lines.append(" ".join([row["rule"], row["place"], str(row["seed"]), *figures]))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -1,0 +1,191 @@
+"""Exact moments of the gradient that a rule makes of groups of n responses with RLOO advantages.
+
+Rewards are 0 or 1. Then the leave-one-out mean of a response is k/(n − 1), k binomial and independent of the
+response: every expectation is a finite sum over responses and k. What a rule needs of a whole mini-batch is
+that of a large one: 4,096 responses drawn with a fixed seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlctl.algos.correction import correct
+from rlctl.algos.losses import WholeBatch
+from rlctl.algos.rules import CorrectionRules, LossRule
+from rlctl.bench.worlds import World
+from rlctl.registry import POLICY_LOSSES
+from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.resolve import correction_rules
+
+Floats = NDArray[np.float64]
+POPULATION = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMoments:
+    """Of the mean gradient m of one group, against the true gradient g of the expected reward.
+
+    Attributes:
+        inner, norm, signal: m·g, |m|², |g|².
+        distance: |m − g|², the squared bias.
+        noise: variance of one group's gradient, summed over parameters.
+    """
+
+    inner: float
+    norm: float
+    signal: float
+    distance: float
+    noise: float
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between m and g; 0 where m is 0."""
+        return self.inner / (self.norm * self.signal) ** 0.5 if self.norm > 0 else 0.0
+
+    def error(self, groups: float) -> float:
+        """Relative mean-squared error of so many groups at the best learning rate, in [0, 1]."""
+        total = self.norm + self.noise / groups
+        return 1.0 - max(self.inner, 0.0) ** 2 / (total * self.signal) if total > 0 else 1.0
+
+    def as_json(self) -> dict[str, float]:
+        """With the figures that tables show."""
+        return asdict(self) | {"cosine": self.cosine}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRule:
+    """A correction and a loss, as `algorithm.rollout_correction` writes them."""
+
+    spec: RolloutCorrectionSpec
+
+    @classmethod
+    def of(cls, **fields: Any) -> BenchRule:
+        """With the keys of a spec; without normalisation, which only scales the gradient here."""
+        return cls(RolloutCorrectionSpec(**({"rollout_is_batch_normalize": False} | fields)))
+
+    @property
+    def correction(self) -> CorrectionRules:
+        """In the internal form."""
+        return correction_rules(self.spec)
+
+    @property
+    def loss(self) -> LossRule:
+        """The loss with its parameters."""
+        part = POLICY_LOSSES.part(self.spec.loss_type)
+        params = part.example_params()
+        if params is not None:
+            params = type(params)(**(params.model_dump() | dict(self.spec.loss_params)))
+        return LossRule(part.name, params=params)
+
+
+def moments(world: World, rule: BenchRule, n: int) -> GradientMoments:
+    """Exact ones, for groups of n ≥ 2."""
+    factors = _Factors(world, rule, n)
+    means, squares, truths = [], [], []
+    for prompt in range(world.num_prompts):
+        share = world.rollout[prompt] / world.rollout[prompt].sum()
+        success = float(share @ world.rewards[prompt])
+        per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), world.scores[prompt])  # (n, Y, P)
+        wins = world.rewards[prompt] > 0
+        sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # by reward, (n, P)
+        others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
+        means.append(others @ (sums[0] + sums[1]))
+        own = np.einsum("k,y,kyp,kyp->", others, share, per_k, per_k)
+        pairs = sum(
+            rest @ np.einsum("kp,kp->k", sums[one][other : n - 1 + other], sums[other][one : n - 1 + one])
+            for one in (0, 1)
+            for other in (0, 1)
+        )
+        squares.append(own / n + (n - 1) / n * pairs)
+        centred = world.rewards[prompt] - world.train[prompt] @ world.rewards[prompt]
+        truths.append((world.train[prompt] * centred) @ world.scores[prompt].sum(1))
+    m, g = np.mean(means, 0), np.mean(truths, 0)
+    noise = max(float(np.mean(squares) - m @ m), 0.0)
+    return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
+
+
+def effective_sample_size(world: World) -> float:
+    """Of sequence weights in the limit of a large batch: 1 / E_μ[(π/μ)²], mean over the prompts."""
+    share = world.rollout / world.rollout.sum(1, keepdims=True)
+    return float(np.mean(1.0 / (share * (world.train / world.rollout) ** 2).sum(1)))
+
+
+class _Factors:
+    """−∂loss/∂log π of every token: what multiplies its score in the gradient."""
+
+    def __init__(self, world: World, rule: BenchRule, n: int) -> None:
+        self._world, self._rule, self._n = world, rule, n
+        self._loss = rule.loss
+        self._loss = self._told()
+
+    def of(self, prompt: int) -> Floats:
+        """(Y, n, T): of every response and every number k of successes among its siblings."""
+        world, n = self._world, self._n
+        count, horizon = world.mask.shape
+        rows = np.repeat(np.arange(count), n)
+        k = np.tile(np.arange(n), count)
+        found = self._gradient(*self._tensors(np.full(len(rows), prompt), rows, k))
+        return found.reshape(count, n, horizon)
+
+    def _tensors(self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any]) -> tuple[Tensor, ...]:
+        world = self._world
+        mask = torch.from_numpy(world.mask[rows])
+        advantage = world.rewards[prompts, rows] - k / (self._n - 1)
+        given = (world.log_probs[prompts, rows], world.rollout_log_probs[prompts, rows])
+        train, rollout = (torch.from_numpy(np.ascontiguousarray(x)) for x in given)
+        return train, rollout, torch.from_numpy(advantage)[:, None] * mask, mask
+
+    def _gradient(self, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor) -> Floats:
+        rules = self._rule.correction
+        age = torch.zeros(len(mask), dtype=torch.int64)
+        done = correct(train, rollout, mask, rules, advantages=advantages, age=age)
+        weights = None if self._loss.has_ratio or done.weights is None else done.weights.double()
+        leaf = train.clone().requires_grad_()
+        loss = POLICY_LOSSES[self._loss.name]
+        values = loss(self._loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
+        (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
+        return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
+
+    def _told(self) -> LossRule:
+        """The loss with what it needs of a large mini-batch."""
+        if not self._loss.reads_batch:
+            return self._loss
+        rng, world = np.random.default_rng(0), self._world
+        prompts = np.arange(POPULATION) % world.num_prompts
+        share = world.rollout / world.rollout.sum(1, keepdims=True)
+        rows = np.array([rng.choice(share.shape[1], p=share[prompt]) for prompt in prompts])
+        success = (share * world.rewards).sum(1)[prompts]
+        train, rollout, advantages, mask = self._tensors(prompts, rows, rng.binomial(self._n - 1, success))
+        return WholeBatch.of(train, rollout, advantages, mask).tell(self._loss)
+
+
+def _binomial(n: int, p: float) -> Floats:
+    """(n + 1,) probabilities of 0 … n."""
+    from scipy.stats import binom
+
+    found: Floats = binom.pmf(np.arange(n + 1), n, p)
+    return found
+
+
+def ess_against_length(
+    sigma: float, lengths: list[int], *, seed: int = 0
+) -> Mapping[int, tuple[float, float]]:
+    """Length → exact effective sample size of sequence weights, and exp(−T·Var log ρ).
+
+    Tokens are independent, of 16 kinds; logits of the sampler are those of the policy plus N(0, sigma²).
+    """
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=16)
+    both = (logits, logits + sigma * rng.normal(size=16))
+    train, rollout = (x - np.log(np.exp(x).sum()) for x in both)
+    gap, share = train - rollout, np.exp(rollout)
+    second = float(share @ np.exp(2.0 * gap))
+    variance = float(share @ gap**2 - (share @ gap) ** 2)
+    return {length: (second**-length, float(np.exp(-length * variance))) for length in lengths}

@@ -1,0 +1,91 @@
+"""`rlctl bench corrections`: what every correction does to the gradient, by exact enumeration."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.cli.command import HELP_NAMES
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.bench.exact import BenchRule
+
+app = typer.Typer(help="Measure parts of rlctl.", no_args_is_help=True, context_settings=HELP_NAMES)
+
+
+@app.command()
+def corrections(
+    out: Annotated[Path, typer.Option("--out", help="Directory of the results; what is there is kept.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Worlds of each kind.")] = 3,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="One more rule, as keys of algorithm.rollout_correction: `KEY=VALUE KEY=VALUE`."),
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="Three places and fewer rules: seconds.")] = False,
+    only: Annotated[
+        bool, typer.Option("--only", help="Only the rules of --rule, and no correction.")
+    ] = False,
+) -> None:
+    """Measure bias, variance, angle and error of the gradient under every correction, in small worlds.
+
+    Every response is enumerated: nothing is estimated. Interrupted, the same command goes on. Writes
+    results.jsonl, report.md and error.svg.
+
+      rlctl bench corrections --out bench
+
+      rlctl bench corrections --out bench --only --rule "rollout_is=my.py:tempered rollout_is_threshold=5"
+    """
+    from rlctl.bench import bench_report
+    from rlctl.bench import corrections as bench
+
+    chosen = bench.rules(small=small)
+    if only:
+        chosen = {"no correction": chosen["no correction"]}
+    chosen |= {text: _rule(text) for text in rule or []}
+    where = bench.places(small=small)
+    rows, num_new = [], 0
+    total = len(chosen) * len(where) * seeds
+    for row, is_new in bench.measured(out, chosen, where, seeds):
+        rows.append(row)
+        num_new += is_new
+        if len(rows) % 500 == 0:
+            typer.echo(f"{len(rows)} of {total} measurements", err=True)
+    (out / "report.md").write_text(bench_report.markdown(rows) + "\n", encoding="utf-8")
+    (out / "error.svg").write_text(bench_report.picture(rows), encoding="utf-8")
+    typer.echo(bench_report.decision_table(rows))
+    typer.echo(f"\n{total} measurements, {num_new} of them new; hash {bench.digest(rows)[:16]}")
+    typer.echo(f"All tables: {out / 'report.md'}")
+
+
+def _rule(text: str) -> BenchRule:
+    """`KEY=VALUE …` as a rule.
+
+    Raises:
+        UsageError: an unknown key or a value that it cannot have.
+    """
+    from pydantic import ValidationError
+
+    from rlctl.bench.exact import BenchRule
+    from rlctl.errors import SpecError
+
+    words = [word.partition("=") for word in shlex.split(text)]
+    if not words or not all(separator for _, separator, _ in words):
+        fix = "for example --rule 'rollout_is=token rollout_is_threshold=2'"
+        raise UsageError(f"`{text}` is not KEY=VALUE", where="--rule", fix=fix)
+    try:
+        found = BenchRule.of(**({"rollout_is": None} | {key: value for key, _, value in words}))
+        _ = found.correction, found.loss
+    except ValidationError as error:
+        details = error.errors()[0]
+        where = "--rule " + ".".join(map(str, details["loc"]))
+        raise UsageError(
+            str(details["msg"]), where=where, fix="see `rlctl explain rollout_correction`"
+        ) from None
+    except SpecError as error:
+        first = error.problems[0]
+        raise UsageError(first.what, where=f"--rule {first.key}", fix=first.fix) from None
+    return found

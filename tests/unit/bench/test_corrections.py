@@ -1,0 +1,140 @@
+"""CorrectionBench: its exact moments against brute force, resumption, pinned figures, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.algos.correction import correct
+from rlctl.bench import corrections as bench
+from rlctl.bench.bench_report import error_of, markdown
+from rlctl.bench.exact import BenchRule, effective_sample_size, ess_against_length, moments
+from rlctl.cli.app import run
+from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
+
+#: Of the small part with two worlds of each kind.
+PINNED = "4daa334b2e57476095e6183742454833d98d0f6ab24a8b29d1f23da45ba1d810"
+PLACE = bench.BenchPlace("KL", horizon=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    directory = tmp_path_factory.mktemp("bench")
+    found = list(bench.measured(directory, bench.rules(small=True), bench.places(small=True), 2))
+    assert all(is_new for _, is_new in found)
+    return [row for row, _ in found]
+
+
+def test_figures_are_pinned(small) -> None:
+    assert bench.digest(small) == PINNED
+
+
+def test_exact_weights_have_no_bias_and_every_rule_has_less_than_none_at_all(small) -> None:
+    exact = [row for row in small if row["rule"] == "exact"]
+    assert all(row["distance"] < 1e-12 * row["signal"] for row in exact)
+    none = {(row["place"], row["seed"]): row for row in small if row["rule"] == "no correction"}
+    assert all(row["distance"] > 1e-4 * row["signal"] for row in none.values())
+    for row in small:
+        if row["rule"] == "prefix, no bound":
+            assert row["distance"] < none[row["place"], row["seed"]]["distance"]
+
+
+@pytest.mark.parametrize("rule", [BenchRule.of(rollout_is="token"), BenchRule.of(loss_type="p3o")])
+def test_moments_are_those_of_all_groups_of_two(rule: BenchRule) -> None:
+    """Every pair of responses to a prompt, drawn by the sampler, with RLOO's advantages."""
+    world = PLACE.world(0)
+    from rlctl.bench import exact
+
+    factors = exact._Factors(world, rule, 2)
+    mean, square = 0.0, 0.0
+    for prompt in range(world.num_prompts):
+        share = world.rollout[prompt] / world.rollout[prompt].sum()
+        by_k = np.einsum("ykt,ytp->ykp", factors.of(prompt), world.scores[prompt])
+        rewards = world.rewards[prompt].astype(int)
+        for i, j in itertools.product(range(len(share)), repeat=2):
+            group = 0.5 * (by_k[i, rewards[j]] + by_k[j, rewards[i]])
+            mean = mean + share[i] * share[j] * group / world.num_prompts
+            square = square + share[i] * share[j] * group @ group / world.num_prompts
+    found = moments(world, rule, 2)
+    assert found.norm == pytest.approx(mean @ mean, rel=1e-9)
+    assert found.noise == pytest.approx(square - mean @ mean, rel=1e-9)
+
+
+def test_factors_are_the_weights() -> None:
+    world, rule = PLACE.world(1), BenchRule.of(rollout_is="token", rollout_is_threshold="1.2")
+    from rlctl.bench import exact
+
+    found = exact._Factors(world, rule, 3).of(0)
+    mask = torch.from_numpy(world.mask)
+    given = (torch.from_numpy(x[0]) for x in (world.log_probs, world.rollout_log_probs))
+    weights = correct(*given, mask, rule.correction).weights
+    for k in range(3):
+        advantage = (world.rewards[0] - k / 2)[:, None]
+        np.testing.assert_allclose(found[:, k], advantage * np.where(world.mask, weights, 0.0), rtol=1e-6)
+
+
+def test_every_registered_part_is_measured() -> None:
+    specs = [rule.spec for rule in bench.rules().values()]
+    assert {spec.rollout_is for spec in specs} >= set(CORRECTION_WEIGHTS)
+    assert {spec.loss_type for spec in specs} == set(POLICY_LOSSES)
+    criteria = {name for name in REJECTION_CRITERIA if name not in {"ratio", "k1", "k2", "k3", "age"}}
+    assert {spec.rollout_rs for spec in specs} >= criteria
+
+
+def test_an_interrupted_bench_goes_on(tmp_path) -> None:
+    rules = dict(list(bench.rules(small=True).items())[:3])
+    whole = [row for row, _ in bench.measured(tmp_path / "whole", rules, [PLACE], 2)]
+    part = tmp_path / "part"
+    half = bench.measured(part, rules, [PLACE], 2)
+    for _ in range(4):
+        next(half)
+    half.close()
+    with (part / "results.jsonl").open("a") as file:
+        file.write('{"rule": "cut o')
+    again = list(bench.measured(part, rules, [PLACE], 2))
+    assert [is_new for _, is_new in again] == [False] * 4 + [True] * 2
+    assert bench.digest([row for row, _ in again]) == bench.digest(whole)
+    assert all(not is_new for _, is_new in bench.measured(part, rules, [PLACE], 2))
+
+
+def test_length_and_ess() -> None:
+    found = ess_against_length(0.1, [1, 10, 100])
+    assert found[100][0] == pytest.approx(found[1][0] ** 100)
+    assert found[10][1] == pytest.approx(found[10][0], rel=0.05)
+    near, far = (bench.BenchPlace("KL", size=size).world(0) for size in (0.05, 1.2))
+    assert effective_sample_size(near) > 0.99 > effective_sample_size(far)
+
+
+def test_reports(small) -> None:
+    text = markdown(small)
+    for title in ("What to use", "Every rule", "Effective sample size against length"):
+        assert f"## {title}" in text
+    best = min(small, key=lambda row: error_of(row, 512))
+    assert 0.0 <= error_of(best, 512) < error_of(best, 8) <= 1.0
+
+
+def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def root(log_ratio, params):\n    return 0.5 * log_ratio.token\n")
+    out = tmp_path / "out"
+    rule = f"rollout_is={mine}:root rollout_is_threshold=9"
+    arguments = ["bench", "corrections", "--out", str(out), "--small", "--only", "--seeds", "1"]
+    assert run([*arguments, "--rule", rule]) == 0
+    assert "6 measurements, 6 of them new" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {row["rule"] for row in rows} == {"no correction", rule}
+    assert (out / "error.svg").read_text().startswith("<svg")
+    assert run([*arguments, "--rule", rule]) == 0
+    assert "0 of them new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "rule", ["rollout_is", "rollout_is=nothing", "rollout_rs=kpop", "loss_type=dro loss_params=3", "a=b"]
+)
+def test_a_wrong_rule_is_a_usage_error(tmp_path, capsys, rule: str) -> None:
+    assert run(["bench", "corrections", "--out", str(tmp_path), "--small", "--rule", rule]) == 2
+    assert "--rule" in capsys.readouterr().err

@@ -49,7 +49,13 @@ class BenchPlace:
 
 @lru_cache(maxsize=4)
 def _world(seed: int, mismatch: str, size: float, horizon: int, sharpness: float) -> World:
-    return World(seed, "hidden", mismatch, size, "sparse", prompts=2, horizon=horizon, sharpness=sharpness)
+    for number in range(seed, seed + 100_000, 1000):  # the first in which every prompt has both rewards
+        found = World(
+            number, "hidden", mismatch, size, "sparse", prompts=2, horizon=horizon, sharpness=sharpness
+        )
+        if (found.rewards.min(1) < found.rewards.max(1)).all():
+            return found
+    raise AssertionError("no world has both rewards")
 
 
 def places(*, small: bool = False) -> list[BenchPlace]:

@@ -56,6 +56,8 @@ class ActorSpec(Section):
     """How token losses become one number; denominators count the whole mini-batch on all ranks."""
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate of AdamW."""
+    lr_ess_scaling: bool = False
+    """Multiply each update's rate by √(effective sample size of the raw weights): VCPO; experimental."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decay to zero at the last step."""
     lr_warmup_steps: int = Field(default=0, ge=0)

@@ -19,6 +19,7 @@ class UpdateSettings:
         mini_rows: sequences per mini-batch on this rank.
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass instead, see `micro_batches`; None: by sequences.
+        lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         kl_loss_type: None: no KL in the loss.
     """
 
@@ -35,6 +36,7 @@ class UpdateSettings:
     kl_loss_type: str | None = None
     kl_loss_coef: float = 0.0
     micro_tokens: int | None = None
+    lr_ess_scaling: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -54,6 +56,7 @@ class UpdateSettings:
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
             kl_loss_coef=actor.kl_loss_coef,
             micro_tokens=actor.ppo_max_token_len_per_gpu,
+            lr_ess_scaling=actor.lr_ess_scaling,
         )
 
     def tightened(self) -> UpdateSettings:

@@ -323,6 +323,9 @@ def _step(
         observed = observe_update(sums, settings.rules)
         decision = None if observed is None else decide_update(observed, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
+    if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: the step follows √ESS
+        raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
+        lr *= math.sqrt(raw.ess)
     is_withheld = hold or (decision is not None and decision.skip)
     result = actor.step(lr=lr, skip=is_withheld or not is_possible)
     factor = normalization_factor(sums, settings.rules)

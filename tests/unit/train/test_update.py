@@ -337,6 +337,22 @@ def test_learning_rate_follows_the_count_of_updates() -> None:
     assert outcome.metrics["actor/lr"] == pytest.approx(0.043)
 
 
+@pytest.mark.parametrize("level", ["sequence", "token", None])
+def test_learning_rate_follows_the_effective_sample_size_where_asked(level: str | None) -> None:
+    """VCPO: by its root, that of the raw weights; a bound does not change it."""
+    correction = BYPASS | REINFORCE | {"rollout_is": level, "rollout_is_threshold": "1.1"}
+    rates = {}
+    for scaling in (False, True):
+        model = tiny_model()
+        settings = replace(settings_of(correction), lr_ess_scaling=scaling)
+        outcome = update(batch_of(model), PlainEngine(model), alone(), settings, lambda _: 1e-3, 0)
+        rates[scaling] = outcome.metrics["actor/lr"]
+    ess = outcome.metrics["rollout_corr/rollout_is_raw_eff_sample_size"]
+    assert rates[False] == 1e-3
+    assert 0.1 < ess < 0.99
+    assert rates[True] == pytest.approx(1e-3 * math.sqrt(ess), rel=1e-6)
+
+
 def test_response_mask_is_never_written_to() -> None:
     batch = far_batch()
     mask = batch.response_mask.clone()

@@ -17,6 +17,7 @@ class GuardedAdamW(torch.optim.AdamW):
     """
 
     skip = False
+    multiply_by = 1.0
     withheld = False
     clip_norm: float | None = None
     grad_norm: float = 0.0
@@ -25,6 +26,8 @@ class GuardedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One AdamW step, unless `skip` is set or a gradient is not finite."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.multiply_by != 1.0 and grads:
+            torch._foreach_mul_(grads, self.multiply_by)
         if self.clip_norm is not None:
             params = [p for group in self.param_groups for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm or _NEVER).item()

@@ -71,6 +71,7 @@ class _Engine:
 
     Attributes:
         zero_stage: the one in effect, by which checkpoints are cut up.
+        scales_gradients: see `protocol.Trained`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class _Engine:
                     raise
                 what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
                 raise UsageError(what, where="engine.deepspeed") from error
+        self.scales_gradients = plain or hasattr(self._engine.optimizer, "override_loss_scale")
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
         self._engine.eval()
 
@@ -119,8 +121,8 @@ class _Engine:
         # Ranks' gradients are averaged by DeepSpeed and must be summed: undo its division here.
         self._engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
 
-    def step(self, *, lr: float, skip: bool = False) -> StepResult:
-        """Apply or discard what was accumulated.
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
+        """Apply, multiplied by `grad_scale`, or discard what was accumulated.
 
         Raises:
             RunFailure: only some ranks saw a non-finite gradient, so their weights now differ.
@@ -128,7 +130,8 @@ class _Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.skip = skip
-        self._engine.step()
+        with self._scaling(grad_scale):
+            self._engine.step()
         # ZeRO throws a non-finite gradient away by itself, on every rank, before it reaches the optimizer.
         withheld = self._optimizer.withheld or not self._engine.was_step_applied()
         if self.ranks.max(float(withheld)) + self.ranks.max(float(not withheld)) > 1.0:
@@ -141,6 +144,21 @@ class _Engine:
         else:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
         return StepResult(grad_norm=norm, applied=not withheld)
+
+    @contextlib.contextmanager
+    def _scaling(self, grad_scale: float) -> Iterator[None]:
+        """Gradients, and their norm, are multiplied before they are clipped. ZeRO divides them by a loss
+        scale, which may be set from outside; losses were not multiplied by it."""
+        if grad_scale == 1.0:
+            yield
+        elif self.zero_stage == 0:
+            self._optimizer.multiply_by = grad_scale
+            yield
+            self._optimizer.multiply_by = 1.0
+        else:
+            self._engine.optimizer.override_loss_scale(1.0 / grad_scale)
+            yield
+            self._engine.optimizer.custom_loss_scaler = False
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer states and counters (all ranks)."""

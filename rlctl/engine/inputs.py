@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
+from rlctl.engine.packing import packed
 from rlctl.prefix import shared_prefix
 
 
@@ -44,6 +45,34 @@ def body_of(model: Any) -> Any:
     """A causal language model without its output head, or None where that is no part of its own."""
     body = getattr(model, model.base_model_prefix, None)
     return None if body is model else body
+
+
+def scored_states(
+    body: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    scored: Tensor,
+    *,
+    packs: bool,
+    share_prompts: bool,
+) -> Tensor:
+    """(N, H): the states of a body that predict the N scored tokens, in row order.
+
+    Args:
+        body: the model without its head.
+        input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
+        packs: run the rows packed (`engine/packing.py`); `body` must be able to.
+        share_prompts: where they are not packed, run a prompt that adjacent rows share once.
+    """
+    columns = (input_ids, attention_mask, position_ids)
+    if packs and (rows := packed(body, *columns, scored)):
+        states: Tensor = body(**rows.inputs).last_hidden_state
+        return states.flatten(0, 1).index_select(0, rows.states_at)
+    horizon = scored.shape[1]
+    inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=share_prompts)
+    states = body(**inputs).last_hidden_state[:, -horizon:]
+    return states[scored]
 
 
 def body_inputs(

@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens without a (B, T, V) tensor in float32.
 
-The model's body runs once (a prompt that siblings share: once for all of them); its output head runs
-over the response tokens only, a chunk at a time, each chunk's float32 logits being dropped (and, under
-gradient, recomputed) before the next. Padding never reaches the head.
+The model's body runs once, over packed rows (a prompt that siblings share: once for all of them); its
+output head runs over the scored tokens only, a chunk at a time, each chunk's float32 logits being dropped
+(and, under gradient, recomputed) before the next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.engine.inputs import arguments_of, body_inputs, body_of, used_columns, widened
+from rlctl.engine.inputs import arguments_of, body_inputs, body_of, scored_states, used_columns, widened
+from rlctl.engine.packing import can_pack
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.prefix import can_share_prefix
 from rlctl.spec.memory import MAX_LOGITS
@@ -34,7 +35,8 @@ class PolicyModule(nn.Module):
     Args:
         model: any Hugging Face causal language model.
         temperature: logits are divided by it, as when sampling.
-        share_prompts: run a prompt that adjacent rows share once, if the model is able to.
+        share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
+            is able to.
     """
 
     def __init__(self, model: Any, temperature: float, *, share_prompts: bool = True) -> None:
@@ -43,6 +45,7 @@ class PolicyModule(nn.Module):
         self.temperature = temperature
         self.shares_prompts = share_prompts and can_share_prefix(model)
         self.split_head = _head_is_all(model)
+        self.packs = self.split_head and can_pack(model)
         if not self.split_head:
             log.warning(
                 "%s does more to its logits than its output head; the whole model is run for them, "
@@ -76,19 +79,15 @@ class PolicyModule(nn.Module):
         horizon = scored.shape[1]
         responses = input_ids[:, -horizon:]
         body = body_of(self.model)
-        inputs = body_inputs(
-            body,
-            input_ids,
-            attention_mask,
-            position_ids,
-            horizon=horizon,
-            share_prompts=self.shares_prompts,
-        )
+        columns = (input_ids, attention_mask, position_ids)
         if self.split_head:
-            states = body(**inputs).last_hidden_state[:, -horizon:]
+            states = scored_states(
+                body, *columns, scored, packs=self.packs, share_prompts=self.shares_prompts
+            )
             head = self.model.get_output_embeddings()
         else:
-            states = self.model(**inputs, logits_to_keep=horizon).logits
+            inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=self.shares_prompts)
+            states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
             head = _identity
         look = partial(
             _look_at_tokens,
@@ -97,7 +96,7 @@ class PolicyModule(nn.Module):
             entropy_grad=entropy_grad,
             sum_pi_squared=sum_pi_squared,
         )
-        found = _walk(look, states[scored], responses[scored], num_chunks)
+        found = _walk(look, states, responses[scored], num_chunks)
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         return tuple(empty.masked_scatter(scored, values) for values in found)
 

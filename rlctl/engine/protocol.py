@@ -57,9 +57,11 @@ class Trained(Protocol):
 
     Attributes:
         zero_stage: the one in effect, by which checkpoints are cut up.
+        scales_gradients: `step` takes a `grad_scale`.
     """
 
     zero_stage: int
+    scales_gradients: bool
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add this micro-batch's gradient; `last` closes the mini-batch.
@@ -69,8 +71,8 @@ class Trained(Protocol):
         """
         ...
 
-    def step(self, *, lr: float, skip: bool = False) -> StepResult:
-        """Apply (or, with `skip`, discard) the accumulated gradient."""
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
+        """Apply (or, with `skip`, discard) the accumulated gradient, multiplied by `grad_scale`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlctl.engine.inputs import body_inputs, body_of
+from rlctl.engine.inputs import body_of, scored_states
+from rlctl.engine.packing import can_pack
 from rlctl.errors import UsageError
 from rlctl.prefix import can_share_prefix
 
@@ -34,7 +35,8 @@ class ValueModule(nn.Module):
 
     Args:
         model: a Hugging Face causal language model; its body is taken, its output head is not.
-        share_prompts: run a prompt that adjacent rows share once, if the model is able to.
+        share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
+            is able to.
 
     Raises:
         UsageError: the model has no body apart from its output head.
@@ -49,6 +51,7 @@ class ValueModule(nn.Module):
                 where="critic.path",
                 fix="name a model of another architecture",
             )
+        self.packs = can_pack(model)
         self.shares_prompts = share_prompts and can_share_prefix(model)
         self.body = body
         self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
@@ -65,16 +68,15 @@ class ValueModule(nn.Module):
             (B, T) float32 with gradient; index t is the value before token t is sampled, of the state
             that predicts it. 0.0 where not scored.
         """
-        horizon = scored.shape[1]
-        inputs = body_inputs(
+        states = scored_states(
             self.body,
             input_ids,
             attention_mask,
             position_ids,
-            horizon=horizon,
+            scored,
+            packs=self.packs,
             share_prompts=self.shares_prompts,
         )
-        states = self.body(**inputs).last_hidden_state[:, -horizon:]
-        values = self.head(states[scored])
+        values = self.head(states)
         empty = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
         return empty.masked_scatter(scored, values)

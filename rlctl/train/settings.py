@@ -10,6 +10,9 @@ from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
+#: Losses w · f(π_θ, advantages) with a weight w that is applied.
+PROPORTIONAL_TO_WEIGHTS = frozenset({"reinforce"})
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
@@ -75,6 +78,20 @@ class UpdateSettings:
         """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
         return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
+
+    @property
+    def scales_with_statistics(self) -> bool:
+        """Whether those figures only multiply the loss: then its gradient can be multiplied afterwards.
+
+        Denominators divide every term alike. The mean weight divides the policy-gradient term alone, and
+        changes it in proportion only if that is proportional to the weights.
+        """
+        if self.loss.reads_batch:
+            return False
+        if not (self.weights_are_applied and self.rules.weight.normalize):
+            return True
+        is_alone = not self.entropy_coeff and self.kl_loss_type is None
+        return is_alone and self.loss.name in PROPORTIONAL_TO_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)

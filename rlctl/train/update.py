@@ -5,9 +5,10 @@ compares with the rollout policy, and what the loss needs of the whole mini-batc
 
 - `FixedCorrection`: of π_old (decoupled mode), computed before the first step, the same in every epoch;
 - `OnePass`: of π_θ (bypass mode), with one micro-batch: its only pass gives the correction, then the loss;
-- `TwoPasses`: of π_θ, where the loss needs the mean weight or the survivors of all micro-batches: they first
-  go through a pass without gradient. A loss that itself needs figures of the whole mini-batch uses the last
-  two in decoupled mode as well;
+- `ScaledPasses`: of π_θ, where the mean weight and the number of survivors of all micro-batches only multiply
+  the loss: each micro-batch by itself, and the gradient is multiplied before the step;
+- `TwoPasses`: of π_θ, where they do more: all micro-batches first go through a pass without gradient. A loss
+  that itself needs figures of the whole mini-batch uses it, or `OnePass`, in decoupled mode as well;
 - `PerMicroBatch`: of π_θ, where the loss needs counts only, known beforehand: each micro-batch by itself.
 """
 
@@ -115,7 +116,8 @@ def update(
     for _ in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)
-            strategy = strategy_of(mini, fixed[place] if fixed else None)
+            correction = fixed[place] if fixed else None
+            strategy = strategy_of(mini, correction, scales_gradients=actor.scales_gradients)
             dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
             lr = lr_at(first_update + len(results))
             result = _step(mini, strategy, actor, lr, dumped_rows, guard, lr_scale, hold=hold)
@@ -204,6 +206,10 @@ class Strategy(ABC):
     def sums(self) -> CorrectionSums[float]:
         """The correction's sums over all ranks, after all passes."""
 
+    def scale(self, sums: CorrectionSums[float]) -> float:
+        """What the accumulated loss and its gradient still have to be multiplied by, after all passes."""
+        return 1.0
+
 
 class FixedCorrection(Strategy):
     """The correction of the whole mini-batch is known before the passes with gradient."""
@@ -281,18 +287,37 @@ class PerMicroBatch(Strategy):
         return self._mini.ranks.to_host(CorrectionSums.merged(self._parts))
 
 
-def strategy_of(mini: MiniBatch, of_old_policy: Correction | None) -> Strategy:
+class ScaledPasses(PerMicroBatch):
+    """Each micro-batch is corrected by its own pass; what depends on all of them multiplies the gradient."""
+
+    def scale(self, sums: CorrectionSums[float]) -> float:
+        """See `Strategy.scale`."""
+        rules, before = self._mini.settings.rules, self.normalizers.denominators
+        factor = normalization_factor(sums, rules) if self._mini.settings.weights_are_applied else 1.0
+        if rules.loss_denominator == "before_rejection":
+            return 1.0 / factor
+        if self._mini.settings.agg_mode == "token-mean":
+            return before.num_tokens / max(sums.kept_tokens, 1.0) / factor
+        return before.num_sequences / max(sums.kept_sequences, 1.0) / factor
+
+
+def strategy_of(mini: MiniBatch, of_old_policy: Correction | None, *, scales_gradients: bool) -> Strategy:
     """The cheapest strategy that knows all that the loss needs; the same on every rank.
 
     Args:
         mini: the mini-batch.
         of_old_policy: its correction by π_old in decoupled mode; None in bypass mode.
+        scales_gradients: the engine can multiply the gradient before its step.
     """
     if of_old_policy is not None and not mini.settings.loss.reads_batch:
         return FixedCorrection(mini, of_old_policy)
     if len(mini.places) == 1:
         return OnePass(mini, of_old_policy)
-    return TwoPasses(mini, of_old_policy) if mini.settings.needs_batch_statistics else PerMicroBatch(mini)
+    if not mini.settings.needs_batch_statistics:
+        return PerMicroBatch(mini)
+    if scales_gradients and mini.settings.scales_with_statistics:
+        return ScaledPasses(mini)
+    return TwoPasses(mini, of_old_policy)
 
 
 def _step(
@@ -316,6 +341,9 @@ def _step(
         dumped.write(done, settings, normalizers.factor)
 
     sums, losses = strategy.sums(), mini.ranks.to_host(MetricSums.merged(stats))
+    scale, factor = strategy.scale(sums), normalization_factor(sums, settings.rules)
+    losses = _scaled(losses, scale)
+    dumped.divide(factor / normalizers.factor, settings)
     _refuse_nonfinite(sums, losses, settings)
     is_possible = sums.kept_tokens > 0 and math.isfinite(losses.sums["loss"])
     decision = None
@@ -327,8 +355,7 @@ def _step(
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
         lr *= math.sqrt(raw.ess)
     is_withheld = hold or (decision is not None and decision.skip)
-    result = actor.step(lr=lr, skip=is_withheld or not is_possible)
-    factor = normalization_factor(sums, settings.rules)
+    result = actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
     return _MiniResult(
         correction=normalized(sums, factor, settings.rules),
         stats=losses,
@@ -338,6 +365,11 @@ def _step(
         could_not_step=not (result.applied or is_withheld),
         decision=decision,
     )
+
+
+def _scaled(losses: ReducedSums, scale: float) -> ReducedSums:
+    terms = {name: losses.sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
+    return replace(losses, sums={**losses.sums, **terms})
 
 
 def _correct(part: TrainBatch, log_probs: Tensor, settings: UpdateSettings) -> Correction:
@@ -378,6 +410,11 @@ class RolloutDump:
         return RolloutDump(
             self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
         )
+
+    def divide(self, factor: float, settings: UpdateSettings) -> None:
+        """Divide weights that are applied by a factor that was not known when they were written."""
+        if settings.weights_are_applied and factor != 1.0:
+            self.weights.div_(factor)
 
     def write(self, done: Pass, settings: UpdateSettings, factor: float) -> None:
         """Store one micro-batch. A loss that weights are not applied to multiplies what is kept by 1."""

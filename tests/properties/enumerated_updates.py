@@ -91,8 +91,9 @@ class Recording(DeepSpeedEngine):
 
     gradients: list[Tensor]
 
-    def step(self, *, lr: float, skip: bool = False) -> StepResult:
-        self.gradients.append(torch.cat([p.grad.double().flatten() for p in self._policy.parameters()]))
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
+        gradient = torch.cat([p.grad.double().flatten() for p in self._policy.parameters()])
+        self.gradients.append(gradient * grad_scale)
         return super().step(lr=lr, skip=True)
 
 

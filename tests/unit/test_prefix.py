@@ -87,6 +87,7 @@ def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blo
     found = []
     for share in (True, False):
         module = PolicyModule(model, 0.7, share_prompts=share)
+        module.packs = False
         model.zero_grad()
         counts, log_probs = tokens_read(module, rows)
         (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()

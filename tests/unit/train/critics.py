@@ -69,7 +69,7 @@ class PlainCritic:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self, *, lr: float, skip: bool = False) -> StepResult:
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         named = dict(self.module.named_parameters())
         self.gradient = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norm = float(torch.stack([g.square().sum() for g in self.gradient.values()]).sum().sqrt())

@@ -142,13 +142,16 @@ def test_logged_metrics_are_the_oracles(name: str) -> None:
 def test_one_forward_pass_where_one_is_enough() -> None:
     for correction, micro, passes in [
         (BYPASS | REINFORCE | {"rollout_is": "sequence"}, ROWS, 1),  # normalizers by the pass of the loss
-        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, 4, 8),  # normalising needs one more, without grad
+        (BYPASS | REINFORCE | {"rollout_is": "sequence"}, 4, 4),  # normalising scales the gradient afterwards
         (BYPASS | REINFORCE | {"rollout_is": "sequence", "rollout_is_batch_normalize": False}, 4, 4),
         (BYPASS | CLIP | RS | {"rollout_is": "token"}, 4, 4),
         (DECOUPLED | CLIP | {"rollout_is": "sequence"}, 4, 4),
     ]:
         _, engine, _ = updated(correction, micro_rows=micro)
         assert engine.num_forwards == passes, (correction, micro)
+    # The mean weight divides the policy-gradient term alone: beside another term it must be known before.
+    _, engine, _ = updated(BYPASS | REINFORCE | {"rollout_is": "token"}, micro_rows=4, entropy_coeff=0.1)
+    assert engine.num_forwards == 8
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, DECOUPLED | CLIP])

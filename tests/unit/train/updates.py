@@ -168,6 +168,8 @@ def select(batch: TrainBatch, rows: list[int]) -> TrainBatch:
 class PlainEngine:
     """A `TrainEngine` of plain torch and SGD, which keeps the gradient of its last step."""
 
+    scales_gradients = True
+
     def __init__(self, model) -> None:
         self.model = model
         self.module = PolicyModule(model, 1.0)
@@ -185,9 +187,9 @@ class PlainEngine:
         self.last.append(last)
         loss.backward()
 
-    def step(self, *, lr: float, skip: bool = False) -> StepResult:
+    def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         named = dict(self.model.named_parameters())
-        self.gradient = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        self.gradient = {n: p.grad * grad_scale for n, p in named.items() if p.grad is not None}
         norm = float(torch.stack([g.square().sum() for g in self.gradient.values()]).sum().sqrt())
         skip = skip or not math.isfinite(norm)  # as DeepSpeed does
         if not skip:

@@ -1,0 +1,208 @@
+"""Rows without padding: sequences side by side in one row, a prompt that siblings share written once.
+
+    rows of a batch (left and right padding)      packed
+    · p p p  a a ·                                p p p a a b c c | q q d d d
+    · p p p  b · ·                                attention: causal, within a response and its own prompt
+    · p p p  c c ·                                position: that of the token in its own row
+    · · q q  d d d
+
+Attention reads a token's past through the mask alone, so the states are those of the rows by themselves. A
+packed row is no longer than the longest sequence or `_target_width`, since the mask is dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Largest difference the probe may show, relative: room for bfloat16, none for a wrong mask.
+_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """What a model's body reads, and where the states are that predict the scored tokens.
+
+    Attributes:
+        inputs: keyword arguments of the body.
+        states_at: (N,) int64, places in the flattened (rows × width) states; N scored tokens in row order.
+    """
+
+    inputs: dict[str, Any]
+    states_at: Tensor
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Sequences with one prompt that stand side by side: its row, and (row, response tokens read) of each."""
+
+    row: int
+    prompt: int
+    members: list[tuple[int, int]]
+
+    @property
+    def length(self) -> int:
+        return self.prompt + sum(length for _, length in self.members)
+
+
+def packed(
+    body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, scored: Tensor
+) -> PackedRows | None:
+    """The same sequences without padding.
+
+    Args:
+        body: a causal language model without its head, for which `can_pack` holds.
+        input_ids, attention_mask, position_ids: (B, L), the response being the last T columns; what is
+            attended to of it stands at its beginning.
+        scored: (B, T) bool.
+
+    Returns:
+        None where a row has no prompt, or a layer's window is shorter than a sequence.
+    """
+    device, horizon, config = input_ids.device, scored.shape[1], body.config
+    start = input_ids.shape[1] - horizon
+    # The state before a token predicts it: nothing from the last scored token on has to be read.
+    places = torch.arange(horizon, device=device)
+    reads = (scored * places).amax(1)
+    prompts = attention_mask[:, :start].sum(1)
+    differs = (input_ids[1:, :start] != input_ids[:-1, :start]) & attention_mask[1:, :start]
+    is_new = differs.any(1) | (prompts[1:] != prompts[:-1])
+    prompt_list, read_list, new_list = prompts.tolist(), reads.tolist(), [True, *is_new.tolist()]
+    longest = max(map(sum, zip(prompt_list, read_list, strict=True)))
+    if longest > _window(config) or min(prompt_list) == 0:
+        return None
+    is_flash = str(config._attn_implementation).startswith("flash")
+    if is_flash:  # its kernels take no mask: sequences in one row, told apart by positions that restart
+        bins = [[_Unit(row, prompt_list[row], [(row, read_list[row])]) for row in range(len(input_ids))]]
+    else:
+        width = max(longest, _target_width(config))
+        bins = _bins(_units(prompt_list, read_list, new_list, width), width)
+    rows, unit_of, member_of = _layout(bins, input_ids, position_ids, scored)
+    if not is_flash:
+        mask = _mask(unit_of, member_of)
+        if config._attn_implementation == "eager":  # adds its mask to the scores
+            dtype = next(body.parameters()).dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        rows.inputs["attention_mask"] = mask
+    return rows
+
+
+def _units(prompts: list[int], reads: list[int], is_new: list[bool], width: int) -> list[_Unit]:
+    """Adjacent rows with one prompt, as many together as fit."""
+    units: list[_Unit] = []
+    for row, (prompt, read, new) in enumerate(zip(prompts, reads, is_new, strict=True)):
+        if new or units[-1].length + read > width:
+            units.append(_Unit(row, prompt, []))
+        units[-1].members.append((row, read))
+    return units
+
+
+def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
+    """Each unit, longest first, in the first bin that has room."""
+    bins: list[list[_Unit]] = []
+    room: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.length):
+        for place, left in enumerate(room):
+            if unit.length <= left:
+                bins[place].append(unit)
+                room[place] -= unit.length
+                break
+        else:
+            bins.append([unit])
+            room.append(width - unit.length)
+    return bins
+
+
+def _layout(
+    bins: list[list[_Unit]], input_ids: Tensor, position_ids: Tensor, scored: Tensor
+) -> tuple[PackedRows, Tensor, Tensor]:
+    """The tokens of each bin; and of each (R, W) its unit (0: padding) and its member (-1: the prompt)."""
+    device, (num_rows, columns), horizon = input_ids.device, input_ids.shape, scored.shape[1]
+    start, width = columns - horizon, max(sum(unit.length for unit in units) for units in bins)
+    source = torch.zeros(len(bins), width, dtype=torch.int64)
+    unit_of = torch.zeros(len(bins), width, dtype=torch.int64)
+    member_of = torch.full((len(bins), width), -1, dtype=torch.int64)
+    # Of each row: the place of its response's first token less one, and that of its prompt's last token.
+    first, last_of_prompt = [0] * num_rows, [0] * num_rows
+    number = 0
+    for place, units in enumerate(bins):
+        end = 0
+        for unit in units:
+            begin, end = end, end + unit.prompt
+            origin = unit.row * columns + start
+            source[place, begin:end] = torch.arange(origin - unit.prompt, origin)
+            number += 1
+            unit_of[place, begin : begin + unit.length] = number
+            for row, read in unit.members:
+                last_of_prompt[row] = place * width + begin + unit.prompt - 1
+                first[row] = place * width + end - 1
+                origin = row * columns + start
+                source[place, end : end + read] = torch.arange(origin, origin + read)
+                member_of[place, end : end + read] = row
+                end += read
+    source = source.to(device)
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids.flatten()[source],
+        "position_ids": position_ids.flatten()[source],
+        "attention_mask": None,
+        "use_cache": False,
+    }
+    # The state before response token t: of the prompt's last token for t = 0, else of token t − 1.
+    steps = torch.arange(horizon)
+    states_at = torch.tensor(first)[:, None] + steps
+    states_at[:, 0] = torch.tensor(last_of_prompt)
+    return PackedRows(inputs, states_at.to(device)[scored]), unit_of.to(device), member_of.to(device)
+
+
+def _mask(unit_of: Tensor, member_of: Tensor) -> Tensor:
+    """(R, 1, W, W) bool: a token reads the past of its prompt and of its own response; padding reads some."""
+    width = unit_of.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=unit_of.device).tril()
+    of_prompt = (member_of == -1) & (unit_of > 0)
+    same_member = member_of[:, :, None] == member_of[:, None, :]
+    same_unit = unit_of[:, :, None] == unit_of[:, None, :]
+    return (causal & same_unit & (of_prompt[:, None, :] | same_member))[:, None]
+
+
+def _window(config: Any) -> int:
+    """Tokens that every layer can look back on."""
+    names = ("sliding_window", "attention_chunk_size")
+    return min(getattr(config, name, None) or 1 << 62 for name in names)
+
+
+def _target_width(config: Any) -> int:
+    """Tokens of a packed row, such that attention over all of it costs about a tenth of the linear layers."""
+    return max(64, int(config.hidden_size) // 2)
+
+
+@torch.no_grad()
+def can_pack(model: Any) -> bool:
+    """Whether the model reads packed rows as it reads each sequence by itself.
+
+    Recurrent states run through all of a row, and some attention makes its own mask. Rather than know all
+    architectures, try a short probe both ways.
+    """
+    body = getattr(model, model.base_model_prefix, None)
+    if body is None or body is model:
+        return False
+    device = next(body.parameters()).device
+    ids = torch.arange(10, device=device).reshape(2, 5) % body.config.vocab_size
+    ids[1, :2] = ids[0, :2]  # siblings
+    whole = torch.ones_like(ids, dtype=torch.bool)
+    positions = torch.arange(5, device=device).expand(2, 5)
+    was_training = model.training
+    model.eval()
+    try:
+        rows = packed(body, ids, whole, positions, whole[:, 2:])
+        if rows is None:
+            return True  # the probe is longer than the window: longer rows are not packed either
+        found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
+        plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+        return False  # it takes no mask of this form
+    finally:
+        model.train(was_training)
+    return bool((found - plain).norm() < _TOLERANCE * plain.norm())

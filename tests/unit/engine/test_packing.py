@@ -1,0 +1,114 @@
+"""Packed rows give the log-probs and gradients of whole rows, and read no token twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from rlctl.engine import packing
+from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.packing import can_pack
+from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
+
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
+    "gemma3": Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=16),
+    "mistral": MistralConfig(**SHAPE, sliding_window=16),
+}
+
+
+def a_model(kind: str, attention: str = "sdpa"):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(ARCHITECTURES[kind], attn_implementation=attention).eval()
+
+
+def answers(module: PolicyModule, rows: dict[str, torch.Tensor]):
+    """Tokens read, log-probs and gradients."""
+    module.zero_grad()
+    counts, log_probs = tokens_read(module, rows)
+    (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().backward()
+    return counts, log_probs.detach(), {n: p.grad.clone() for n, p in module.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*((kind, "sdpa") for kind in ARCHITECTURES), ("llama", "eager")]
+)
+@pytest.mark.parametrize("siblings", [(4, 4, 4), (4, 1, 3), (1, 1), (9,)], ids=str)
+@pytest.mark.parametrize("width", [1, 24])  # a row as wide as the longest sequence; some sequences in a row
+def test_log_probs_and_gradients_are_those_of_whole_rows(
+    kind: str, attention: str, siblings: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_target_width", lambda _config: width)
+    module, rows = PolicyModule(a_model(kind, attention), 0.7), rows_of(*siblings)
+    assert module.packs
+    [read], ours, our_grads = answers(module, rows)
+    module.packs = module.shares_prompts = False
+    [whole], theirs, their_grads = answers(module, rows)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    for name, gradient in their_grads.items():
+        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-4, atol=2e-6)
+    assert read < whole
+
+
+def test_a_prompt_is_read_once_for_all_responses_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_target_width", lambda _config: 1000)
+    rows = rows_of(5)
+    [read], _, _ = answers(PolicyModule(a_model("llama"), 1.0), rows)
+    prompt = int(rows["attention_mask"][0, :PROMPT].sum())
+    assert read == prompt + int((rows["scored"].sum(1) - 1).sum())
+
+
+def test_sequences_in_one_row_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of kernels that take no mask: transformers tells sequences apart by their positions."""
+    module, rows = PolicyModule(a_model("llama"), 0.7), rows_of(3, 1)
+    module.packs = module.shares_prompts = False
+    _, theirs, _ = answers(module, rows)
+    module.packs, config = True, module.model.model.config
+    packed = packing.packed
+
+    def as_flash(*columns: torch.Tensor):
+        config._attn_implementation_internal = "flash_attention_2"
+        found = packed(*columns)
+        config._attn_implementation_internal = "sdpa"
+        assert found is not None
+        assert found.inputs["attention_mask"] is None
+        assert len(found.inputs["input_ids"]) == 1
+        return found
+
+    monkeypatch.setattr("rlctl.engine.inputs.packed", as_flash)
+    _, ours, _ = answers(module, rows)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_a_window_shorter_than_a_sequence_is_not_packed() -> None:
+    config = MistralConfig(**SHAPE, sliding_window=3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = rows_of(2, 2)
+    module = PolicyModule(model, 1.0, share_prompts=False)
+    counts, log_probs = tokens_read(module, rows)
+    assert counts == [4 * (PROMPT + HORIZON - 1)]
+    module.packs = False
+    torch.testing.assert_close(module(**rows)[0], log_probs)
+
+
+def test_recurrent_models_read_whole_rows() -> None:
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+    assert not can_pack(AutoModelForCausalLM.from_config(config))
+
+
+def test_nothing_scored_gives_zeros() -> None:
+    rows = rows_of(2)
+    rows["scored"] = torch.zeros_like(rows["scored"])
+    log_probs, _ = PolicyModule(a_model("llama"), 1.0)(**rows)
+    assert not log_probs.any()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class PromptDataset:
             the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
         max_prompt_length: tokens.
         filter_overlong: leave longer prompts out; False: refuse them.
+        chat_template_kwargs: further arguments of the chat template.
 
     Attributes:
         rows: the rows kept, in order.
@@ -41,13 +42,19 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: Sequence[Row], tokenizer: Any, *, max_prompt_length: int, filter_overlong: bool
+        self,
+        rows: Sequence[Row],
+        tokenizer: Any,
+        *,
+        max_prompt_length: int,
+        filter_overlong: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._pad_id = _pad_id(tokenizer)
         self.rows: list[Row] = []
         self._ids: list[list[int]] = []
         self.texts: list[str] = []
-        renderer = Renderer(tokenizer)
+        renderer = Renderer(tokenizer, chat_template_kwargs)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
             texts = [renderer.text(row) for row in chunk]

@@ -6,7 +6,8 @@ Training, evaluation and data preparation share this, so that a length measured 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlctl.data.schema import Row
@@ -19,10 +20,24 @@ class Renderer:
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
             the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
+        chat_template_kwargs: further arguments of the template, such as `enable_thinking`.
+
+    Raises:
+        UsageError: the template does not read one of them.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        self._kwargs = dict(chat_template_kwargs or {})
+        template = str(tokenizer.chat_template or "")
+        if unread := [name for name in self._kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]:
+            raise UsageError(
+                f"the model's chat template reads no `{unread[0]}`"
+                if template
+                else "the model has no chat template",
+                where="data.chat_template_kwargs",
+                fix="leave it out",
+            )
         added = tokenizer("")["input_ids"]
         #: whether the tokenizer puts its start token before plain text
         self.adds_start = bool(added) and added[0] == tokenizer.bos_token_id
@@ -38,7 +53,10 @@ class Renderer:
             return start + "\n\n".join(message.content for message in row.prompt)
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages_of(row)), add_generation_prompt=generation_prompt, tokenize=False
+                list(messages_of(row)),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._kwargs,
             )
         except Exception as error:  # Jinja's own errors and whatever the template raises
             raise UsageError(

@@ -151,6 +151,7 @@ class LocalModel:
             self._files.tokenizer,
             max_prompt_length=max_prompt_length,
             filter_overlong=True,
+            chat_template_kwargs=target.spec.data.chat_template_kwargs if target.spec else None,
         )
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts

@@ -192,10 +192,33 @@ _LLAMA3_8B = 8_030_261_248, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_d
 _MISTRAL_7B = 7_248_023_552, Shape(32, 4096, 14_336, heads=32, kv_heads=8, head_dim=128, vocab=32_768)
 _GEMMA_7B = 8_537_680_896, Shape(28, 3072, 24_576, heads=16, kv_heads=16, head_dim=256, vocab=256_000)
 _DEEPSEEK_7B = 6_910_365_696, Shape(30, 4096, 11_008, heads=32, kv_heads=32, head_dim=128, vocab=102_400)
+_R1_QWEN_1B = 1_777_088_000, Shape(28, 1536, 8960, heads=12, kv_heads=2, head_dim=128, vocab=151_936)
+_LLAMA32_1B = 1_235_814_400, Shape(16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128_256)
+_LLAMA32_3B = 3_212_749_824, Shape(28, 3072, 8192, heads=24, kv_heads=8, head_dim=128, vocab=128_256)
+_GEMMA3_1B = 999_885_952, Shape(26, 1152, 6912, heads=4, kv_heads=1, head_dim=256, vocab=262_144)
+_SMOLLM2_2B = 1_711_376_384, Shape(24, 2048, 8192, heads=32, kv_heads=32, head_dim=64, vocab=49_152)
+_SMOLLM3_3B = 3_075_098_624, Shape(36, 2048, 11_008, heads=16, kv_heads=4, head_dim=128, vocab=128_256)
+
+
+def _qwen3(parameters: int, layers: int, hidden: int, inner: int, heads: int) -> tuple[int, Shape]:
+    shape = Shape(layers, hidden, inner, heads, kv_heads=8, head_dim=128, vocab=151_936, norms_heads=True)
+    return parameters, shape
+
 
 #: Number of parameters, and dimensions, by hub id or short name: the models that presets name.
 PUBLISHED: dict[str, tuple[int, Shape]] = {
     **dict.fromkeys(("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), _SMOLLM2_135M),
+    **dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"), _qwen3(596_049_920, 28, 1024, 3072, 16)),
+    **dict.fromkeys(("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"), _qwen3(1_720_574_976, 28, 2048, 6144, 16)),
+    **dict.fromkeys(("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"), _qwen3(4_022_468_096, 36, 2560, 9728, 32)),
+    **dict.fromkeys(("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"), _qwen3(8_190_735_360, 36, 4096, 12_288, 32)),
+    **dict.fromkeys(("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"), _LLAMA32_1B),
+    **dict.fromkeys(("meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.2-3B-Instruct"), _LLAMA32_3B),
+    **dict.fromkeys(("google/gemma-3-1b-pt", "google/gemma-3-1b-it"), _GEMMA3_1B),
+    **dict.fromkeys(("HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct"), _SMOLLM2_2B),
+    **dict.fromkeys(("HuggingFaceTB/SmolLM3-3B-Base", "HuggingFaceTB/SmolLM3-3B"), _SMOLLM3_3B),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _R1_QWEN_1B,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN2_7B,
     **dict.fromkeys(("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"), _QWEN2_7B),
     **dict.fromkeys(("Qwen/Qwen2-7B", "Qwen/Qwen2-7B-Instruct"), _QWEN2_7B),
     **dict.fromkeys(("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct"), _LLAMA3_8B),

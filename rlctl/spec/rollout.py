@@ -60,6 +60,8 @@ class DataSpec(Section):
     """Largest number of sampled tokens."""
     filter_overlong_prompts: bool = True
     """Leave out prompts longer than `max_prompt_length` (they are counted); false: refuse to start."""
+    chat_template_kwargs: OpenMapping = Field(default={})
+    """Further arguments of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
     shuffle: bool = True
     """Reshuffle the prompts every epoch, from `trainer.seed`."""
 

@@ -177,6 +177,7 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
         tokenizer,
         max_prompt_length=spec.data.max_prompt_length,
         filter_overlong=spec.data.filter_overlong_prompts,
+        chat_template_kwargs=spec.data.chat_template_kwargs,
     )
 
 

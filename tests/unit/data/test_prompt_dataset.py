@@ -142,3 +142,19 @@ def test_fewer_prompts_than_a_batch():
     with pytest.raises(UsageError, match="takes 4 prompts, the data has 3") as caught:
         numbered(3).batch_indices(0, 4, seed=1, shuffle=True)
     assert "train_batch_size to 3" in caught.value.fix
+
+
+THINKING = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}[no thoughts]{% endif %}"
+
+
+def test_arguments_of_the_template_reach_it_and_unknown_ones_are_refused():
+    def texts(template, **kwargs):
+        options = {"max_prompt_length": 100, "filter_overlong": False, "chat_template_kwargs": kwargs}
+        return PromptDataset(make_rows("1"), make_tokenizer(template), **options).texts
+
+    assert texts(THINKING) == ["<bos>[user]1[assistant]"]
+    assert texts(THINKING, enable_thinking=False) == ["<bos>[user]1[assistant][no thoughts]"]
+    for template in (TEMPLATE, None):
+        with pytest.raises(UsageError) as caught:
+            texts(template, enable_thinking=False)
+        assert caught.value.where == "data.chat_template_kwargs"

@@ -11,13 +11,24 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-fast check docs setup setup-dev verl conformance system bench mutants gpu clean
+.PHONY: help train train-llm test test-fast check docs setup setup-dev verl conformance system bench mutants gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
+
+# Before and after are compared on sums that training never sees.
+train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sums on the CPU, compare before and after
+	$(BIN)/python examples/sums.py data/sums
+	@set -e; run=runs/train-llm-$$(date +%Y%m%d-%H%M%S); \
+	ask="--data data/sums/held_out.parquet --n 4 --max-response-length 10 --reward maths"; \
+	$(BIN)/rlctl train -p smollm2-135m-sums trainer.run_dir=$$run; \
+	$(BIN)/rlctl evaluate smollm2-135m $$ask --out $$run/before; \
+	$(BIN)/rlctl evaluate $$run $$ask --out $$run/after; \
+	$(BIN)/rlctl evaluate compare $$run/before $$run/after; \
+	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
 test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up; lint, types, import directions, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

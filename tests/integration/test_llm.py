@@ -1,4 +1,4 @@
-"""A real language model by its name: trained with adapters, evaluated, exported, loaded by plain transformers."""
+"""A real language model by its name: trained with adapters, evaluated, exported, loaded as a plain model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,11 @@ def test_order_does_not_matter_because_no_two_kinds_set_the_same_key() -> None:
 @pytest.mark.parametrize("hardware", list(CARDS))
 def test_every_combination_is_accepted_and_fits_its_cards(hardware: str, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for model, algorithm in product(of_kind("models"), of_kind("algorithms")):
+    # Algorithms differ in memory by the critic alone; one model shows that each goes with all others.
+    with_and_without_critic = {*product(of_kind("models"), ("ppo-seq-is-token-rs", "rloo-seq-is"))}
+    for model, algorithm in sorted(
+        {*with_and_without_critic, *product(["llama3-8b"], of_kind("algorithms"))}
+    ):
         loaded = load_spec([model, hardware, algorithm], [], PROMPTS)
         # Some algorithms warn of themselves; together nothing is added.
         assert {warning.key for warning in loaded.warnings} <= keys(algorithm), (model, algorithm)

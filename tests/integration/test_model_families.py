@@ -45,7 +45,10 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         ("llama3.2-1b", "llama3.2-3b", "smollm2-135m"), (LlamaConfig, {"num_key_value_heads": 1} | TIED)
     ),
     "smollm2-1.7b": (LlamaConfig, {"num_key_value_heads": 2} | TIED),
-    "smollm3-3b": (SmolLM3Config, {"num_key_value_heads": 1, "no_rope_layers": [1, 0]} | TIED),
+    "smollm3-3b": (
+        SmolLM3Config,
+        {"num_key_value_heads": 1, "no_rope_layers": [1, 0], "pad_token_id": 0} | TIED,
+    ),
     "gemma3-1b": (Gemma3TextConfig, {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64} | TIED),
     **dict.fromkeys(
         ("deepseek-r1-qwen-1.5b", "deepseek-r1-qwen-7b"), (Qwen2Config, {"num_key_value_heads": 1})

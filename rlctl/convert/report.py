@@ -26,7 +26,7 @@ def spec_yaml(result: Translation, name: str) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as the spec reads it: text that could be taken for something else stands in quotes."""
+    """A value as the spec reads it: text that could be read as another type is quoted."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return json.dumps(value, ensure_ascii=False)

@@ -152,7 +152,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
         return None
-    # Reflected at the ends, where repeating the last value would let it decide alone.
+    # Reflected at the ends, where a repeated last value would dominate the median.
     medians_a, medians_b = map(smoothed, (values_a, values_b))
     noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _drift(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))

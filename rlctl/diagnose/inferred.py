@@ -35,7 +35,7 @@ def with_inferred(run: RunLog) -> RunLog:
 
 
 def is_rounded(table: Table) -> bool:
-    """Whether the whole log is printed with few decimals: 0 then stands for small numbers, too."""
+    """Whether the whole log is printed with few decimals: a 0 may then be a small number."""
     values = np.concatenate([np.empty(0), *(table.series(key).values[-_LAST:] for key in table.columns)])
     scaled = np.unique(values[values % 1.0 != 0.0]) * 10**DECIMALS
     return len(scaled) >= th.MIN_STEPS and bool((np.abs(scaled - np.round(scaled)) < 1e-6).all())

@@ -30,7 +30,7 @@ SURE_NATS = 0.01
 TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
 #: A rising token error: the part above 1 grew by this factor, to at least this.
 TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
-#: At the first step. (Frameworks' own tests ask for 1e-9 and 1e-10, which only deterministic kernels reach.)
+#: At the first step. (Frameworks' own tests require 1e-9 and 1e-10, which only deterministic kernels reach.)
 FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
 #: |kl| per token of an instruct model whose prompt lost its chat template: near 0.8.
 TEMPLATE_KL = (0.5, 1.2)
@@ -312,7 +312,7 @@ def stale_weights(run: RunLog) -> Detection | None:
     what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
     if found := detect_crossing(run, th.LOG_PROB_GAP, what):
         return found
-    # Weights near zero among the survivors; products over long responses get there by themselves.
+    # Weights near zero among the survivors; products over long responses are that small anyway.
     lengths = run.table.series(_LENGTH).values
     if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None

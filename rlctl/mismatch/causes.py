@@ -1,4 +1,4 @@
-"""From the comparisons to causes in order, with what to change; and what the comparisons leave open."""
+"""From the comparisons to causes in order, with their fixes; and the questions that stay open."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _other_precision(found: Examination) -> Iterator[Cause]:
 
 
 def not_told(found: Examination) -> list[str]:
-    """What these comparisons cannot determine, and what would let them."""
+    """Questions that these comparisons leave open, and what would answer them."""
     sides, tried = found.sides, found.explanation.tried
     notes = [f"{change.factor} {change.value}: {change.why_not}" for change in tried if change.why_not]
     if sides.asked == SamplingSettings(1.0):

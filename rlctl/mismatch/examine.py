@@ -25,7 +25,7 @@ from rlctl.rollout.weights import PlainWeights
 
 #: An experiment with the engine explains the gap when it leaves no more than this share of it.
 _CLOSED = 0.5
-#: Up to this mean |log-ratio| the trainer's distribution stands for the engine's, as far as its draws show.
+#: Up to this mean |log-ratio| the engine's draws are compared with the trainer's distribution.
 _SAME_DISTRIBUTION = 0.05
 
 
@@ -36,7 +36,7 @@ class Sides:
     #: model, tokenizer: the trainer's
     model: Any
     tokenizer: Any
-    #: under examination; its weights are changed and given back where it takes weights
+    #: under examination; its weights are changed and restored where it takes weights
     engine: ResponseSampler
     rows: Sequence[Row]  # prompts
     sampling: Sampling  # requested of the engine; the trainer applies the temperature

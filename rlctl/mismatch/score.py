@@ -74,7 +74,7 @@ class EngineSample:
     responses: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool, tokens that the engine sampled
     reported: Tensor  # (B, T) float32, the engine's log-probs
-    attended: Tensor  # (B, T) bool, what of the responses is not padding
+    attended: Tensor  # (B, T) bool, response positions that are not padding
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
         """Log-prob of each token if report t is of token t + shift, and where there is one; both (B, T)."""

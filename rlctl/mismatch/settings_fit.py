@@ -26,7 +26,7 @@ _STRAY = 1e-3
 
 
 class RankedLogits:
-    """Logits of some positions, sorted, and where the token drawn stands among them.
+    """Logits of some positions, sorted, and the rank of the drawn token among them.
 
     Args:
         logits: (N, V) float, before any temperature.

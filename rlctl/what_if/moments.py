@@ -12,7 +12,7 @@ blocks gives intervals.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,39 +42,36 @@ class Chunk:
     blocks: Tensor  # (B,) int64, the group's block
 
 
-@dataclass
-class ScoreMoments:
-    """Sums over groups, by setting (S) and block (K); c, v index classes of context and token.
+class StepMoments:
+    """The sums over groups that depend on the setting, by setting (S) and block (K).
 
-    Attributes:
-        gradient: (S, K, c·v) Σ w·A·κ at the token's cell, κ = 1 − π(token).
-        context: (S, K, c) Σ w·A, from which the centring follows.
-        exact, exact_context: (K, c·v), (K, c): the same with the exact weight Π ρ.
-        energy: (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e with e = A²κ², W = Π ρ, q = 2/(1 + W).
-        exact_energy: (2, K) Σ W·e, Σ q·W²·e.
-        product: (2, K) Σ Π ρ and its square over sequences.
-        counts: (3, K) groups, sequences with tokens, tokens.
-        noise, noise_cross, noise_context: (K,), (K, c·v), (K, c): squares and cross products per group
-            without any weight, whose centred sum is the noise of one group.
-        centre, centre_context: (c·v,), (c,): Σ ρ·κ at the token's cell and Σ ρ, for the centring.
+    c, v index classes of context and token, κ = 1 − π(token), e = A²κ², W = Π ρ and q = 2/(1 + W).
     """
 
-    num_settings: int
-    gradient: Floats = field(init=False)
-    context: Floats = field(init=False)
-    energy: Floats = field(init=False)
+    def __init__(self, num_settings: int) -> None:
+        #: (S, K, c·v) Σ w·A·κ at the token's cell
+        self.gradient = np.zeros((num_settings, BLOCKS, CLASSES**2))
+        #: (S, K, c) Σ w·A, from which the centring follows
+        self.context = np.zeros((num_settings, BLOCKS, CLASSES))
+        #: (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e
+        self.energy = np.zeros((num_settings, 4, BLOCKS))
 
-    def __post_init__(self) -> None:
-        cells = CLASSES * CLASSES
-        self.gradient = np.zeros((self.num_settings, BLOCKS, cells))
-        self.context = np.zeros((self.num_settings, BLOCKS, CLASSES))
-        self.energy = np.zeros((self.num_settings, 4, BLOCKS))
-        self.exact, self.exact_context = np.zeros((BLOCKS, cells)), np.zeros((BLOCKS, CLASSES))
-        self.exact_energy, self.product = np.zeros((2, BLOCKS)), np.zeros((2, BLOCKS))
-        self.counts = np.zeros((3, BLOCKS))
-        self.noise, self.noise_cross = np.zeros(BLOCKS), np.zeros((BLOCKS, cells))
+
+class ScoreMoments(StepMoments):
+    """All sums over groups, the weights normalised."""
+
+    def __init__(self, num_settings: int) -> None:
+        super().__init__(num_settings)
+        #: (K, c·v) and (K, c): gradient and context with the exact weight W
+        self.exact, self.exact_context = np.zeros((BLOCKS, CLASSES**2)), np.zeros((BLOCKS, CLASSES))
+        self.exact_energy = np.zeros((2, BLOCKS))  # Σ W·e, Σ q·W²·e
+        self.product = np.zeros((2, BLOCKS))  # Σ W and Σ W² over sequences
+        self.counts = np.zeros((3, BLOCKS))  # groups, sequences with tokens, tokens
+        #: squares and cross products per group without any weight; their centred sum is a group's noise
+        self.noise, self.noise_cross = np.zeros(BLOCKS), np.zeros((BLOCKS, CLASSES**2))
         self.noise_context = np.zeros((BLOCKS, CLASSES))
-        self.centre, self.centre_context = np.zeros(cells), np.zeros(CLASSES)
+        #: Σ ρ·κ at the token's cell and Σ ρ, for the centring
+        self.centre, self.centre_context = np.zeros(CLASSES**2), np.zeros(CLASSES)
 
     def add_step(self, part: StepMoments, factors: list[float]) -> None:
         """Take one step's sums, its weights divided by each setting's normalising factor."""
@@ -171,15 +168,6 @@ class Tokens:
         mixed = self._halfway * self.product * first
         for row, value in enumerate((first, second, self._halfway * second, mixed)):
             part.energy[setting, row] += _sums(self.chunk.blocks, value, BLOCKS)
-
-
-class StepMoments:
-    """One step's share of what depends on the settings, before normalisation."""
-
-    def __init__(self, num_settings: int) -> None:
-        self.gradient = np.zeros((num_settings, BLOCKS, CLASSES**2))
-        self.context = np.zeros((num_settings, BLOCKS, CLASSES))
-        self.energy = np.zeros((num_settings, 4, BLOCKS))
 
 
 def _sums(where: Tensor, values: Tensor, *shape: int) -> Floats:

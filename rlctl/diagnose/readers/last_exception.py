@@ -39,7 +39,7 @@ class LastException:
         self._survived: set[str] = set()
 
     def clear(self) -> None:
-        """Training went on."""
+        """A row followed: training continued."""
         self._survived |= self._since_row
         self._since_row.clear()
         self._found, self._in_traceback = None, False

@@ -1,4 +1,4 @@
-"""Printed rows, kept apart by the form they were printed in; at the end those of one form are the log's."""
+"""Printed rows, grouped by the form they were printed in; the group with most metrics is the log's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Form:
 
 
 class PrintedRows:
-    """Takes rows of any form, and hands over those of the form that holds most."""
+    """Collects rows of any form; `finish` passes on those of the form with most metrics."""
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
@@ -128,7 +128,7 @@ class PrintedRows:
     def _number(self, form: _Form) -> None:
         """Give counted rows the steps of the progress bar next to them, or those that their epochs imply."""
         notes = self._reading.notes
-        # A bar stands above its row, or below it; then the first row has none above, or one at 0.
+        # A bar is above its row, or below it; then the first row has none above, or one at 0.
         for bars in (form.bars, [*form.bars[1:], self._bars]):
             totals = [total for total in bars[0] if _counts(total, bars)]
             if totals:
@@ -155,7 +155,7 @@ def _counts(total: int, bars: list[dict[int, int]]) -> bool:
 
 
 def _counted_again(epochs: list[float]) -> list[int]:
-    """Steps of rows whose epoch fell back to one that was logged before: a run was begun again."""
+    """Steps of rows whose epoch fell back to one that was logged before: the run was restarted."""
     steps: list[int] = []
     passed: list[float] = []
     for epoch in epochs:

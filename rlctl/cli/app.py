@@ -28,6 +28,7 @@ from rlctl.cli.init import init
 from rlctl.cli.report import report
 from rlctl.cli.runs import runs, samples, watch
 from rlctl.cli.schema import schema
+from rlctl.cli.sweep import sweep
 from rlctl.cli.train import train
 from rlctl.errors import RlctlError, memory_failure
 from rlctl.user_code import visible
@@ -56,6 +57,7 @@ app.command(cls=Command)(runs)
 app.command(cls=Command)(watch)
 app.command(cls=Command)(samples)
 app.command(cls=Command)(report)
+app.command(cls=Command)(sweep)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(export)
 app.command("import", cls=Command)(import_config)

@@ -243,6 +243,23 @@ def wandb(inputs: SinkInputs) -> Sink:
     return BackgroundSink("wandb", start)
 
 
+@TRACKERS.register(label="trackio, if it is installed")
+def trackio(inputs: SinkInputs) -> Sink:
+    """A local dashboard, `trackio show`; the run is named after its directory."""
+    from rlctl.track.trackio import TrackioSink
+
+    return BackgroundSink("trackio", partial(TrackioSink, inputs.project, inputs.run_dir.name, inputs.config))
+
+
+@TRACKERS.register(label="MLflow, if it is installed")
+def mlflow(inputs: SinkInputs) -> Sink:
+    """A run in the MLflow experiment named like the project, where `MLFLOW_TRACKING_URI` says."""
+    from rlctl.track.mlflow import MlflowSink
+
+    start = partial(MlflowSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
+    return BackgroundSink("mlflow", start)
+
+
 @TRACKERS.register(label="TensorBoard")
 def tensorboard(inputs: SinkInputs) -> Sink:
     """Event files in `tensorboard/` of the run directory."""

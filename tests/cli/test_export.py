@@ -87,8 +87,8 @@ def test_an_adapter_on_its_base_is_the_merged_model(lora_run_dir, task, tmp_path
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_without_an_adapter_it_says_so(run_dir, tmp_path, capsys, is_old):
-    if is_old:  # as an earlier rlctl left it
-        (run_dir / CHECKPOINTS / "step_000008" / ADAPTER).rmdir()
+    if is_old:  # an earlier rlctl left an empty folder
+        (run_dir / CHECKPOINTS / "step_000008" / ADAPTER).mkdir()
     assert run(["export", str(run_dir), "--out", str(tmp_path / "x"), "--adapter"]) == 2
     assert "no adapter in this checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -60,7 +60,7 @@ def test_it_fits_a_telephone_and_the_dark(
     assert page.locator("h1").all_inner_texts() == ["What if: one", "What if: two"]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     own = page.locator("svg circle[fill=currentColor]").first
-    assert own.evaluate("(dot) => getComputedStyle(dot).fill") == "rgb(255, 255, 255)"
+    assert own.evaluate("(dot) => getComputedStyle(dot).fill") == "rgb(237, 238, 240)"
 
 
 def test_hostile_text_is_only_text(opened: Callable[[Path], Any], tmp_path: Path, found: Tradeoff) -> None:

@@ -1,0 +1,113 @@
+"""`rlctl sweep`: every combination of some values, run, resumed and compared."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.cli.complete import complete_override, complete_preset
+
+if TYPE_CHECKING:
+    from rlctl.train.sweep import SweepRow
+
+
+def sweep(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=A,B|KEY=1..5|KEY=VALUE|FILE.yaml",
+            help="Values to combine; values and spec files that all runs share.",
+            show_default=False,
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "-p", metavar="NAME", help="A preset.", autocompletion=complete_preset),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="The sweep's directory; alone it goes on with the sweep there.",
+            show_default="runs/sweep-…, named after the request",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = 1,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Write a Slurm job array and say how to submit it; run nothing.")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch: --sbatch=--gpus=1."),
+    ] = None,
+    table_only: Annotated[bool, typer.Option("--table", help="Print the table; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    only: Annotated[int | None, typer.Option("--only", min=0, hidden=True)] = None,
+) -> None:
+    """Train every combination of some values and compare the settings.
+
+    The same command, or `--dir` alone, goes on where it stopped: finished runs are left alone, others
+    continue from their checkpoint. Settings are compared with the first one, paired by trainer.seed; with
+    one seed they are paired by validation question.
+
+      rlctl sweep -p rloo-seq-is actor.lr=1e-6,3e-6 trainer.seed=1..5
+
+      rlctl sweep spec.yaml rollout.n=4,8 trainer.seed=1..3 --slurm --sbatch=--gpus=1
+    """
+    from rlctl.train.sweep import open_sweep, plan, run_sweep, slurm_script
+    from rlctl.train.sweep import table as table_of
+
+    asked = plan(preset or [], words) if words else None
+    place = directory or Path("runs") / f"sweep-{asked.key if asked else ''}"
+    found = open_sweep(place, asked)
+    if slurm:
+        from rlctl.files import write_text
+
+        script = place / "sweep.sbatch"
+        write_text(script, slurm_script(place, found, jobs=jobs, options=sbatch or []))
+        typer.echo(f"sbatch {shlex.quote(str(script))}")
+        return
+    failed = 0
+    if not table_only:
+        typer.echo(f"{place}: {len(found.runs)} runs", err=True)
+        failed = run_sweep(place, found, jobs=jobs, note=lambda text: typer.echo(text, err=True), only=only)
+    if only is None:
+        rows = table_of(place, found)
+        if as_json:
+            typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        else:
+            _print(rows)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(rows: list[SweepRow]) -> None:
+    from rich.table import Table
+
+    from rlctl.cli.messages import unwrapped
+
+    by = next((row.paired_by for row in rows if row.paired_by), "seed")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("setting", "done", "reward", "± stderr", "− first", "95 % interval", "p"):
+        table.add_column(name, justify="left" if name == "setting" else "right", overflow="fold")
+    for row in rows:
+        value, found = row.value, row.against_first
+        table.add_row(
+            " ".join(f"{key}={text}" for key, text in row.setting.items()) or "all",
+            f"{row.num_done}/{row.num_runs}",
+            f"{value.value:.4f}" if value else "",
+            f"{value.stderr:.4f}" if value and value.stderr is not None else "",
+            f"{found.value:+.4f}" if found else "",
+            f"{found.low:+.4f} to {found.high:+.4f}" if found and found.low is not None else "",
+            f"{found.p_value:.2g}" if found and found.p_value is not None else "",
+        )
+    console = unwrapped()
+    console.print(table)
+    console.print(f"Differences from the first setting are paired by {by}.", style="dim", soft_wrap=True)

@@ -1,0 +1,68 @@
+"""MLflow. `MLFLOW_TRACKING_URI` and its other variables mean what MLflow says they mean."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from rlctl.files import write_text
+
+_RUN_ID_FILE = ".mlflow_run_id"
+#: Of one request, and of a parameter's value: limits of MLflow's servers.
+_MAX_METRICS, _MAX_PARAMS, _MAX_VALUE = 1000, 100, 6000
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+#: What MLflow takes in a metric's name.
+_UNKNOWN = re.compile(r"[^\w\-. :/]")
+
+
+class MlflowSink:
+    """One run of the experiment that is named like the project; a resumed run continues it.
+
+    Args:
+        run_dir: keeps the run's id.
+        project: MLflow's experiment.
+        experiment: name of the run.
+        config: the resolved spec, without secrets; its leaves are the run's parameters.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> None:
+        self._client = MlflowClient()
+        file = run_dir / _RUN_ID_FILE
+        if file.is_file():
+            self._id = file.read_text(encoding="utf-8").strip()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        known = self._client.get_experiment_by_name(project)
+        place = known.experiment_id if known else self._client.create_experiment(project)
+        self._id = self._client.create_run(place, run_name=experiment).info.run_id
+        params = [Param(key, text[:_MAX_VALUE]) for key, text in _leaves(config)]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
+        write_text(file, self._id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step; characters that MLflow does not take in names become `_`."""
+        now = int(time.time() * 1000)
+        found = [Metric(_UNKNOWN.sub("_", key), float(value), now, step) for key, value in metrics.items()]
+        for first in range(0, len(found), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics=found[first : first + _MAX_METRICS])
+
+    def close(self, status: str) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self._id, _STATUS.get(status, "FINISHED"))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast check docs setup setup-dev verl conformance system bench mutants gpu clean
+.PHONY: help train train-llm test test-fast check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -117,6 +117,9 @@ bench: setup-dev  ## Measure ours against the other side (see docs/explanation/b
 mutants: setup-dev verl  ## Change the mathematics at random: do the tests notice? (see docs/explanation/benchmarks.md)
 	$(PIP) install -q -e ".[mutants]"
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python benchmarks/mutants.py
+
+chaos: setup  ## Kill runs at KILLS random moments (50), resume them, compare bit for bit (see docs/explanation/benchmarks.md)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python -m benchmarks.chaos --kills $(or $(KILLS),50)
 
 gpu: setup-dev  ## On a machine with a CUDA card: its tests, and where the time of a step goes
 	@if nvidia-smi -L >/dev/null 2>&1; then \

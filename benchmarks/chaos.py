@@ -1,0 +1,165 @@
+"""Runs killed by SIGKILL at random moments and resumed, against one that was never killed.
+
+    python -m benchmarks.chaos --kills 50 --out chaos.json
+
+Each kill is a run of its own: started, killed after a time drawn uniformly from a whole run's, the launcher
+alone or every process (by turns), resumed (or started anew where nothing was saved yet), compared at its end.
+Equal means: every step once and in order, every metric and the trained weights bit for bit, apart from times.
+With `rollout.max_staleness` which weights sampled a batch depends on the clock, and a vLLM server's arithmetic
+on its batches: there only the steps are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+STEPS = 6
+RUN = (
+    "--preset=rloo-seq-is",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=2",
+    "trainer.test_freq=-1",
+    "trainer.logger=[]",
+    "trainer.rollouts_per_step=-1",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_micro_batch_size_per_gpu=16",
+    "actor.lr_scheduler_type=constant",
+    "actor.lr_warmup_steps=0",
+    "rollout.n=4",
+)
+MODES = {
+    "one rank": ((), True),
+    "two ranks": (("trainer.n_gpus_per_node=2",), True),
+    "one step stale": (("rollout.staleness=1",), True),
+    "asynchronous": (("rollout.max_staleness=1",), False),
+    "vLLM server": (("rollout.name=vllm", "rollout.mode=server", "engine.dtype=fp32"), False),
+}
+TIMED = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory", "timestamp")
+#: Seconds in which every process of a killed run must be gone.
+GONE_S = 60.0
+
+
+def start(*words: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlctl.cli.app", "train", *words],
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def family(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+    return found
+
+
+def result(run: Path) -> dict[str, object]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+    weights = run / f"checkpoints/step_{STEPS:06d}/model/model.safetensors"
+    return {
+        "steps": [row["step"] for row in rows],
+        "rows": rows,
+        "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else None,
+    }
+
+
+def whole(run: Path, mode: tuple[str, ...]) -> float:
+    """A run that nobody kills; its seconds."""
+    begun = time.monotonic()
+    code = start(*RUN, *mode, f"trainer.run_dir={run}", log=run.with_suffix(".log")).wait()
+    if code:
+        sys.exit(f"the run to compare with ended with {code}: see {run.with_suffix('.log')}")
+    return time.monotonic() - begun
+
+
+def killed(run: Path, mode: tuple[str, ...], after: float, *, everyone: bool) -> dict[str, object]:
+    """One kill; what became of it."""
+    log = run.with_suffix(".log")
+    process = start(*RUN, *mode, f"trainer.run_dir={run}", log=log)
+    time.sleep(after)
+    was_running = process.poll() is None
+    for victim in family(process.pid) if everyone else [psutil.Process(process.pid)] if was_running else []:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+    deadline = time.monotonic() + GONE_S
+    while (left := family(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    metrics = run / "metrics.jsonl"
+    logged = metrics.read_text().count("\n") if metrics.is_file() else 0
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step_*[0-9]"))
+    found = {
+        "after_s": round(after, 2),
+        "everyone": everyone,
+        "logged": logged,
+        "saved": saved,
+        "orphans": len(left),
+    }
+    if was_running:
+        if not saved:
+            shutil.rmtree(run, ignore_errors=True)
+        words = ["--resume", str(run)] if saved else [*RUN, *mode, f"trainer.run_dir={run}"]
+        found["resumed_with"] = start(*words, log=log).wait()
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--kills", type=int, default=50, help="kills of each kind of run")
+    options.add_argument("--modes", default=",".join(MODES), help="kinds, separated by commas")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--dir", type=Path, default=Path("runs/chaos"))
+    options.add_argument("--out", type=Path, default=Path("chaos.json"))
+    chosen = options.parse_args()
+    drawn, report, num_bad = random.Random(chosen.seed), {}, 0
+    for name in chosen.modes.split(","):
+        mode, is_exact = MODES[name]
+        if name == "vLLM server" and find_spec("vllm") is None:
+            print(f"{name}: vLLM is not installed")
+            continue
+        place = (chosen.dir / name.replace(" ", "-")).resolve()
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        lasts = whole(place / "whole", mode)
+        expected, kills = result(place / "whole"), []
+        for number in range(chosen.kills):
+            run = place / f"killed-{number}"
+            kill = killed(run, mode, drawn.uniform(0.0, lasts), everyone=number % 2 == 1)
+            got = result(run) if (run / "metrics.jsonl").is_file() else {"steps": []}
+            same = got == expected if is_exact else got["steps"] == expected["steps"]
+            kill["equal"] = same and not kill["orphans"] and not kill.get("resumed_with")
+            num_bad += not kill["equal"]
+            kills.append(kill)
+            print(f"{name} {number + 1}/{chosen.kills}: {json.dumps(kill)}", flush=True)
+            if kill["equal"]:
+                shutil.rmtree(run)
+        good = sum(bool(kill["equal"]) for kill in kills)
+        report[name] = {"kills": len(kills), "survived": good, "bit_identical": is_exact, "each": kills}
+        print(f"{name}: {good} of {len(kills)} kills survived", flush=True)
+    chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(bool(num_bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+#: Of every command that lists something.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -64,3 +67,8 @@ def _without_types_of_flags(params: list[Any]) -> list[Any]:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
     return params
+
+
+def print_json(content: object) -> None:
+    """To standard output, indented."""
+    typer.echo(json.dumps(content, indent=2, ensure_ascii=False))

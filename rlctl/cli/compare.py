@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from rlctl.cli.command import AsJson, print_json
 from rlctl.errors import UsageError
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 class CompareFormat(StrEnum):
@@ -92,7 +91,7 @@ def list_benchmarks(as_json: AsJson = False) -> None:
     from rlctl.data.benchmarks import BENCHMARKS
 
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in BENCHMARKS.values()], indent=2, ensure_ascii=False))
+        print_json([asdict(each) for each in BENCHMARKS.values()])
         return
     for each in BENCHMARKS.values():
         choices = "its choices, " if each.recipe == "multiple-choice" else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlctl.cli.command import AsJson, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -16,7 +17,7 @@ _MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bo
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Read versions only; try no engine.")] = False,
 ) -> None:
     """Check packages, GPU, disks and network of this machine, and try every engine on a tiny model.
@@ -35,7 +36,7 @@ def doctor(
     with Console(stderr=True).status("") as status:
         report = examine(quick=quick, announce=status.update)
     if as_json:
-        typer.echo(json.dumps(report.as_data(), indent=2, ensure_ascii=False))
+        print_json(report.as_data())
     else:
         _print(report, quick=quick)
     raise typer.Exit(4 if report.broken else 0)

@@ -14,6 +14,7 @@ from rlctl.evaluate.page.comparison import DIFFERENCE_HEADINGS, difference_rows,
 from rlctl.evaluate.page.tables import SCORE_HEADINGS, TableRow, score_rows
 from rlctl.evaluate.page.write import PAGE_FILE
 from rlctl.evaluate.samples import SAMPLES_FILE
+from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 
 
 def print_evaluation(out: Path, evaluation: Evaluation) -> None:
@@ -60,6 +61,8 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Table
 
 def _notes(evaluation: Evaluation) -> Iterator[str]:
     yield from evaluation.notes
+    if any(score.data_source == DATA_SOURCE for score in evaluation.scores):
+        yield WRITTEN
     if num_overlong := evaluation.about["data"]["num_overlong_prompts"]:
         yield f"{num_overlong} questions were left out: their prompts are too long"
     open_ones = [score for score in evaluation.scores if score.worst_case is not None]

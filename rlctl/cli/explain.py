@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
+from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_key
 from rlctl.errors import UsageError
 
@@ -20,7 +20,7 @@ def explain(
             autocompletion=complete_key,
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain a spec key (meaning, type, default, what the presets set), a section, or a metric.
 
@@ -32,7 +32,7 @@ def explain(
     if not found:
         raise UsageError(f"neither a key of the spec nor a metric: {name}", fix=_nearest(name))
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
         return
     for entry in found:
         typer.echo(entry.pop("name"))

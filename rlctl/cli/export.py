@@ -35,6 +35,13 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload it too, with a model card."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push-to-hub: a new repository is public.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's model as a plain Hugging Face directory.
 
@@ -44,6 +51,8 @@ def export(
     model with the adapter merged in; `PeftModel.from_pretrained(BASE, OUT)` loads what `--adapter` writes.
 
       rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --dtype bf16
+
+      rlctl export runs/rlctl/rloo-seq-is-20260101-120000 --out my-model --push-to-hub me/my-model
     """
     from rlctl.data.write import check_vacant, clear_leftovers, staged_directory
     from rlctl.files import readable_as_umask_says
@@ -55,9 +64,39 @@ def export(
         shutil.copytree(_adapter(checkpoint) if adapter else checkpoint.model_dir, stage, dirs_exist_ok=True)
         if dtype is not None:
             _convert(stage, dtype)
+        if push_to_hub:
+            from rlctl.report.model_card import model_card
+
+            card = model_card(run, checkpoint.state.step)
+            (stage / "README.md").write_text(card, encoding="utf-8")
         readable_as_umask_says(stage)
     what = "adapter" if adapter else "model"
     typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
+    if push_to_hub:
+        typer.echo(_push(out, push_to_hub, is_public=public))
+
+
+def _push(folder: Path, name: str, *, is_public: bool) -> str:
+    """Upload a directory; returns where it is.
+
+    Raises:
+        EnvironmentFailure: the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    from rlctl.errors import EnvironmentFailure
+
+    try:
+        api = HfApi()
+        api.create_repo(name, private=not is_public, exist_ok=True)
+        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="rlctl export")
+    except (OSError, ValueError) as error:  # the hub's errors are of these kinds
+        raise EnvironmentFailure(
+            f"the hub did not take it: {str(error).strip().partition(chr(10))[0] or type(error).__name__}",
+            where=name,
+            fix=f"log in with `hf auth login`; the export is complete in {folder}",
+        ) from error
+    return str(found)
 
 
 def _checkpoint(run: Path, step: int | None) -> Checkpoint:

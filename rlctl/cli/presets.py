@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_preset
 from rlctl.errors import UsageError
 
@@ -26,7 +27,7 @@ Name = Annotated[
 
 @app.command("list")
 def list_presets(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """All presets, one line each: algorithms, models, hardware, and complete examples.
 
@@ -34,8 +35,6 @@ def list_presets(
 
     rlctl train -p llama3-8b -p 8gpu -p rloo-seq-is data.train_files=data/train.parquet --dry-run
     """
-    import json
-
     from rich.table import Table
 
     from rlctl.cli.messages import unwrapped
@@ -46,7 +45,7 @@ def list_presets(
             {"name": each.name, "kind": each.kind, "description": each.description, "path": str(each.path)}
             for each in all_presets().values()
         ]
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("preset", no_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_run
 from rlctl.errors import UsageError
 from rlctl.user_code import visible
@@ -25,7 +25,6 @@ RunDirectory = Annotated[
         autocompletion=complete_run,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 #: Seconds between two readings of a watched log.
 _POLL_S = 0.5
@@ -53,7 +52,7 @@ def runs(
         raise UsageError("no such directory", where=str(root), fix="name the directory that holds the runs")
     found = find_runs(root)
     if as_json:
-        typer.echo(json.dumps([run.as_json() for run in found], indent=2))
+        print_json([run.as_json() for run in found])
     elif found:
         _print_runs(found, root)
     else:
@@ -133,7 +132,7 @@ def samples(
     rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
     rows = sorted(rows, key=_ORDERS[order])[:count]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        print_json(rows)
     else:
         _print_samples(rows, chosen)
 

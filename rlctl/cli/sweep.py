@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_override, complete_preset
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def sweep(
         typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch: --sbatch=--gpus=1."),
     ] = None,
     table_only: Annotated[bool, typer.Option("--table", help="Print the table; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
     only: Annotated[int | None, typer.Option("--only", min=0, hidden=True)] = None,
 ) -> None:
     """Train every combination of some values and compare the settings.
@@ -81,7 +81,7 @@ def sweep(
     if only is None:
         rows = table_of(place, found)
         if as_json:
-            typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+            print_json([asdict(row) for row in rows])
         else:
             _print(rows)
     if failed:

@@ -82,16 +82,30 @@ def batch_divides(spec: RunSpec) -> Problems:
     """A batch is cut into equal mini-batches, and each mini-batch equally over all ranks."""
     batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
+    faults = []
     if mini > batch:
-        what = f"{mini} prompts per mini-batch, but a batch has only {batch} (data.train_batch_size)"
-        yield error(key, what, f"use a divisor of {batch}")
+        faults.append(f"{mini} prompts per mini-batch, but a batch has only {batch} (data.train_batch_size)")
     elif batch % mini:
-        what = f"{mini} does not divide data.train_batch_size: {batch}; {batch % mini} prompts are left over"
-        near = max(size for size in range(1, mini + 1) if batch % size == 0)
-        yield error(key, what, f"use a divisor of {batch}, for example {near}")
+        left = batch % mini
+        faults.append(f"{mini} does not divide data.train_batch_size: {batch}; {left} prompts are left over")
     if mini % world:
-        what = f"{mini} prompts cannot be shared equally by {world} ranks"
-        yield error(key, what, f"use a multiple of {world}, for example {-(-mini // world) * world}")
+        faults.append(f"{mini} prompts cannot be shared equally by {world} ranks")
+    if not faults:
+        return
+    # A value that meets all three, so that correcting one fault makes no other.
+    fits = [size for size in range(world, batch + 1, world) if batch % size == 0]
+    if key == "data.train_batch_size":
+        fix = f"use a multiple of {world}, for example {-(-batch // world) * world}"
+    elif fits:
+        near = min(fits, key=lambda size: abs(size - mini))
+        of_world = f" that is a multiple of {world}" if world > 1 else ""
+        fix = f"use a divisor of {batch}{of_world}, for example {near}"
+    else:
+        whole = -(-batch // world) * world
+        fix = f"no value fits {batch} prompts on {world} ranks: set data.train_batch_size to a multiple of "
+        fix += f"{world} too, for example {whole} with mini-batches of {world}"
+    for what in faults:
+        yield error(key, what, fix)
 
 
 @reads("model.attn_implementation", "engine.dtype")

@@ -11,6 +11,7 @@ from typing import Any
 from rlctl.evaluate.page.tables import SCORE_HEADINGS, drawn, render_page, score_rows
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
+from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 
 PAGE_FILE = "samples.html"
 #: Bytes of text on the page, so that a browser still opens it.
@@ -135,7 +136,7 @@ def _grader(reward: Mapping[str, Any]) -> str:
 def _notes(
     document: Mapping[str, Any], samples: Sequence[EvalSample], kept: Sequence[EvalSample]
 ) -> list[str]:
-    notes = []
+    notes = [WRITTEN] if any(sample.data_source == DATA_SOURCE for sample in kept) else []
     if len(kept) < len(samples):
         notes.append(
             f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "

@@ -1,0 +1,110 @@
+"""A model card for a checkpoint of a run: spec, data, figures, findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rules import examine, metrics_read
+from rlctl.errors import UsageError
+from rlctl.report.run_sections import validation_rows
+from rlctl.spec.load import RUN_SPEC_FILE
+from rlctl.track.open_run import open_run
+from rlctl.track.run_state import read_state
+from rlctl.train.resume import known_data
+from rlctl.user_code import visible
+
+_FIGURES = {
+    "critic/score/mean": "mean reward of a batch",
+    "rollout_corr/rollout_is_raw_eff_sample_size": "effective sample size, raw",
+    "rollout_corr/kl": "KL of training policy to rollout policy, nats per token",
+    "response_length/mean": "response length, tokens",
+}
+
+
+def model_card(run_dir: Path, step: int) -> str:
+    """The card of the model after `step`, as a Hub's `README.md`; figures are those up to that step.
+
+    Raises:
+        UsageError: not a run directory.
+    """
+    record = open_run(run_dir)
+    spec, state, environment = record.spec, read_state(run_dir), record.environment
+    rows = [row for row in record.rows() if row["step"] <= step]
+    base = spec.model.path if re.fullmatch(r"[\w.-]+/[\w.-]+", spec.model.path) else None
+    about = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rlctl", "reinforcement-learning", spec.algorithm.adv_estimator],
+    } | ({"base_model": base} if base else {})
+    packages = environment.get("packages") or {}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    trained = f"{step} of {state.total_steps or '?'} batches"
+    parts = [
+        f"---\n{yaml.safe_dump(about, sort_keys=False)}---",
+        f"# {_text(base or Path(spec.model.path).name)}, trained by reinforcement learning",
+        f"Trained with [rlctl](https://pypi.org/project/rlctl/) for {trained}: preset "
+        f"{_text(state.preset or 'none')}, advantages {spec.algorithm.adv_estimator}, "
+        f"learning rate {spec.actor.lr:g}, seed {spec.trainer.seed}.",
+        "## Data",
+        _data(run_dir, [*spec.data.train_files], [*spec.data.val_files]),
+        "## Figures",
+        _table(["", "first batch", "last batch"], _figures(rows)),
+    ]
+    if validation := validation_rows(rows):
+        parts += [
+            "Validation:",
+            _table(["", "first", "best", "last"], [[k, *cells] for k, cells in validation]),
+        ]
+    parts += ["## Findings", _findings(run_dir), "## Spec", _details(run_dir), "## Versions", _text(versions)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _figures(rows: Sequence[dict[str, object]]) -> list[list[str]]:
+    found = []
+    for key, name in _FIGURES.items():
+        values = [float(str(row[key])) for row in rows if key in row]
+        if values:
+            found.append([name, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
+    return found
+
+
+def _data(run_dir: Path, train: list[str], val: list[str]) -> str:
+    """File names without their directories, and the fingerprints of their rows."""
+    prints = known_data(run_dir)
+    lines = []
+    for what, key, files in (("training", "data.train_files", train), ("validation", "data.val_files", val)):
+        names = ", ".join(Path(file).name for file in files) or "the built-in task, or none"
+        rows = f", rows SHA-256 `{prints[key]}`" if key in prints else ""
+        lines.append(f"- {what}: {_text(names)}{rows}")
+    return "\n".join(lines)
+
+
+def _findings(run_dir: Path) -> str:
+    """What `rlctl diagnose` finds in the whole run."""
+    try:
+        found = examine(read_run(run_dir, metrics_read())).findings
+    except UsageError as error:
+        return f"The log was not examined: {_text(error.what)}."
+    lines = [f"- {finding.severity}: {_text(finding.what)}" for finding in found]
+    return "\n".join(lines) or "`rlctl diagnose` finds nothing."
+
+
+def _details(run_dir: Path) -> str:
+    text = visible((run_dir / RUN_SPEC_FILE).read_text(encoding="utf-8"))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"<details><summary>spec.yaml</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(_text(cell) for cell in line)} |" for line in lines)
+
+
+def _text(text: str) -> str:
+    """One line of Markdown that is only text."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(visible(text).split()))

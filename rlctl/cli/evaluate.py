@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands
-from rlctl.cli.compare import AsJson, compare, list_benchmarks, numbers
+from rlctl.cli.command import AsJson, CommandWithSubcommands
+from rlctl.cli.compare import compare, list_benchmarks, numbers
 from rlctl.cli.prepare_data import Recipe
 from rlctl.errors import UsageError
 

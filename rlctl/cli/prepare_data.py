@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.compare import AsJson
+from rlctl.cli.command import AsJson
 from rlctl.errors import UsageError
 
 Recipe = Literal[

@@ -10,10 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import runs
+from tests import hooks, runs
 from tests.processes import Job
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.usefixtures("embedded"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 VLLM = (
     "--preset",
     "rloo-seq-is",
@@ -36,19 +39,35 @@ def check_log_probs(run_dir: Path, steps: int) -> None:
 #: What is trained, and so handed over.
 ALL_WEIGHTS = ()
 ADAPTER = ("model.lora_rank=3", "model.lora_alpha=6", "actor.lr=5e-3")
+TRAINED = {"all-weights": ALL_WEIGHTS, "adapter": ADAPTER}
 
 
-@pytest.mark.parametrize("trained", [ALL_WEIGHTS, ADAPTER], ids=["all-weights", "adapter"])
-def test_in_the_trainers_processes_under_zero_3(tmp_path: Path, trained: tuple[str, ...]) -> None:
-    run_dir = runs.train(
-        tmp_path / "run",
-        *VLLM,
-        *trained,
-        "trainer.n_gpus_per_node=2",
-        "engine.zero_stage=3",
-        "trainer.total_training_steps=3",
-    )
-    check_log_probs(run_dir, 3)
+def train_each(directory: str) -> int:
+    """One run on two ranks for each of `TRAINED`, in the launcher's process, which has vLLM imported."""
+    from rlctl.cli.app import run
+
+    two_ranks = ("trainer.n_gpus_per_node=2", "engine.zero_stage=3", "trainer.total_training_steps=3")
+    for name, trained in TRAINED.items():
+        where = f"trainer.run_dir={directory}/{name}"
+        if code := run(["train", where, *runs.SMALL, *VLLM, *trained, *two_ranks]):
+            print(f"{name} ended with {code}")
+            return code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def in_process(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directories of `TRAINED`."""
+    directory = tmp_path_factory.mktemp("in-process")
+    env = {"RLCTL_CACHE": str(embedded_cache)}
+    job = Job(train_each, str(directory), log=directory / "log", env=env, before=hooks.forked_ranks_with_vllm)
+    assert job.wait(400) == 0, job.output[-4000:]
+    return directory
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) -> None:
+    check_log_probs(in_process / trained, 3)
 
 
 def servers(job: Job) -> list[psutil.Process]:

@@ -11,6 +11,7 @@ from rlctl.reward.sandbox import run
 from rlctl.reward.sandbox.run import Limits
 from rlctl.spec.reward import CodeSpec, RewardSpec
 
+pytestmark = pytest.mark.processes  # one for each program
 LIMITS = RewardSpec(code=CodeSpec(timeout_s=5.0, memory_mb=512))
 DOUBLE = json.dumps({"inputs": ["2\n", "-1\n"], "outputs": ["4\n", "-2"]})
 CALLS = json.dumps({"fn_name": "f", "inputs": [[1, 2], [[], "a"]], "outputs": [[2, 1], ["a", []]]})

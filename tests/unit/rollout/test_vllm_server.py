@@ -268,3 +268,11 @@ def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pyte
     assert replica_settings(fits).first_gpu == 2
     with pytest.raises(UsageError, match="takes 4 GPUs and the servers 2, 4 can be seen"):
         replica_settings(load_spec([], [], [*servers, "trainer.n_gpus_per_node=4"]).spec)
+
+
+def test_servers_of_a_run_take_its_adapters() -> None:
+    on_servers = ["rollout.name=vllm", "rollout.mode=server"]
+    settings = replica_settings(load_spec([], [], [*on_servers, "model.lora_rank=3"]).spec)
+    assert settings.max_lora_rank == 8
+    assert "--enable-lora" in settings.arguments("model")
+    assert "--enable-lora" not in replica_settings(load_spec([], [], on_servers).spec).arguments("model")

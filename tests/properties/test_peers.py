@@ -23,6 +23,7 @@ from rlctl.spec.resolve import correction_rules
 from tests.properties.batches import loss_rule
 from tests.reference import peer_packages, verl_helper
 
+pytestmark = pytest.mark.slow  # imports the frameworks
 ROWS, HORIZON, SEEDS = 16, 24, range(5)
 OPENRLHF, AREAL = "openrlhf.models.loss", "areal.utils.functional.functional"
 SKYRL = "skyrl.backends.skyrl_train.utils.off_policy_correction_utils"

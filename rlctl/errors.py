@@ -55,9 +55,14 @@ class EnvironmentFailure(RlctlError):
     exit_code = 4
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its type's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def memory_failure(error: BaseException) -> RunFailure | None:
     """`error` in words if it says that memory, of the host or a GPU, did not suffice; else None."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     of_gpu = type(error).__name__ == "OutOfMemoryError"
     of_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     of_host = of_host or (isinstance(error, RuntimeError) and any(text in first for text in _NO_HOST_MEMORY))

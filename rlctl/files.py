@@ -91,6 +91,12 @@ def _fingerprint(path: Path) -> str:
     return f"{size} bytes" if size > _HASHED else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

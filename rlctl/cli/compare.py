@@ -57,7 +57,7 @@ def compare(
     if output_format is CompareFormat.JSON:
         write_out(json.dumps(report.as_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", out)
     elif output_format is CompareFormat.HTML:
-        from rlctl.evaluate.page.comparison import comparison_page
+        from rlctl.evaluate.compare import comparison_page
 
         write_out(comparison_page(report), out)
     else:

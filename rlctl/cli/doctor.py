@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from rlctl.cli.command import AsJson, print_json
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rlctl.doctor.doctor_report import Check, DoctorReport
+    from rlctl.doctor.checks import Check
 
 _MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "broken": ("✗", "bold red")}
 
@@ -34,35 +35,38 @@ def doctor(
     from rlctl.doctor.examine import examine
 
     with Console(stderr=True).status("") as status:
-        report = examine(quick=quick, announce=status.update)
+        checks = examine(quick=quick, announce=status.update)
+    num_broken = sum(check.status == "broken" for check in checks)
     if as_json:
-        print_json(report.as_data())
+        print_json({"works": not num_broken, "checks": [asdict(check) for check in checks]})
     else:
-        _print(report, quick=quick)
-    raise typer.Exit(4 if report.broken else 0)
+        _print(checks, num_broken, quick=quick)
+    raise typer.Exit(4 if num_broken else 0)
 
 
-def _print(report: DoctorReport, *, quick: bool) -> None:
+def _print(checks: list[Check], num_broken: int, *, quick: bool) -> None:
     """A table per group, and the number of broken checks."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    width = max(len(check.name) for check in report.checks)
-    for group in dict.fromkeys(check.group for check in report.checks):
+    width = max(len(check.name) for check in checks)
+    for group in dict.fromkeys(check.group for check in checks):
         console.print(Text(group, style="bold cyan"))
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 2))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, min_width=width)
         table.add_column(overflow="fold")
-        for check in report.checks:
+        for check in checks:
             if check.group == group:
                 mark, style = _MARKS[check.status]
                 table.add_row(Text(mark, style=style), Text(check.name), _words(check))
         console.print(table)
-    if count := len(report.broken):
-        console.print(Text(f"\n{count} of these checks failed: training does not work", style="bold red"))
+    if num_broken:
+        console.print(
+            Text(f"\n{num_broken} of these checks failed: training does not work", style="bold red")
+        )
     elif quick:
         console.print(Text("\nNo problem found; no engine was tried", style="bold green"))
     else:

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from rlctl.evaluate.compare import CompareReport
+from rlctl.evaluate.compare import DIFFERENCE_HEADINGS, CompareReport, difference_rows, shared_questions
 from rlctl.evaluate.evaluate_report import RESULTS_FILE, Evaluation, results_document
-from rlctl.evaluate.page.comparison import DIFFERENCE_HEADINGS, difference_rows, shared_questions
 from rlctl.evaluate.page.tables import SCORE_HEADINGS, TableRow, score_rows
 from rlctl.evaluate.page.write import PAGE_FILE
 from rlctl.evaluate.samples import SAMPLES_FILE

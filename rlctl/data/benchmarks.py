@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlctl.data.layouts import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, RecipeName
-from rlctl.data.recipes import Recipe
+from rlctl.data.recipes import BOX_INSTRUCTION, GSM8K_INSTRUCTION, LETTER_INSTRUCTION, Recipe, RecipeName
 from rlctl.data.sources import HUB, Source, find_sources
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 #: Environment variable that names a directory of benchmark files.
 BENCHMARKS_VARIABLE = "RLCTL_BENCHMARKS"
@@ -34,7 +33,7 @@ class Benchmark:
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
     columns: tuple[str, ...] = ("problem", "answer")  # which its rows must have
-    recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.layouts`
+    recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.recipes`
     instruction: str = BOX_INSTRUCTION  # follows the question after a newline
     grader: str = "maths"  # grades the responses
     #: prompt_key, answer_key: columns the recipe reads; None: its own
@@ -164,10 +163,10 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
             benchmark.dataset, benchmark.file, repo_type="dataset", revision=benchmark.revision
         )
     except Exception as error:  # network, cache and hub errors of several libraries, with no common base
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         use = f"and set {BENCHMARKS_VARIABLE}=DIR (`rlctl evaluate` also takes --benchmarks-dir DIR)"
+        what = f"the benchmark {benchmark.name} is not in the cache, and the hub did not give it"
         raise EnvironmentFailure(
-            f"the benchmark {benchmark.name} is not in the cache, and the hub did not give it: {reason}",
+            f"{what}: {first_line(error)}",
             where=f"{benchmark.dataset}@{benchmark.revision[:12]}: {benchmark.file}",
             fix=f"{benchmark.download_command('DIR')}, {use}",
         ) from error

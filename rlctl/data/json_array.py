@@ -59,8 +59,10 @@ def _object_rows(path: Path, text: _Text, max_rows: int) -> Iterator[list[Any]]:
 
 def _rows_in(path: Path, row: dict[str, Any]) -> list[Any]:
     """The rows an object stands for."""
-    lists = [name for name, value in row.items() if isinstance(value, list) and _is_row(value[:1])]
     values = list(row.values())
+    # A list of messages belongs to a row.
+    begins = {name: value[0] for name, value in row.items() if isinstance(value, list) and value}
+    lists = [name for name, first in begins.items() if isinstance(first, dict) and "role" not in first]
     if len(row) == 1 and lists:
         return list(values[0])
     if len(row) == 1 and isinstance(values[0], dict):
@@ -71,11 +73,6 @@ def _rows_in(path: Path, row: dict[str, Any]) -> list[Any]:
         fix = "write a list of rows, in pandas `to_json(path, orient='records')`"
         raise UsageError("the object holds columns, not rows", where=str(path), fix=fix)
     return [row]
-
-
-def _is_row(elements: list[Any]) -> bool:
-    """Whether a list that begins so has rows; a list of messages belongs to a row."""
-    return bool(elements) and isinstance(elements[0], dict) and "role" not in elements[0]
 
 
 def _are_columns(values: list[Any], kind: type) -> bool:

@@ -25,8 +25,7 @@ class PromptDataset:
 
     Args:
         rows: what `load_rows` returned.
-        tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
-            the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
+        tokenizer: a Hugging Face tokenizer; see `Renderer`.
         max_prompt_length: tokens.
         filter_overlong: leave longer prompts out; False: refuse them.
         chat_template_kwargs: further arguments of the chat template.
@@ -50,7 +49,11 @@ class PromptDataset:
         filter_overlong: bool,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._pad_id = _pad_id(tokenizer)
+        known = (number for number in (tokenizer.pad_token_id, tokenizer.eos_token_id) if number is not None)
+        if (pad_id := next(known, None)) is None:
+            what = "the tokenizer has neither a padding nor an end-of-sequence token"
+            raise UsageError(what, where=tokenizer.name_or_path)
+        self._pad_id = int(pad_id)
         self.rows: list[Row] = []
         self._ids: list[list[int]] = []
         self.texts: list[str] = []
@@ -65,7 +68,13 @@ class PromptDataset:
                     self._ids.append(ids)
                     self.texts.append(text)
                 elif not filter_overlong:
-                    raise _too_long(row, len(ids), max_prompt_length)
+                    what = f"{len(ids)} tokens, more than data.max_prompt_length = {max_prompt_length}"
+                    fix = f"{len(ids)}, or set data.filter_overlong_prompts=true"
+                    raise UsageError(
+                        f"the prompt has {what}",
+                        where=row.where or f"row {row.index}",
+                        fix=f"raise data.max_prompt_length to {fix}",
+                    )
         self.num_dropped = len(rows) - len(self.rows)
         if not self.rows:
             raise UsageError(
@@ -107,9 +116,7 @@ class PromptDataset:
     def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
         """The prompts at `indices` as one left-padded batch (N, P), P the longest among them.
 
-        Args:
-            indices: places in `rows`.
-            group_ids: of each prompt, its place in the batch over all ranks.
+        `group_ids`: of each prompt, its place in the batch over all ranks.
         """
         width = max(len(self._ids[i]) for i in indices)
         ids = torch.full((len(indices), width), self._pad_id, dtype=torch.int64)
@@ -135,20 +142,3 @@ def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     # RandomState, not Generator: NumPy promises that its streams never change between versions.
     state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
     return state.permutation(size)
-
-
-def _too_long(row: Row, length: int, limit: int) -> UsageError:
-    return UsageError(
-        f"the prompt has {length} tokens, more than data.max_prompt_length = {limit}",
-        where=row.where or f"row {row.index}",
-        fix=f"raise data.max_prompt_length to {length}, or set data.filter_overlong_prompts=true",
-    )
-
-
-def _pad_id(tokenizer: Any) -> int:
-    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)
-    raise UsageError(
-        "the tokenizer has neither a padding nor an end-of-sequence token", where=tokenizer.name_or_path
-    )

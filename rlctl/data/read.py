@@ -9,7 +9,7 @@ from typing import Any
 
 from rlctl.data.records import RowError, extra_of, json_able, kind_of, parse_answer, parse_messages
 from rlctl.data.schema import Row
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, first_line
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -83,7 +83,7 @@ def _opened(path: Path) -> Any:
 
 
 def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
-    return UsageError(f"cannot be read as Parquet: {str(error).splitlines()[0]}", where=f"{path}:{number}")
+    return UsageError(f"cannot be read as Parquet: {first_line(error)}", where=f"{path}:{number}")
 
 
 def _read_file(path: Path) -> Iterator[Row]:

@@ -1,20 +1,337 @@
-"""From a source's own columns to the row schema."""
+"""From a source's own columns to the row schema: the layouts data sets come in, how each is recognised by one
+record and read.
+
+All layouts name the columns they read, so that `--prompt-key` and `--answer-key` work with each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlctl.data.blocks import Record
-from rlctl.data.layouts import LAYOUTS, RecipeName
-from rlctl.data.records import RowError, source_named
-from rlctl.data.schema import Message, Row
+from rlctl.data.records import (
+    ParsedRecord,
+    RowError,
+    Values,
+    columns_of,
+    extra_info,
+    is_integer,
+    kind_of,
+    lookup,
+    parse_answer,
+    parse_messages,
+    source_named,
+    text_of,
+)
+from rlctl.data.schema import GSM8K_SOURCE, Message, Row
 from rlctl.data.sources import Source, read_records
 from rlctl.errors import UsageError
 
-__all__ = ["Recipe", "RecipeName", "read_rows", "recognise"]
+_TaskName = Literal["gsm8k", "math", "aime", "dapo-math", "countdown", "multiple-choice"]
+RecipeName = Literal[_TaskName, "verl", "trl", "openrlhf", "generic"]
+
+GSM8K_INSTRUCTION = 'Think step by step, and put the final number on a last line after "####".'
+BOX_INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
+LETTER_INSTRUCTION = (
+    'Think step by step, and end with "Answer: X", where X is the letter of the right choice.'
+)
+ANSWER_MARK = "####"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+#: The problem inside the instructions that DAPO-Math-17k puts around each.
+_DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
+
+
+def _generic(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """Any prompt and any answer."""
+    prompt = parse_messages(lookup(values, prompt_key))
+    answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
+    return ParsedRecord(prompt, answer.strip(), answer=answer)
+
+
+def _problem(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A mathematical problem and the text of its answer or solution."""
+    answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
+    prompt = parse_messages(lookup(values, prompt_key))
+    return ParsedRecord(prompt, answer.strip(), answer=answer, ability="math")
+
+
+def _gsm8k(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A worked solution that ends in `#### number`; thousands separators are removed."""
+    parsed = _problem(values, prompt_key, answer_key)
+    _, mark, tail = parsed.answer.rpartition(ANSWER_MARK)
+    number = tail.strip().replace(",", "")
+    if not mark:
+        raise RowError(f"the answer has no {ANSWER_MARK!r}")
+    try:
+        finite = Decimal(number).is_finite()
+    except InvalidOperation:
+        finite = False
+    if not finite:
+        raise RowError(f"what follows {ANSWER_MARK!r} is not a number: {tail.strip()[:50]!r}")
+    return replace(parsed, ground_truth=number)
+
+
+def _math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    r"""A worked solution with its answer in `\boxed{}`."""
+    parsed = _problem(values, prompt_key, answer_key)
+    extra = columns_of(values, "level", "type", "subject")
+    return replace(parsed, ground_truth=last_boxed(parsed.answer), extra=extra)
+
+
+def _aime(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A mathematical problem and its final answer, without a solution."""
+    extra = columns_of(values, "level", "type", "subject", "year")
+    return replace(_problem(values, prompt_key, answer_key), extra=extra)
+
+
+def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """Numbers, and a target to reach with them; the ground truth is both, as JSON."""
+    numbers, target = lookup(values, prompt_key), lookup(values, answer_key)
+    if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
+        raise RowError(f"column {prompt_key!r} is not a list of whole numbers")
+    if not is_integer(target):
+        raise RowError(f"column {answer_key!r} is {kind_of(target)}, not a whole number")
+    question = f"Using the numbers {numbers}, create an equation that equals {target}."
+    truth = json.dumps({"numbers": numbers, "target": target})
+    return ParsedRecord((Message("user", question),), truth, answer=str(target), ability="math")
+
+
+def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A question with choices, which get letters; the ground truth is the right one's."""
+    labels, texts = _choices(lookup(values, "choices|options"))
+    *before, last = parse_messages(lookup(values, prompt_key))
+    place = _chosen(lookup(values, answer_key), labels, texts)
+    lettered = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(texts))
+    messages = (*before, Message(last.role, f"{last.content}\n\n{lettered}"))
+    extra = columns_of(values, "subject", "category")
+    return ParsedRecord(messages, LETTERS[place], answer=texts[place], extra=extra)
+
+
+def _choices(value: Any) -> tuple[list[str], list[str]]:
+    """Labels and texts, given as a list of texts, as {text, label} lists or as {label: text}."""
+    texts, labels = value, None
+    if isinstance(value, Mapping):
+        if isinstance(value.get("text"), list):
+            texts, labels = value["text"], value.get("label")
+        else:
+            labels = [label for label, text in value.items() if text is not None]  # a struct has nulls
+            texts = [value[label] for label in labels]
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(LETTERS):
+        raise RowError(f"the choices are not a list of 2 to {len(LETTERS)} texts")
+    if labels is None:
+        labels = list(LETTERS[: len(texts)])
+    if not isinstance(labels, list) or len(labels) != len(texts):
+        raise RowError("the choices have not one label each")
+    return [str(label) for label in labels], [parse_answer(text, "a choice") for text in texts]
+
+
+def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
+    """Place of the right choice, named by its label, its number from 0, or its whole text."""
+    if is_integer(answer):
+        if 0 <= answer < len(texts):
+            return answer
+        raise RowError(f"the answer is choice {answer}, counted from 0, of {len(texts)}")
+    text = parse_answer(answer, "the answer").strip()
+    for names in (labels, texts):
+        if list(names).count(text) == 1:
+            return list(names).index(text)
+    if text.isdecimal() and int(text) < len(texts):
+        return int(text)
+    raise RowError(f"the answer {text[:50]!r} is none of the choices {', '.join(labels)}")
+
+
+def last_boxed(solution: str) -> str:
+    r"""The content of the last `\boxed{…}` or `\fbox{…}`, braces balanced; `\boxed 2` has none.
+
+    Raises:
+        RowError: there is no box, it never ends, or it is empty.
+    """
+    boxes = list(_BOX.finditer(solution))
+    if not boxes:
+        raise RowError(r"the solution has no \boxed{}")
+    start = boxes[-1].end()
+    if solution[start : start + 1] == "{":
+        depth, end = 0, -1
+        for found in _BRACE.finditer(solution, start):
+            depth += {"{": 1, "}": -1}.get(found[0], 0)
+            if depth == 0:
+                end = found.start()
+                break
+        if end < 0:
+            raise RowError(r"the last \boxed{ of the solution is never closed")
+        content = solution[start + 1 : end]
+    else:
+        content = re.split(r"[\s$]", solution[start:], maxsplit=1)[0]
+    if not content.strip():
+        raise RowError(r"the last \boxed{} of the solution is empty")
+    return content.strip()
+
+
+def _verl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """verl's five columns; all of `extra_info` is kept, and a structured ground truth becomes JSON text."""
+    reward_model = values.get("reward_model")
+    style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
+    truth = lookup(values, answer_key)
+    if isinstance(truth, list) and len(truth) == 1:
+        truth = truth[0]
+    if isinstance(truth, Mapping | list) and truth:
+        truth = json.dumps(truth, ensure_ascii=False, sort_keys=True, default=str)
+    extra = extra_info(values)
+    return ParsedRecord(
+        parse_messages(lookup(values, prompt_key)),
+        parse_answer(truth, answer_key),
+        answer=text_of(extra.get("answer")),
+        question=text_of(extra.get("question")),
+        data_source=source_named(values, "data_source"),
+        ability=text_of(values.get("ability")),
+        style=text_of(style) or "rule",
+        extra=extra,
+        index=_index(extra),
+    )
+
+
+def _index(extra: Values) -> int | None:
+    index = extra.get("index")
+    return index if is_integer(index) and index >= 0 else None
+
+
+def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """verl's columns with the same instructions around every problem, which are not part of the question."""
+    parsed = _verl(values, prompt_key, answer_key)
+    problem = _DAPO_PROBLEM.match(parsed.messages[-1].content)
+    return replace(parsed, ability="math", question=problem[1] if problem else parsed.question)
+
+
+def _trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A prompt and an answer column, and those that `--to trl` adds."""
+    parsed, extra = _generic(values, prompt_key, answer_key), extra_info(values)
+    return replace(
+        parsed,
+        answer=text_of(extra.get("answer")) or parsed.answer,
+        question=text_of(extra.get("question")),
+        data_source=source_named(values, "data_source") if "data_source" in values else "",
+        ability=text_of(values.get("ability")),
+        style=text_of(values.get("style")) or "rule",
+        extra=extra,
+        index=_index(extra),
+    )
+
+
+def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
+    """A prompt and a label, perhaps a `datasource`."""
+    source = source_named(values, "datasource") if "datasource" in values else ""
+    return replace(_generic(values, prompt_key, answer_key), data_source=source)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One column layout."""
+
+    about: str  # what it is, in one line
+    #: prompt_key, answer_key: columns read; a dot reaches inside, `|` separates alternatives
+    prompt_key: str
+    answer_key: str
+    recognises: Callable[[Values], bool]  # whether a record has it
+    #: (record, prompt_key, answer_key) → what it asks; raises RowError
+    read: Callable[[Values, str, str], ParsedRecord]
+    data_source: str = ""  # of its rows where the record names none; "": the file's name
+    instruction: str = ""  # put after the question unless the user says otherwise
+
+
+def _has_any(values: Values, *names: str) -> bool:
+    return any(name in values for name in names)
+
+
+def _is_verl(values: Values) -> bool:
+    return values.keys() >= {"prompt", "data_source"} and isinstance(values.get("reward_model"), Mapping)
+
+
+#: By name, the more particular first: `auto` takes the first that recognises the record.
+LAYOUTS: dict[RecipeName, Layout] = {
+    "gsm8k": Layout(
+        "worked solutions ending in '#### 72'",
+        "question",
+        "answer",
+        lambda values: "question" in values and ANSWER_MARK in str(values.get("answer")),
+        _gsm8k,
+        GSM8K_SOURCE,
+        GSM8K_INSTRUCTION,
+    ),
+    "dapo-math": Layout(
+        "DAPO-Math-17k: verl's columns, the instruction already in the prompt",
+        "prompt",
+        "reward_model.ground_truth",
+        lambda values: _is_verl(values) and str(values["data_source"]).startswith("math_dapo"),
+        _dapo_math,
+        "math_dapo",
+    ),
+    "verl": Layout("verl's columns", "prompt", "reward_model.ground_truth", _is_verl, _verl),
+    "countdown": Layout(
+        "numbers that must give a target",
+        "nums|numbers",
+        "target",
+        lambda values: "target" in values and isinstance(values.get("nums", values.get("numbers")), list),
+        _countdown,
+        "countdown",
+        "Use only +, -, * and /, and each number exactly once. Think step by step, and put the equation in "
+        "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
+    ),
+    "multiple-choice": Layout(
+        "a question with choices; the answer is a letter",
+        "question",
+        "answer|answerKey|answer_idx",
+        lambda values: (
+            "question" in values
+            and isinstance(values.get("choices") or values.get("options"), list | Mapping)
+            and _has_any(values, "answer", "answerKey", "answer_idx")
+        ),
+        _multiple_choice,
+        "multiple_choice",
+        LETTER_INSTRUCTION,
+    ),
+    "math": Layout(
+        r"solutions with a \boxed{} answer, as in MATH",
+        "problem",
+        "solution",
+        lambda values: "problem" in values and r"\boxed" in str(values.get("solution")),
+        _math,
+        "DigitalLearningGmbH/MATH-lighteval",
+        BOX_INSTRUCTION,
+    ),
+    "aime": Layout(
+        "a problem and its final answer, as in AIME and AMC",
+        "problem",
+        "answer",
+        lambda values: "problem" in values and isinstance(values.get("answer"), str | int | float),
+        _aime,
+        instruction=BOX_INSTRUCTION,
+    ),
+    "openrlhf": Layout(
+        "OpenRLHF's input and label",
+        "input|context_messages|prompt",
+        "label|answer",
+        lambda values: "label" in values and _has_any(values, "input", "context_messages"),
+        _openrlhf,
+    ),
+    "trl": Layout(
+        "TRL's prompt-only rows with an answer column",
+        "prompt",
+        "ground_truth|solution|answer|label",
+        lambda values: "prompt" in values and _has_any(values, "ground_truth", "solution", "label"),
+        _trl,
+    ),
+    "generic": Layout(
+        "any prompt and answer column", "prompt|question|problem", "answer", lambda _: True, _generic
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +405,7 @@ def recognise(values: Mapping[str, Any]) -> RecipeName:
 def read_rows(source: Source, recipe: Recipe | None = None) -> Iterator[tuple[Record, Row | None, str]]:
     """Every record of a file with its row; None and why not where it cannot be used.
 
-    Args:
-        source: the file.
-        recipe: resolved; None: recognised by the first record that has columns.
+    Without a (resolved) recipe the first record that has columns decides on it.
     """
     for index, record in enumerate(read_records(source)):
         row, problem = None, record.problem

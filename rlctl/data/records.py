@@ -188,7 +188,7 @@ def extra_of(values: Values) -> dict[str, Any]:
     if isinstance(text, str):
         try:
             other = json.loads(text) if text else {}
-        except ValueError:  # a field of that name in somebody else's file
+        except ValueError:  # a field of that name in a file of another program
             other = None
         if isinstance(other, dict):
             del extra[OTHER]

@@ -53,30 +53,16 @@ class Row:
 
 
 @cache
-def arrow_schema(*, with_other: bool = False) -> pa.Schema:
+def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Schema:
     """The schema of files: verl's own, field by field, so that `datasets.concatenate_datasets` takes both.
 
     No nulls are written. Strings have 32-bit offsets: `BatchWriter` keeps row groups far below 2 GiB.
 
-    Args:
-        with_other: `extra_info` also has the field `OTHER`.
+    `with_other`: `extra_info` also has the field `OTHER`.
     """
     import pyarrow as pa
 
-    return _schema(pa.string(), with_other=with_other)
-
-
-@cache
-def large_schema() -> pa.Schema:
-    """The same with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
-    import pyarrow as pa
-
-    return _schema(pa.large_string(), with_other=True)
-
-
-def _schema(text: pa.DataType, *, with_other: bool) -> pa.Schema:
-    import pyarrow as pa
-
+    text = pa.large_string() if is_large else pa.string()
     message = pa.struct([("role", text), ("content", text)])
     extra = [("split", text), ("index", pa.int64()), ("answer", text), ("question", text), (OTHER, text)]
     return pa.schema(
@@ -90,13 +76,13 @@ def _schema(text: pa.DataType, *, with_other: bool) -> pa.Schema:
     )
 
 
-def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
-    """An Arrow record batch of `large_schema()`.
+def large_schema() -> pa.Schema:
+    """The same with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
+    return arrow_schema(with_other=True, is_large=True)
 
-    Args:
-        rows: what to lay out.
-        split: of all of them; None: each row's own.
-    """
+
+def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
+    """An Arrow record batch of `large_schema()`. All rows are of this split; None: each of its own."""
     import numpy as np
     import pyarrow as pa
 

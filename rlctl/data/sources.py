@@ -26,7 +26,7 @@ from rlctl.data.blocks import (
 )
 from rlctl.data.json_array import document_rows
 from rlctl.data.text_files import CODECS, csv_delimiter, is_json_lines, open_text
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
 
 HUB = "hf:"
 BLOCK_ROWS = 4096
@@ -107,10 +107,6 @@ def _inside(path: Path) -> list[Source]:
 def check_splits(directory: Path, entries: Iterable[Path]) -> None:
     """Refuse to read training data and data held out from training as one.
 
-    Args:
-        directory: that was named.
-        entries: files and directories in it that would be read.
-
     Raises:
         UsageError: the names of some say `train`, and those of others `test`, `validation` or the like.
     """
@@ -133,11 +129,7 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _saved_files(path: Path) -> list[Source]:
-    """The Arrow files of one split of a saved dataset, in order.
-
-    Raises:
-        UsageError: there are several splits, or a file is missing.
-    """
+    """The Arrow files of one split of a saved dataset, in order."""
     if (path / _SPLITS).is_file():
         splits = _read_object(path / _SPLITS).get("splits", [])
         named = [f"{path / name}" for name in splits if isinstance(name, str)]
@@ -167,10 +159,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _hub_files(name: str) -> list[Source]:
     """The cached Arrow files of `hf:organisation/name[:split]` (the split is `train` unless given), with the
     dataset's name; downloads it where it is not cached.
-
-    Raises:
-        UsageError: there is no such dataset or split.
-        EnvironmentFailure: `datasets` is not installed, or the hub cannot be reached.
     """
     try:
         import datasets
@@ -184,11 +172,12 @@ def _hub_files(name: str) -> list[Source]:
     try:
         loaded = datasets.load_dataset(dataset, split=split or "train")
     except ValueError as error:  # an unknown split, or a dataset of several configurations
-        raise UsageError(str(error).splitlines()[0], where=name, fix="see its page for its splits") from error
+        raise UsageError(first_line(error), where=name, fix="see its page for its splits") from error
     except Exception as error:  # network, cache and hub errors of several libraries, with no common base
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "check its name and the network, or download its files and name them"
-        raise EnvironmentFailure(f"the dataset cannot be had: {reason}", where=name, fix=fix) from error
+        raise EnvironmentFailure(
+            f"the dataset cannot be had: {first_line(error)}", where=name, fix=fix
+        ) from error
     if not loaded.cache_files:
         raise UsageError("the dataset has no rows", where=name)
     return [Source(Path(file["filename"]), dataset) for file in loaded.cache_files]
@@ -218,12 +207,10 @@ def read_blocks(source: Source) -> Iterator[Block]:
             number, reported = last_number, position
     except (OSError, EOFError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         codec = CODECS.get(source.path.suffix.lower())
-        reason = f"the {codec} data ends or breaks off: {reason}" if codec else reason
-        raise UsageError(
-            f"the file cannot be read{after}: {reason}", where=str(source.path), fix="get it again"
-        ) from error
+        reason = f"the {codec} data ends or breaks off: " if codec else ""
+        what = f"the file cannot be read{after}: {reason}{first_line(error)}"
+        raise UsageError(what, where=str(source.path), fix="get it again") from error
     if number == 0:
         raise UsageError("the file is empty: it has no rows", where=str(source.path))
 

@@ -29,12 +29,7 @@ _REPETITIVE = [
 
 
 class BatchWriter:
-    """One Parquet file, written a row group at a time; no file if no row comes.
-
-    Args:
-        path: the file.
-        schema: Arrow schema of the file.
-    """
+    """One Parquet file, written a row group at a time; no file if no row comes."""
 
     def __init__(self, path: Path, schema: Any) -> None:
         self._path = path

@@ -44,6 +44,9 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
         limit_s: seconds until the child and all its processes are killed.
     """
     started = time.monotonic()
+    root = str(Path(rlctl.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     with temporary_directory("doctor") as directory:
         result, log = directory / "result.json", directory / "log"
         with log.open("wb") as output:
@@ -52,7 +55,7 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=_environment(),
+                env={**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,
             )
             try:
@@ -70,14 +73,6 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
     if not outcome.works:
         return outcome
     return TrialOutcome(True, f"{outcome.found} ({time.monotonic() - started:.1f} s with its imports)")
-
-
-def _environment() -> dict[str, str]:
-    """This process's, without a launcher's ranks, without the hub, and with rlctl on the path."""
-    root = str(Path(rlctl.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def _last_line(log: Path) -> str:

@@ -1,7 +1,8 @@
 """The trials, each in a separate process (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
 
-Every trial runs the code of a training run on a random model of the embedded one's shape, in seconds.
-Imports are inside the functions, so that one trial does not fail because of another's package.
+Every trial runs the code of a training run on a random model of the embedded one's shape, in seconds. It
+returns what it found, or raises an `RlctlError`. Imports are inside the functions, so that one trial
+does not fail because of another's package.
 """
 
 from __future__ import annotations
@@ -23,11 +24,7 @@ _LIGER_GAP = 1e-2
 
 
 def torch_computes() -> str:
-    """A product of matrices on every device.
-
-    Raises:
-        EnvironmentFailure: a GPU computes other numbers than the CPU, or torch cannot use the GPU.
-    """
+    """A product of matrices on every device, which must be the CPU's."""
     import torch
 
     from rlctl.engine.ranks import refuse_idle_gpu
@@ -40,20 +37,15 @@ def torch_computes() -> str:
     for index in range(torch.cuda.device_count()):
         there = here.to(torch.device("cuda", index))
         if not torch.allclose((there @ there).cpu(), here @ here, rtol=1e-2, atol=1e-1):
-            raise EnvironmentFailure(
-                f"GPU {index} computes wrong products", fix="see the driver's errors: dmesg"
-            )
+            what = f"GPU {index} computes wrong products"
+            raise EnvironmentFailure(what, fix="see the driver's errors: dmesg")
         properties = torch.cuda.get_device_properties(index)
         names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     return f"torch {torch.__version__} on {'; '.join(names)}"
 
 
 def hf_samples() -> str:
-    """A few tokens by Hugging Face generation.
-
-    Raises:
-        RunFailure: its log-probs are not finite or not negative.
-    """
+    """A few tokens by Hugging Face generation."""
     import torch
 
     from rlctl.rollout.hf import HFRollout
@@ -63,11 +55,7 @@ def hf_samples() -> str:
 
 
 def vllm_samples() -> str:
-    """vLLM starts, loads weights as it does in training, samples a few tokens and stops.
-
-    Raises:
-        RlctlError: as vLLM's engine raises it.
-    """
+    """vLLM starts, loads weights as it does in training, samples a few tokens and stops."""
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
     from rlctl.spec.embedded import RECIPE
@@ -92,11 +80,7 @@ def vllm_samples() -> str:
 
 
 def deepspeed_steps() -> str:
-    """One optimizer step in bf16, which must change the weights.
-
-    Raises:
-        RunFailure: the step was skipped, or changed nothing.
-    """
+    """One optimizer step in bf16, which must change the weights."""
     import torch
 
     from rlctl.engine.deepspeed import DeepSpeedEngine
@@ -125,11 +109,7 @@ def deepspeed_steps() -> str:
 
 
 def liger_computes() -> str:
-    """Liger's kernels give the gradients of the layers that they replace. Skipped where they cannot run.
-
-    Raises:
-        RunFailure: the gradients differ.
-    """
+    """Liger's kernels give the gradients of the layers that they replace. Skipped where they cannot run."""
     import torch
 
     from rlctl.engine.liger import refuse_liger_here, run_liger
@@ -143,9 +123,8 @@ def liger_computes() -> str:
     run_liger(model)
     gap = float((_gradient(model) - wanted).norm() / wanted.norm())
     if not gap < _LIGER_GAP:
-        raise RunFailure(
-            f"gradients by Liger's kernels are off by {gap:.1e}", fix="set model.use_liger=false"
-        )
+        what = f"gradients by Liger's kernels are off by {gap:.1e}"
+        raise RunFailure(what, fix="set model.use_liger=false")
     return f"gradients within {gap:.0e} of the plain layers' on {model.device}"
 
 
@@ -153,9 +132,8 @@ def _gradient(model: Any) -> Any:
     """The gradient of a random sequence's log-probs, all parameters in one tensor."""
     import torch
 
-    ids = torch.randint(
-        model.config.vocab_size, (1, _RESPONSE_LENGTH), generator=torch.Generator().manual_seed(0)
-    )
+    torch.manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, _RESPONSE_LENGTH))
     model.zero_grad()
     model(ids.to(model.device), use_cache=False).logits.log_softmax(-1)[..., 0].sum().backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -174,19 +152,13 @@ def _tiny() -> tuple[Any, Any]:
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
     """Sample two responses to each of two prompts and check their log-probs."""
-    import torch
-
-    from rlctl.batch import Prompts
+    from rlctl.data.prompts import PromptDataset
+    from rlctl.data.schema import Message, Row
     from rlctl.rollout.protocol import Sampling
 
-    encoded = tokenizer(list(_PROMPTS), padding=True, return_tensors="pt")
-    prompts = Prompts(
-        prompt_ids=encoded["input_ids"],
-        prompt_mask=encoded["attention_mask"].bool(),
-        group_ids=torch.arange(len(_PROMPTS)),
-        data_sources=("",) * len(_PROMPTS),
-        ground_truths=("",) * len(_PROMPTS),
-        texts=_PROMPTS,
+    rows = [Row("", (Message("user", prompt),), "") for prompt in _PROMPTS]
+    prompts = PromptDataset(rows, tokenizer, max_prompt_length=64, filter_overlong=False).prompts(
+        [0, 1], [0, 1]
     )
     sampling = Sampling(max_response_length=_RESPONSE_LENGTH)
     rollouts = engine.generate(prompts, sampling, n=2, step_seed=1, num_groups_total=len(_PROMPTS))

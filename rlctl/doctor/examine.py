@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from rlctl.doctor.attempt import attempt
-from rlctl.doctor.clashes import installed, package_checks
-from rlctl.doctor.doctor_report import Check, DoctorReport
-from rlctl.doctor.machine import machine_checks
+from rlctl.doctor.checks import Check, installed, machine_checks, package_checks
 
 
 class EngineTrial(NamedTuple):
@@ -29,11 +28,7 @@ _ENGINES = "rlctl.doctor.engines"
 TRIALS = (
     EngineTrial("torch", "torch", f"{_ENGINES}:torch_computes", 120, f"{_REINSTALL} torch"),
     EngineTrial(
-        "Hugging Face generation",
-        "transformers",
-        f"{_ENGINES}:hf_samples",
-        180,
-        f"{_REINSTALL} transformers",
+        "Hugging Face generation", "transformers", f"{_ENGINES}:hf_samples", 180, f"{_REINSTALL} transformers"
     ),
     EngineTrial("DeepSpeed", "deepspeed", f"{_ENGINES}:deepspeed_steps", 300, f"{_REINSTALL} deepspeed"),
     EngineTrial(
@@ -55,27 +50,20 @@ TRIALS = (
 )
 
 
-def examine(*, quick: bool, announce: Callable[[str], None]) -> DoctorReport:
-    """Check packages and machine, and try the engines.
-
-    Args:
-        quick: leave the trials out.
-        announce: is called with what is being checked.
-    """
+def examine(*, quick: bool, announce: Callable[[str], None]) -> list[Check]:
+    """Check packages, machine and, unless `quick`, engines; `announce` is told what is being checked."""
     announce("packages and machine")
     python = Check("packages", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
     checks = [python, *package_checks(installed()), *machine_checks()]
     for trial in () if quick else TRIALS:
         announce(f"trying {trial.name}")
-        checks.append(_tried(trial))
-    return DoctorReport(checks)
-
-
-def _tried(trial: EngineTrial) -> Check:
-    if importlib.util.find_spec(trial.module) is None:
-        status, fix = ("note", trial.absent) if trial.absent else ("broken", "reinstall rlctl")
-        return Check("engines", trial.name, status, "not installed", fix)  # type: ignore[arg-type]
-    outcome = attempt(trial.target, trial.limit_s)
-    if not outcome.works:
-        return Check("engines", trial.name, "broken", outcome.found, outcome.fix or trial.fix)
-    return Check("engines", trial.name, "ok", outcome.found)
+        check = partial(Check, "engines", trial.name)
+        if importlib.util.find_spec(trial.module) is not None:
+            outcome = attempt(trial.target, trial.limit_s)
+            fix = None if outcome.works else outcome.fix or trial.fix
+            checks.append(check("ok" if outcome.works else "broken", outcome.found, fix))
+        elif trial.absent:
+            checks.append(check("note", "not installed", trial.absent))
+        else:
+            checks.append(check("broken", "not installed", "reinstall rlctl"))
+    return checks

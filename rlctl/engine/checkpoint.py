@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.errors import RlctlError, RunFailure
-from rlctl.files import readable_as_umask_says, sync
+from rlctl.files import readable_as_umask_says, sha256_of, sync
 
 #: Of a run directory: where its checkpoints lie.
 CHECKPOINTS = "checkpoints"
@@ -239,7 +239,7 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
         file = path / name
         if not file.is_file():
             return f"{name} is missing", None
-        if _hash(file) != digest:
+        if sha256_of(file) != digest:
             return f"{name} is not as it was written (checksum)", None
     return "", Checkpoint(path, state)
 
@@ -278,11 +278,6 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _hash_and_sync(path: Path) -> str:
     sync(path)
-    return _hash(path)
+    return sha256_of(path)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 
-from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.named_models import model_directory
 
 #: What a model directory holds apart from its weights: configs, tokenizer, chat template, code.
@@ -70,7 +70,7 @@ def explained(path: str, where: str) -> Iterator[None]:
         ) from error
     except (ValueError, KeyError, ImportError) as error:
         raise UsageError(
-            f"not a model that can be trained: {_first_line(error)}",
+            f"not a model that can be trained: {first_line(error)}",
             where=where,
             fix="name a causal language model; model.trust_remote_code=true if it ships its own code",
         ) from error
@@ -90,16 +90,12 @@ def check_directory(path: str, where: str) -> None:
 
 def _not_loaded(path: str, where: str, error: Exception) -> UsageError | EnvironmentFailure:
     if (Path(path) / "config.json").is_file():
-        return UsageError(f"the model cannot be read: {_first_line(error)}", where=where)
+        return UsageError(f"the model cannot be read: {first_line(error)}", where=where)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
     return EnvironmentFailure(
-        f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
+        f"neither a directory nor in the cache, and the hub did not give it: {first_line(error)}",
         where=where,
         fix="name a directory that exists, or unset HF_HUB_OFFLINE to download it"
         if offline
         else "check the id and the network, or download it beforehand",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -13,11 +13,13 @@ from typing import Any
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import read_evaluation
 from rlctl.evaluate.intervals import Difference, estimate, paired, questions_needed
+from rlctl.evaluate.page.tables import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import OVERALL, Question, questions_of
 from rlctl.spec.reward import RewardSpec
 
+DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
 #: Difference in shares for which the number of questions needed is reported.
 WORTH_SEEING = 0.02
 
@@ -93,10 +95,6 @@ def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
     Questions are paired by their conversation, so neither order nor chat template matters; one that
     occurs twice is paired first with first and second with second.
 
-    Args:
-        a, b: directories of evaluations.
-        ks: of pass@k; None: those of 1, 4, 8 that both allow.
-
     Raises:
         UsageError: not evaluations, no question in common, or k > n.
     """
@@ -154,11 +152,8 @@ _Values = dict[str, float | None]
 
 
 def _figure(name: str, values: Sequence[tuple[_Values, _Values]]) -> Figure | None:
-    pairs = [
-        (first, second)
-        for in_a, in_b in values
-        if (first := in_a[name]) is not None and (second := in_b[name]) is not None
-    ]
+    both = ((in_a[name], in_b[name]) for in_a, in_b in values)
+    pairs = [(first, second) for first, second in both if first is not None and second is not None]
     difference = paired([second - first for first, second in pairs])
     a, b = (estimate([pair[side] for pair in pairs]) for side in (0, 1))
     if difference is None or a is None or b is None:
@@ -209,3 +204,51 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
                 f"{ungraded:,} of {total:,} responses of {name} could not be graded, more than "
                 f"reward.max_error_fraction ({side.limit:g}): {excluded}"
             )
+
+
+def difference_rows(comparison: Comparison) -> list[TableRow]:
+    """The figures of both evaluations and their differences."""
+    rows = []
+    for figure in comparison.figures:
+        found = figure.difference
+        has_interval = found.low is not None and found.high is not None
+        cells = (
+            f"{figure.a:.3f}",
+            stderr_text(figure.a_stderr),
+            f"{figure.b:.3f}",
+            stderr_text(figure.b_stderr),
+            f"{found.value:+.3f}",
+            stderr_text(found.stderr),
+            f"{found.low:+.3f} to {found.high:+.3f}" if has_interval else "—",
+            "—" if found.p_value is None else f"{found.p_value:.2g}",
+        )
+        rows.append(TableRow(figure.name, cells, (found.value, found.low, found.high)))
+    return rows
+
+
+def shared_questions(comparison: Comparison) -> str:
+    """`512 shared questions (3 only in A)`."""
+    counts = (("A", comparison.num_only_a), ("B", comparison.num_only_b))
+    only = ", ".join(f"{count:,} only in {side}" for side, count in counts if count)
+    return f"{comparison.num_shared:,} shared questions" + (f" ({only})" if only else "")
+
+
+def comparison_page(report: CompareReport) -> str:
+    """A comparison of two evaluations as HTML."""
+    tables = []
+    for comparison in report.comparisons:
+        found = difference_rows(comparison)
+        ends = [abs(end) for row in found for end in row.range or () if end is not None]
+        reach = max([0.01, *ends])
+        rows = [drawn(row, left=100.0, scale=96.0 / reach, zero=True) for row in found]
+        about = {"name": comparison.data_source, "amount": shared_questions(comparison)}
+        axis = (f"−{reach:.2g}", "B − A", f"+{reach:.2g}")
+        tables.append(about | {"axis": axis, "rows": rows, "verdict": comparison.verdict})
+    return render_page(
+        "base.html.j2",
+        title="Is B better than A?",
+        about=[f"A  {report.a}", f"B  {report.b}"],
+        notes=report.warnings,
+        headings=DIFFERENCE_HEADINGS,
+        tables=tables,
+    )

@@ -75,9 +75,7 @@ def read_evaluation(
 ) -> tuple[dict[str, Any], list[EvalSample]]:
     """`results.json` and the samples of an evaluation.
 
-    Args:
-        directory: what `write_evaluation` wrote.
-        without: columns of text to leave unread, see `read_samples`.
+    Columns of text in `without` are left unread, see `read_samples`.
 
     Raises:
         UsageError: it is no evaluation, or damaged; says what is wrong.
@@ -111,13 +109,19 @@ def default_out(parent: Path) -> Path:
 
 def results_document(evaluation: Evaluation) -> dict[str, Any]:
     """The content of `results.json`; JSON, null where there is no figure."""
+    scores, n = [], evaluation.n
+    for score in evaluation.scores:  # `pass@k` and `maj@n` under their own names
+        values = asdict(score)
+        passed, majority = values.pop("pass_at"), values.pop("majority")
+        values |= {f"pass@{k}": value for k, value in passed.items()}
+        scores.append(values | ({f"maj@{n}": majority} if n > 1 else {}))
     document = {
         "format": _FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         **evaluation.about,
         "reward": evaluation.reward.model_dump(mode="json"),
         "interval_level": LEVEL,
-        "scores": [_score(score, evaluation.n) for score in evaluation.scores],
+        "scores": scores,
         "grader_errors": evaluation.grader_errors,
         "timeouts": evaluation.timeouts,
         "num_stored": evaluation.num_stored,
@@ -125,12 +129,3 @@ def results_document(evaluation: Evaluation) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
     }
     return document | ({"regraded": evaluation.regraded} if evaluation.regraded else {})
-
-
-def _score(score: Score, n: int) -> dict[str, Any]:
-    """One source's figures, `pass@k` and `maj@n` under their own names."""
-    values = asdict(score)
-    passed = values.pop("pass_at")
-    majority = {f"maj@{n}": values.pop("majority")} if n > 1 else {}
-    values.pop("majority", None)
-    return values | {f"pass@{k}": value for k, value in passed.items()} | majority

@@ -11,52 +11,23 @@ was sampled once is never sampled again, and a model is loaded only if something
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
-from rlctl.data.schema import Row
 from rlctl.data.write import check_vacant
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
 from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
-from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples
+from rlctl.evaluate.samples import AskedModel, EvalSample, Pair, Response, as_samples
 from rlctl.evaluate.scores import RIGHT, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root
-from rlctl.rollout.protocol import Sampling
 from rlctl.spec.reward import RewardSpec
 
 #: Called with what is going on (`sampling`, `grading`), and the number of responses done and of all.
 Progress = Callable[[str, int, int], None]
-
-
-class Model(Protocol):
-    """What `LocalModel` and `ServedModel` have in common; see there."""
-
-    rows: list[Row]
-    prompts: list[str]
-    identities: list[str]
-    num_overlong: int
-    settings: dict[str, Any]
-    model: dict[str, Any]
-    sampling: Sampling
-
-    @property
-    def about_sampling(self) -> dict[str, Any]:
-        """Who samples, and in which arithmetic (None: not known), for `results.json`."""
-        ...
-
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know of the sampling."""
-        ...
-
-    def sample(self, pairs: Sequence[Pair]) -> Iterator[Mapping[Pair, Response]]:
-        """Responses as they arrive; a question too long for the model may have none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +50,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model or a benchmark cannot be had, or a disk is full.
     """
     plan = check_request(request)
-    model: Model
+    model: AskedModel
     if request.engine == "openai":  # it is asked before torch is imported
         from rlctl.evaluate.served_model import ServedModel
 
@@ -119,13 +90,9 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 
 
 def _responses(
-    request: EvaluateRequest, model: Model, progress: Callable[[int, int], None]
+    request: EvaluateRequest, model: AskedModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
-    """The responses in order, and how many of them were stored before; without questions that lack any.
-
-    Raises:
-        UsageError: no question is left.
-    """
+    """The responses in order, and how many of them were stored before; without questions that lack any."""
     keys = {
         (prompt_hash(identity), question, sample, request.seed): (question, sample)
         for question, identity in enumerate(model.identities)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 LEVEL = 0.95
 #: Chance to see a difference that exists.
@@ -31,10 +31,10 @@ class IntervalFigure:
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
-def estimate(per_question: Sequence[float], *, is_length: bool = False) -> IntervalFigure | None:
+def estimate(per_question: Sequence[float], *, is_share: bool = True) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without any.
 
-    Values in [0, 1], unless they are lengths, get Wilson's interval with the effective sample size of the
+    Values that are shares, and in [0, 1], get Wilson's interval with the effective sample size of the
     clustered mean, p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015): close to its level
     for ten questions and near 0 and 1, where mean ± t·error is not (tests/unit/evaluate simulates it).
     Others get mean ± t·error.
@@ -52,7 +52,7 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Inter
     is_alike = max(per_question) - min(per_question) < _ALIKE
     variance = 0.0 if is_alike else deviations / (count - 1) / count
     stderr = math.sqrt(variance)
-    if not is_length and min(per_question) >= 0.0 and max(per_question) <= 1.0:
+    if is_share and min(per_question) >= 0.0 and max(per_question) <= 1.0:
         return IntervalFigure(mean, *_wilson(mean, variance, count, quantile), count, stderr)
     if variance == 0.0:
         return IntervalFigure(mean, None, None, count, stderr)
@@ -61,37 +61,26 @@ def estimate(per_question: Sequence[float], *, is_length: bool = False) -> Inter
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A mean of per-question differences, its 95 % interval, and Student's paired test."""
+class Difference(IntervalFigure):
+    """A mean of per-question differences, its interval (None for equal ones), and Student's paired test."""
 
-    value: float  # the mean difference
-    #: low, high: the interval; None where all differences are equal
-    low: float | None
-    high: float | None
     #: chance of a mean this far from 0 if there were no difference; None without interval
-    p_value: float | None
-    deviation: float | None  # standard deviation of the differences; None for a single question
-    num_questions: int  # differences it is made of
-    stderr: float | None = None  # standard error of the mean difference, deviation / √num_questions
+    p_value: float | None = None
+    deviation: float | None = None  # standard deviation of the differences; None for a single question
 
 
 def paired(differences: Sequence[float]) -> Difference | None:
     """Mean, interval and test of one difference per question; None without any."""
-    count = len(differences)
-    if count == 0:
+    found = estimate(differences, is_share=False)
+    if found is None:
         return None
-    mean = math.fsum(differences) / count
-    if count == 1:
-        return Difference(mean, None, None, None, None, count)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
-    if max(differences) - min(differences) < _ALIKE:
-        return Difference(mean, None, None, None, 0.0, count, 0.0)
+    if found.stderr is None:
+        return Difference(found.value, None, None, found.num_questions)
     from scipy.stats import t
 
-    error = deviation / math.sqrt(count)
-    reach = float(t.ppf((1.0 + LEVEL) / 2.0, count - 1)) * error
-    p_value = 2.0 * float(t.sf(abs(mean) / error, count - 1))
-    return Difference(mean, mean - reach, mean + reach, p_value, deviation, count, error)
+    count, error = found.num_questions, found.stderr
+    p_value = 2.0 * float(t.sf(abs(found.value) / error, count - 1)) if error else None
+    return Difference(**asdict(found), p_value=p_value, deviation=error * math.sqrt(count))
 
 
 def questions_needed(deviation: float, difference: float) -> int:

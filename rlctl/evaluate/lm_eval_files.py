@@ -29,14 +29,7 @@ _LOWER_IS_BETTER = ("truncated", "response_length")
 def write_lm_eval(
     directory: Path, document: Mapping[str, Any], scores: Sequence[Score], samples: Sequence[EvalSample]
 ) -> None:
-    """Write both kinds of file below `directory`.
-
-    Args:
-        directory: its sub-directory named after the model is made.
-        document: `results.json`.
-        scores: the figures, per data source and, with several, of all together.
-        samples: graded.
-    """
+    """Write both kinds of file below `directory`."""
     name = str(document["model"]["path"])
     sanitized = re.sub(r'["<>:/|\\?*\[\]]+', "__", name).lstrip(".")[-200:] or "model"
     place = directory / sanitized

@@ -18,14 +18,14 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.render import template_sha256
 from rlctl.engine.model import load_policy, load_reader
 from rlctl.engine.model_files import local_directory
-from rlctl.evaluate.request import EngineName, Plan, lengths
-from rlctl.evaluate.samples import Pair, Response
+from rlctl.evaluate.request import EngineName, Plan, Target, lengths
+from rlctl.evaluate.samples import AskedModel, Pair, Response
+from rlctl.files import sha256_of
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import step_seed
 
 if TYPE_CHECKING:
-    from rlctl.evaluate.target import Target
     from rlctl.rollout.protocol import ResponseSampler, Sampling
 
 Dtype = Literal["fp32", "bf16"]
@@ -56,11 +56,7 @@ class ModelFiles:
 
     @contextmanager
     def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
-        """Load the weights into the engine; leaving gives the memory back.
-
-        Args:
-            max_length: tokens of prompt and response together, at most.
-            batch_size: sequences at once.
+        """Load the weights; leaving frees the memory. Prompt and response have at most `max_length` tokens.
 
         Raises:
             UsageError, EnvironmentFailure: the model or the engine cannot be used here.
@@ -97,9 +93,7 @@ class ModelFiles:
 def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     """Files, tokenizer and identity of the target's model.
 
-    Args:
-        target: what is evaluated.
-        engine: None: the run's own if it is vLLM, else `hf`.
+    Without `engine`: the run's own if it is vLLM, else `hf`.
 
     Raises:
         UsageError: no such model, or its tokenizer cannot be read.
@@ -123,19 +117,8 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     )
 
 
-class LocalModel:
+class LocalModel(AskedModel):
     """A model on this machine and the questions it is asked.
-
-    Args:
-        plan: for another engine than `openai`.
-
-    Attributes:
-        rows, prompts: the questions that fit, and each as the model reads it.
-        identities: of each question, what its responses depend on.
-        num_overlong: questions left out for their length.
-        settings: what responses depend on, question and seed excepted; JSON.
-        model: as in `results.json`.
-        sampling: the distribution to draw from.
 
     Raises:
         UsageError: the model cannot be read, has no room for a response, or no question fits.
@@ -146,9 +129,10 @@ class LocalModel:
         self._request, target = plan.request, plan.target
         self._files = find_model(target, self._request.engine)
         self.sampling, max_prompt_length = lengths(self._request, target, self._files.context)
+        rows, tokenizer = plan.questions.rows, self._files.tokenizer
         self._questions = PromptDataset(
-            plan.questions.rows,
-            self._files.tokenizer,
+            rows,
+            tokenizer,
             max_prompt_length=max_prompt_length,
             filter_overlong=True,
             chat_template_kwargs=target.spec.data.chat_template_kwargs if target.spec else None,
@@ -156,27 +140,21 @@ class LocalModel:
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
-        self.notes: list[str] = []
-        self.about_sampling: dict[str, Any] = {"engine": self._files.engine, "dtype": self._files.dtype}
+        self.about_sampling = {"engine": self._files.engine, "dtype": self._files.dtype}
         if self._files.engine_kwargs:
             self.about_sampling["engine_kwargs"] = dict(self._files.engine_kwargs)
-        template = template_hash(self._files.tokenizer)
-        self.model: dict[str, Any] = {
+        template = template_hash(tokenizer)
+        self.model = {
             "path": target.model_path,
             "run_dir": str(target.run_dir) if target.run_dir else None,
             "step": target.step,
             "sha256": self._files.sha256,
             "template_sha256": template,
         }
-        identity = {"model": self._files.sha256, "template": template}
-        self.settings: dict[str, Any] = identity | self.about_sampling
+        self.settings = {"model": self._files.sha256, "template": template} | self.about_sampling
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """Sample these responses, ascending pairs, and yield them batch by batch.
-
-        Raises:
-            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
-        """
+        """See `AskedModel.sample`."""
         request, length = self._request, self.sampling.max_response_length
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
         with self._files.sampling_engine(longest + length, request.batch_size) as engine:
@@ -191,36 +169,26 @@ class LocalModel:
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:
     """SHA-256 over names and contents of a model's files, independent of the directory's name.
 
-    Args:
-        directory: weights, config, generation config, tokenizer.
-        known: file → SHA-256, where it need not be read again.
+    Files in `known` (file → SHA-256) are not read again.
     """
-    digests = {
-        file.name: known.get(file.name) or _file_hash(file)
-        for file in sorted(directory.iterdir())
-        if file.is_file() and not _IRRELEVANT.fullmatch(file.name)
-    }
+    digests = {}
+    for file in sorted(directory.iterdir()):
+        if not file.is_file() or _IRRELEVANT.fullmatch(file.name):
+            continue
+        blob = file.resolve()  # the hub's cache names large files by their hash
+        has_hash = blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name)
+        digests[file.name] = known.get(file.name) or (blob.name if has_hash else sha256_of(file))
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of the chat template that prompts are rendered with; None: there is none."""
-    # A tokenizer may have several templates, by name.
+    """SHA-256 of the chat template that prompts are rendered with (one of several); None: there is none."""
     return template_sha256(tokenizer.get_chat_template() if tokenizer.chat_template else None)
 
 
 def sampling_device() -> torch.device:
     """Where models sample."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _file_hash(file: Path) -> str:
-    """SHA-256 of the content; the hub's cache names large files by it."""
-    blob = file.resolve()
-    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
-        return blob.name
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def sample_responses(
@@ -238,13 +206,7 @@ def sample_responses(
     samples of its questions before the second ones. So the same seed gives the same response number i to
     question q whatever n, the number of questions, the batch size, the ranks, and what is stored already.
 
-    Args:
-        engine: who samples.
-        questions: what is asked.
-        pairs: which responses, ascending.
-        sampling: the distribution to draw from.
-        seed: of all of it.
-        batch_size: sequences at once; the siblings of a question stay together.
+    Pairs are ascending. `batch_size` is in sequences; the siblings of a question stay together.
     """
     for batch in _batches(pairs, batch_size, block=len(questions) if sampling.greedy else BLOCK):
         if sampling.greedy:  # nothing is drawn
@@ -259,13 +221,9 @@ def sample_responses(
             step_seed=step_seed(seed, block, "evaluation"),
             num_groups_total=max(places) + 1,
         )
-        said = zip(
-            rollouts.response_texts,
-            rollouts.truncated.tolist(),
-            rollouts.response_mask.sum(-1).tolist(),
-            strict=True,
-        )
-        yield {pair: Response(*values) for pair, values in zip(batch, said, strict=True)}
+        sizes = rollouts.response_mask.sum(-1).tolist()
+        sampled = zip(batch, rollouts.response_texts, rollouts.truncated.tolist(), sizes, strict=True)
+        yield {pair: Response(*values) for pair, *values in sampled}
 
 
 def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlctl.data.benchmarks import BENCHMARKS, Benchmark, find_benchmark
-from rlctl.data.layouts import RecipeName
 from rlctl.data.read import load_rows
-from rlctl.data.recipes import Recipe, read_rows, recognise
+from rlctl.data.recipes import Recipe, RecipeName, read_rows, recognise
 from rlctl.data.schema import Row
 from rlctl.data.sources import HUB, Source, check_splits, find_sources, read_records
 from rlctl.errors import UsageError
+from rlctl.files import sha256_of
 from rlctl.spec.paths import matches
 
 _PROBLEMS_SHOWN = 5
@@ -71,13 +70,8 @@ def load_questions(
         else:
             for source in find_sources([name] if name.startswith(HUB) else list(map(str, matches(name)))):
                 first = next((record.values for record in read_records(source) if record.values), {})
-                recipe = Recipe(
-                    columns.recipe or recognise(first),
-                    prompt_key=columns.prompt_key,
-                    answer_key=columns.answer_key,
-                    data_source=columns.data_source,
-                    instruction=columns.instruction,
-                )
+                keys = (columns.prompt_key, columns.answer_key, columns.data_source)
+                recipe = Recipe(columns.recipe or recognise(first), *keys, instruction=columns.instruction)
                 found.rows.extend(_rows(source, recipe.resolve()))
                 found.files.append(str(source.path))
     return found
@@ -95,8 +89,7 @@ def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | Non
     if len(rows) != benchmark.num_questions:
         what = f"{benchmark.name} has {benchmark.num_questions:,} questions, this file has {len(rows):,}"
         raise UsageError(what, where=str(path), fix=fix)
-    with path.open("rb") as content:
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    sha256 = sha256_of(path)
     if benchmark.sha256 and sha256 != benchmark.sha256:
         found.notes.append(
             f"{benchmark.name}: {path.name} is not byte for byte the file of the pinned revision; "
@@ -108,11 +101,7 @@ def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | Non
 
 
 def _is_prepared(name: str) -> bool:
-    """Whether a name stands for Parquet in verl's row schema, files or directories of them.
-
-    Raises:
-        UsageError: nothing is there.
-    """
+    """Whether a name stands for Parquet in verl's row schema, files or directories of them."""
     if name.startswith(HUB):
         return False
     paths = matches(name)
@@ -143,11 +132,7 @@ def _has_row_schema(file: Path) -> bool:
 
 
 def _rows(source: Source, recipe: Recipe) -> list[Row]:
-    """The rows of a file of any layout.
-
-    Raises:
-        UsageError: rows do not fit; names the first few.
-    """
+    """The rows of a file of any layout."""
     read = list(read_rows(source, recipe))
     problems = [f"{record.where}: {problem}" for record, row, problem in read if row is None]
     if problems:

@@ -1,11 +1,11 @@
-"""What to evaluate, and everything that can be refused before torch is imported."""
+"""What to evaluate, a run's newest checkpoint or any model; what can be refused before torch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -13,13 +13,16 @@ from typing import Literal
 from pydantic import ValidationError
 
 from rlctl.data.write import check_vacant
+from rlctl.engine.checkpoint import CHECKPOINTS, model_checksums, newest_intact
 from rlctl.engine.model_files import config_directory
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import Columns, Questions, load_questions
-from rlctl.evaluate.target import Target, find_target
 from rlctl.rollout.protocol import Sampling
+from rlctl.spec.load import RUN_SPEC_FILE, load_spec
 from rlctl.spec.reward import OverlongSpec, RewardSpec
 from rlctl.spec.rollout import DataSpec
+from rlctl.spec.run_spec import RunSpec
+from rlctl.tiny.embedded import ensure_embedded
 
 EngineName = Literal["hf", "vllm", "openai"]
 
@@ -64,6 +67,21 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """A model and the data to ask it."""
+
+    model_path: str  # Hugging Face directory or hub id
+    data_files: list[str]  # Parquet in verl's row schema
+    #: run_dir, step, spec: of the run it comes from, if it comes from one
+    run_dir: Path | None = None
+    step: int | None = None
+    spec: RunSpec | None = None
+    #: file of the model → SHA-256, where they are known
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what the user should know, such as damaged checkpoints passed over
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A request that has been checked."""
 
@@ -101,6 +119,53 @@ def check_request(request: EvaluateRequest) -> Plan:
     return Plan(request, ks, target, reward, questions)
 
 
+def find_target(model_or_run: str, data_files: list[str]) -> Target:
+    """Decide whether a name is a run directory or a model, and find what belongs to it.
+
+    Raises:
+        UsageError: a model without data, or a run without a checkpoint, a readable spec, or
+            validation files when it needs them.
+    """
+    path = Path(model_or_run).expanduser()
+    if (path / RUN_SPEC_FILE).is_file():
+        return _run_target(path, data_files)
+    if data_files:
+        return Target(str(path) if path.exists() else model_or_run, data_files)
+    what = "is not a run directory" if path.exists() else "does not exist here, and a hub model needs data"
+    raise UsageError(
+        f"`{model_or_run}` {what}",
+        where="MODEL_OR_RUN",
+        fix=f"name a directory with a {RUN_SPEC_FILE}, such as runs/rlctl/run-…; for a model add --data FILE",
+    )
+
+
+def _run_target(run_dir: Path, data_files: list[str]) -> Target:
+    spec = load_spec([], [run_dir / RUN_SPEC_FILE], []).spec
+    checkpoint, notes = newest_intact(run_dir / CHECKPOINTS)
+    if checkpoint is None:
+        raise UsageError(
+            "the run has no complete checkpoint" + (f" ({notes[0]})" if notes else ""),
+            where=str(run_dir / CHECKPOINTS),
+            fix="wait for one (trainer.save_freq says when), or resume the run to its end",
+        )
+    data_files = data_files or spec.data.val_files
+    if not data_files and spec.is_embedded:
+        data_files = [str(ensure_embedded(spec.trainer.seed).val_file)]
+    if not data_files:
+        raise UsageError(
+            "the run has no validation files (data.val_files)", where=str(run_dir), fix="add --data FILE"
+        )
+    return Target(
+        str(checkpoint.model_dir),
+        data_files,
+        run_dir,
+        checkpoint.state.step,
+        spec,
+        checksums=model_checksums(checkpoint),
+        notes=tuple(notes),
+    )
+
+
 def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
     """The k of pass@k in ascending order; None: those of `DEFAULT_KS` that n allows.
 
@@ -122,9 +187,7 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
     """The reward to grade with.
 
-    Args:
-        own: of the run or the earlier evaluation.
-        name: a grader's name or `file.py:function` in its place; None: `own` itself.
+    That is `own`, of the run or the earlier evaluation, or the grader or `file.py:function` called `name`.
 
     Returns:
         Without the overlong penalty, which shapes training only; a function's path is absolute.
@@ -152,10 +215,7 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tuple[Sampling, int]:
     """How to sample, and the longest prompt that leaves room for a response, in tokens.
 
-    Args:
-        request: its length limit, or the default.
-        target: a run's own limits.
-        context: tokens of prompt and response the model can read together; None: no limit is known.
+    `context`: tokens of prompt and response the model can read together; None: no limit is known.
 
     Raises:
         UsageError: the model's context has no room for the response.

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from rlctl.data.render import messages_of
 from rlctl.data.schema import Row
-from rlctl.errors import UsageError
+from rlctl.errors import UsageError, first_line
+from rlctl.rollout.protocol import Sampling
 
 SAMPLES_FILE = "samples.parquet"
 
@@ -46,11 +47,38 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a model said: its text, whether it was cut off at the length limit, and its number of tokens."""
+    """What a model said."""
 
     text: str
-    truncated: bool
+    truncated: bool  # cut off at the length limit
     num_tokens: int
+
+
+class AskedModel:
+    """A model, on this machine or behind a server, and the questions it is asked."""
+
+    rows: list[Row]  # those questions that may fit
+    prompts: list[str]  # each as the model reads it; of a server without any chat template
+    identities: list[str]  # of each question, what its responses depend on
+    num_overlong: int = 0  # questions left out for their length, before sampling
+    settings: dict[str, Any]  # what responses depend on, question and seed excepted; JSON
+    model: dict[str, Any]  # as in `results.json`
+    sampling: Sampling  # the distribution to draw from
+    about_sampling: dict[str, Any]  # who samples, and in which arithmetic (None: not known)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the sampling."""
+        return []
+
+    def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
+        """Yield these responses, ascending pairs, as they arrive; a question too long may have none.
+
+        Raises:
+            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
+            RunFailure: a server refuses a request, or fails again and again.
+        """
+        raise NotImplementedError
 
 
 def as_samples(
@@ -58,10 +86,7 @@ def as_samples(
 ) -> list[EvalSample]:
     """Ungraded samples, in the order of `responses`.
 
-    Args:
-        rows: the questions.
-        prompts: each question as the model reads it.
-        responses: by place of the question in `rows`.
+    Responses and prompts (as the model reads them) are by place in `rows`.
     """
     return [
         EvalSample(
@@ -103,11 +128,7 @@ def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
 
 
 def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[EvalSample]:
-    """What `write_samples` wrote.
-
-    Args:
-        path: the file.
-        without: columns of text to leave unread, "" instead.
+    """What `write_samples` wrote. Columns of text in `without` are left unread, "" instead.
 
     Raises:
         UsageError: it cannot be read, or is another kind of file.
@@ -125,8 +146,7 @@ def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[E
             batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
             return [_sample(row, without) for batch in batches for row in batch.to_pylist()]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"the samples cannot be read: {reason}", where=str(path)) from error
+        raise UsageError(f"the samples cannot be read: {first_line(error)}", where=str(path)) from error
 
 
 def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
@@ -140,15 +160,12 @@ def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
 def _row(sample: EvalSample) -> dict[str, Any]:
     values = {each.name: getattr(sample, each.name) for each in fields(EvalSample)}
     values |= {name: json.dumps(values[name]) for name in _AS_JSON}
-    return {name: _storable(value) if isinstance(value, str) else value for name, value in values.items()}
+    # Lone surrogates, which a tokenizer may produce, cannot be stored as UTF-8.
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return values | {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
 
 
 def _sample(row: dict[str, Any], without: frozenset[str]) -> EvalSample:
     row |= {name: json.loads(row[name]) for name in _AS_JSON if name not in without}
     row |= dict.fromkeys(without, "")
     return EvalSample(**row)
-
-
-def _storable(text: str) -> str:
-    """Lone surrogates, which a tokenizer may produce, cannot be stored as UTF-8."""
-    return text.encode("utf-8", "replace").decode()

@@ -20,11 +20,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 − C(n−c, k) / C(n, k), as the
     product of the chances that each further draw is wrong too: exact, no factorials, no overflow.
 
-    Args:
-        n: responses sampled.
-        c: right ones among them.
-        k: how many may be tried.
-
     Raises:
         ValueError: not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n. There is no unbiased estimate for k > n.
     """
@@ -42,11 +37,7 @@ def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> 
     """Mean reward of the responses with the most frequent answer; the mean over answers that tie.
 
     The majority vote of Wang et al. 2022 (arXiv 2203.11171). Responses without an answer (None) vote together
-    for "no answer", which may win like any other.
-
-    Args:
-        answers: of each response, as text that is equal for equal answers.
-        rewards: of each response; siblings with one answer usually have one reward.
+    for "no answer", which may win like any other. Answers are text that is equal for equal answers.
 
     Raises:
         ValueError: there are no responses, or not as many rewards.
@@ -170,7 +161,7 @@ def _score(
         pass_at={k: means[f"pass@{k}"] for k in ks},
         majority=means.get(f"maj@{n}"),
         truncated_fraction=estimate([_mean([s.truncated for s in q.samples]) for q in questions]),
-        mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_length=True),
+        mean_length=estimate([_mean([s.num_tokens for s in q.samples]) for q in questions], is_share=False),
         grader_error_fraction=estimate([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
     if score.num_grader_errors <= max_error_fraction * num_samples:

@@ -26,9 +26,8 @@ import httpx
 from rlctl.data.render import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, check_url, lengths
-from rlctl.evaluate.samples import Pair, Response
-from rlctl.evaluate.target import Target
+from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, Target, check_url, lengths
+from rlctl.evaluate.samples import AskedModel, Pair, Response
 from rlctl.rollout.protocol import step_seed
 
 #: Tries of one request, and the seconds between them: doubled each time, with up to a quarter more by chance.
@@ -45,7 +44,7 @@ _UNFINISHED = {None, "abort", "error"}
 #: Switches off a server's own defaults: vLLM takes generation_config.json's, llama.cpp has top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _KEY_FIX = f"put a valid key into the environment variable {KEY_VARIABLE}"
-_REFUSED_FIXES = {
+_FIXES = {
     401: _KEY_FIX,
     403: _KEY_FIX,
     404: "correct --base-url, which ends where /chat/completions begins, or the model's name",
@@ -53,20 +52,8 @@ _REFUSED_FIXES = {
 _CONTEXT_EXCEEDED = re.compile(r"context.{0,3}(length|size|window)", re.IGNORECASE)
 
 
-class ServedModel:
-    """A server's model and the questions it is asked.
-
-    Args:
-        request: with the engine `openai`, checked.
-        rows: what is asked.
-
-    Attributes:
-        rows, prompts: the questions, and their text without any chat template.
-        identities: of each question, what its responses depend on.
-        num_overlong: questions left out before sampling: none, since the server counts the tokens.
-        settings: what responses depend on, question and seed excepted; JSON.
-        model: as in `results.json`.
-        sampling: the distribution to draw from.
+class ServedModel(AskedModel):
+    """A server's model and the questions it is asked; the server counts the tokens.
 
     Raises:
         UsageError: the server does not serve this model, or several and none is named.
@@ -84,15 +71,11 @@ class ServedModel:
         self.rows = list(rows)
         self.prompts = ["\n\n".join(message.content for message in row.prompt) for row in rows]
         self.identities = [json.dumps(messages_of(row), sort_keys=True) for row in rows]
-        self.num_overlong = 0
         served = {"base_url": self._url, "root": card.get("root")}
         unknown = dict.fromkeys(("run_dir", "step", "sha256", "template_sha256"))
-        self.model: dict[str, Any] = {"path": self._name} | unknown | served
-        self.settings: dict[str, Any] = {
-            "model": served | {"name": self._name, "context": context},
-            "engine": "openai",
-        }
-        self.about_sampling: dict[str, Any] = {"engine": "openai", "dtype": None}
+        self.model = {"path": self._name} | unknown | served
+        self.settings = {"model": served | {"name": self._name, "context": context}, "engine": "openai"}
+        self.about_sampling = {"engine": "openai", "dtype": None}
 
     @property
     def notes(self) -> list[str]:
@@ -102,11 +85,7 @@ class ServedModel:
         return [f"the server takes no {', '.join(_NEUTRAL)}: its own defaults for them apply"]
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """Yield these responses as they arrive; a question too long for the context has none.
-
-        Raises:
-            RunFailure: the server refuses a request, or fails again and again.
-        """
+        """See `AskedModel.sample`."""
         arrived: SimpleQueue[dict[Pair, Response] | None] = SimpleQueue()
         stopping = threading.Event()
         with ThreadPoolExecutor(1) as thread:  # with a loop of its own: a notebook's is running already
@@ -164,7 +143,7 @@ class ServedModel:
         where = f"{self._url}/chat/completions, question {question}"
         problem = ""
         for attempt in range(TRIES):
-            pause = _pause(attempt)
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(1.0, 1.25)
             neutral = self._neutral
             try:
                 answer = await client.post(f"{self._url}/chat/completions", json=body | neutral)
@@ -180,21 +159,17 @@ class ServedModel:
                 elif answer.status_code in _RETRIED or answer.status_code >= 500:
                     problem = _said(answer)
                     pause = max(pause, _retry_after(answer, where))
-                elif (
-                    neutral
-                    and answer.status_code in {400, 422}
-                    and any(name in answer.text for name in neutral)
-                ):
+                elif answer.status_code in {400, 422} and any(name in answer.text for name in neutral):
                     self._neutral = {}
                     continue
                 elif answer.status_code == 400 and _CONTEXT_EXCEEDED.search(answer.text):
                     return None
                 else:
-                    raise RunFailure(
+                    what, fix = (
                         f"the server refuses the request: {_said(answer)}",
-                        where=where,
-                        fix=_REFUSED_FIXES.get(answer.status_code),
+                        _FIXES.get(answer.status_code),
                     )
+                    raise RunFailure(what, where=where, fix=fix)
             if attempt < TRIES - 1:
                 await asyncio.sleep(pause)
         raise RunFailure(
@@ -280,16 +255,8 @@ def _read(answer: Any) -> Response:
     return Response(text or "", truncated=reason == "length", num_tokens=num_tokens)
 
 
-def _pause(attempt: int) -> float:
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(1.0, 1.25)
-
-
 def _retry_after(answer: httpx.Response, where: str) -> float:
-    """Seconds that the server asks to wait; 0: it does not say.
-
-    Raises:
-        RunFailure: longer than is reasonable.
-    """
+    """Seconds that the server asks to wait; 0: it does not say."""
     given = answer.headers.get("Retry-After", "").strip()
     try:
         seconds = float(given) if given else 0.0

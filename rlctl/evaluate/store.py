@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -55,9 +54,7 @@ def prompt_hash(text: str) -> str:
 class ResponseStore:
     """The responses of one model under one way of sampling; a context manager that holds its lock.
 
-    Args:
-        root: of the cache.
-        settings: what responses depend on, question and seed excepted; JSON.
+    `settings` (JSON): what responses depend on, question and seed excepted. `root` is the cache's.
 
     Raises:
         RunFailure: another process has it open.
@@ -89,7 +86,11 @@ class ResponseStore:
                     self.directory / SETTINGS_FILE,
                     json.dumps(self._settings, indent=1, sort_keys=True) + "\n",
                 )
-                self._cut_torn_line()
+                if self._file.exists() and self._file.stat().st_size:
+                    with self._file.open("rb+") as file:  # drop what follows the last newline
+                        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                            end = content.rfind(b"\n") + 1
+                        file.truncate(end)
                 self._append = self._file.open("a", encoding="utf-8")
             except BaseException:
                 self._lock.release()
@@ -143,23 +144,18 @@ class ResponseStore:
         try:
             with self._file.open(encoding="utf-8", newline="\n") as file:
                 for number, line in enumerate(file, 1):  # noqa: B007 - read in the handler
-                    yield *_parsed(line), line
+                    record = json.loads(line)
+                    for name, kind in _FIELDS.items():
+                        if not isinstance(record[name], kind):
+                            raise TypeError(f"`{name}` is not of type {kind.__name__}")
+                    prompt, question, sample, seed, *said = (record[name] for name in _FIELDS)
+                    yield (prompt, question, sample, seed), Response(*said), line
         except (ValueError, KeyError, TypeError) as error:
             raise RunFailure(
                 f"a stored response cannot be read: {type(error).__name__}: {error}",
                 where=f"{self._file}:{number}",
                 fix=f"delete {self._file}; its responses are then sampled again",
             ) from error
-
-    def _cut_torn_line(self) -> None:
-        """Drop what follows the last newline."""
-        if not self._file.exists():
-            return
-        with self._file.open("rb+") as file:
-            if file.seek(0, os.SEEK_END):
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    end = content.rfind(b"\n") + 1
-                file.truncate(end)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -171,12 +167,3 @@ class ResponseStore:
                 where=str(self.directory),
                 fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
             ) from error
-
-
-def _parsed(line: str) -> tuple[Key, Response]:
-    record = json.loads(line)
-    for name, kind in _FIELDS.items():
-        if not isinstance(record[name], kind):
-            raise TypeError(f"`{name}` is not of type {kind.__name__}")
-    key, response = list(_FIELDS)[:4], list(_FIELDS)[4:]
-    return tuple(record[name] for name in key), Response(*(record[name] for name in response))

@@ -27,6 +27,7 @@ from rlctl.prepare.duplicates import normalise, repeated, text_key
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
     DataFinding,
+    RowFindings,
     Severity,
     agree,
     row_finding,
@@ -36,7 +37,7 @@ from rlctl.prepare.findings import (
 from rlctl.prepare.leakage import KINDS, LeakageComparison, Reference, questions_of
 from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
 from rlctl.prepare.request import Progress
-from rlctl.prepare.row_checks import STYLES, RowFindings, answer_doubts, text_doubts
+from rlctl.prepare.row_checks import STYLES, answer_doubts, text_doubts
 from rlctl.prepare.words import mixed
 from rlctl.reward.round_trip import check_ground_truths
 from rlctl.reward.sources import knows_source
@@ -143,9 +144,6 @@ class _FileCheck:
     Attributes:
         path: of the file.
         hashes: of each usable row: question, ground truth, and the row's number.
-
-    Raises:
-        UsageError: the file as a whole cannot be read.
     """
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:

@@ -51,12 +51,7 @@ class Decision:
         return np.asarray(self.status == RowStatus.KEPT)
 
     def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
-        """Rows by status.
-
-        Args:
-            num_records: rows of the input.
-            num_bad: those of them that were never staged.
-        """
+        """Rows by status. `num_bad` of the input's `num_records` rows were never staged."""
         of = np.bincount(self.status, minlength=len(RowStatus))
         num_test = int((self.is_kept & self.is_test).sum())
         counts = {
@@ -75,11 +70,7 @@ def decide(
 ) -> Decision:
     """Lengths, duplicates and the split; leakage comes after, since it needs to know the split.
 
-    Args:
-        request: what was asked for.
-        staging: all rows.
-        bad_places: places of rows that turned out to be bad after they were staged.
-        progress: receives the phases.
+    Rows at `bad_places` turned out to be bad after they were staged.
 
     Raises:
         UsageError: too many duplicates.
@@ -96,8 +87,10 @@ def decide(
     keys = staging.key("split")
     if request.val_size is None:
         limit = limit_for_fraction(request.val_fraction)
-    else:
-        limit = limit_for_size(keys[decision.is_kept], request.val_size)
+    else:  # below it lie so many rows: more only where duplicates tie for the last place
+        hashes = keys[decision.is_kept]
+        last = min(request.val_size, len(hashes)) - 1
+        limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
     decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
     return decision
 
@@ -183,15 +176,6 @@ def limit_for_fraction(fraction: float) -> int:
         UsageError: the fraction is not in [0, 1).
     """
     if not 0 <= fraction < 1:
-        raise UsageError(
-            f"{fraction:g} is no share of the rows", where="--val-fraction", fix="0 up to below 1"
-        )
+        what = f"{fraction:g} is no share of the rows"
+        raise UsageError(what, where="--val-fraction", fix="0 up to below 1")
     return int(fraction * (1 << 64))
-
-
-def limit_for_size(hashes: NDArray[np.uint64], size: int) -> int:
-    """The limit below which `size` of the rows hash: more only where duplicates tie for the last place."""
-    if size == 0 or not len(hashes):
-        return 0
-    last = min(size, len(hashes)) - 1
-    return int(np.partition(hashes, last)[last]) + 1

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,8 +62,7 @@ def text_key(text: str) -> int:
 def repeated(keys: NDArray[np.uint64]) -> Pairs:
     """Places whose key occurred before, ascending, and the place of each one's first occurrence.
 
-    Args:
-        keys: (N,) hashes, evenly spread.
+    Keys are (N,) hashes, evenly spread.
     """
     num_parts = np.uint64(1 + len(keys) // SORTED_ROWS)
     found: list[Pairs] = []
@@ -115,10 +114,8 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
     A row is compared with the first and the previous row of each band it shares, so that a thousand alike
     take a few thousand comparisons, not a million.
 
-    Args:
-        bands: per band a file of (N,) uint32.
-        signature: file of (N, NUM_VALUES) uint8.
-        is_left: (N,) rows to compare.
+    A band's file holds (N,) uint32, the signatures' (N, NUM_VALUES) uint8; (N,) `is_left` says which rows to
+    compare.
     """
     rows = np.flatnonzero(is_left).astype(np.uint64)
     like = np.full(len(is_left), NONE, dtype=np.uint32)
@@ -128,7 +125,9 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
         keys |= rows
         keys.sort()
         for later, earlier in _candidates(keys, like):
-            alike = _similarity(signature, later, earlier) >= SIMILARITY
+            equal = (_read_rows(signature, later) == _read_rows(signature, earlier)).mean(axis=1)
+            # Of the 8 bits of two values, 1 in 256 are equal by chance.
+            alike = (equal - 1 / 256) / (1 - 1 / 256) >= SIMILARITY
             like[later[alike]] = earlier[alike]
     found = np.flatnonzero(like != NONE).astype(np.uint32)
     return found, like[found]
@@ -137,9 +136,7 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
 def _candidates(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[Pairs]:
     """Pairs (later, earlier) of rows whose band is equal, where nothing is known of the later one.
 
-    Args:
-        keys: band and row in one number, ascending.
-        like: what each row was found to be like.
+    Keys are band and row in one number, ascending; `like`: what each row was found to be like.
     """
     group_start = 0
     for start in range(0, len(keys), COMPARED_PAIRS):
@@ -157,12 +154,6 @@ def _candidates(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[
                 open_ &= others != firsts
             if open_.any():
                 yield later[open_], keys[others[open_]].astype(np.uint32)
-
-
-def _similarity(signature: Path, rows: NDArray[np.uint32], others: NDArray[np.uint32]) -> NDArray[Any]:
-    """Estimated Jaccard similarity: equal values, less those whose 8 bits are equal by chance."""
-    equal = (_read_rows(signature, rows) == _read_rows(signature, others)).mean(axis=1)
-    return np.asarray((equal - 1 / 256) / (1 - 1 / 256))
 
 
 def _read_rows(signature: Path, rows: NDArray[np.uint32]) -> NDArray[np.uint8]:

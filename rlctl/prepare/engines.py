@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, first_line
 
 Shared = TypeVar("Shared")
 Task = TypeVar("Task")
@@ -117,13 +117,19 @@ def _on_ray(
     left = iter(tasks)
     while batch := list(islice(left, RAY_TASKS)):
         items = [{"task": pickle.dumps(task)} for task in batch]
-        done = ray.data.from_items(items, override_num_blocks=len(items)).map(
-            _ray_work, fn_kwargs={"held": held}
-        )
+        given = ray.data.from_items(items, override_num_blocks=len(items))
+        done = given.map(_ray_work, fn_kwargs={"held": held})
         try:
-            yield from zip(batch, map(_result, done.iter_rows()), strict=True)
+            for task, row in zip(batch, done.iter_rows(), strict=True):
+                result = pickle.loads(row["result"])
+                if isinstance(result, RlctlError):
+                    raise result
+                yield task, result
         except ray.exceptions.RayError as error:
-            raise RunFailure(f"a Ray task failed: {_cause(error)}", fix="look at Ray's logs") from error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            causes = (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line))
+            what = f"a Ray task failed: {next(causes, lines[-1])}"  # of a long message
+            raise RunFailure(what, fix="look at Ray's logs") from error
 
 
 def _start_ray() -> Any:
@@ -138,8 +144,8 @@ def _start_ray() -> Any:
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
         except Exception as error:  # connection, port and memory errors have no common base
-            reason = str(error).splitlines()[0]
-            raise EnvironmentFailure(f"Ray does not start: {reason}", fix="see `ray status`") from error
+            what = f"Ray does not start: {first_line(error)}"
+            raise EnvironmentFailure(what, fix="see `ray status`") from error
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -163,18 +169,3 @@ def _ray_work(row: dict[str, bytes], held: Any) -> dict[str, bytes]:
     except RlctlError as error:  # Ray would wrap it
         result = error
     return {"result": pickle.dumps(result)}
-
-
-def _result(row: dict[str, bytes]) -> Any:
-    result = pickle.loads(row["result"])
-    if isinstance(result, RlctlError):
-        raise result
-    return result
-
-
-def _cause(error: Exception) -> str:
-    """The line of Ray's long message that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next(
-        (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line)), lines[-1]
-    )

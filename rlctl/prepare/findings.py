@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "error"]
+#: Kind of finding about rows, and what it names.
+_Kind = tuple[str, tuple[tuple[str, Any], ...]]
 
 #: Places shown of each finding.
 EXAMPLES_SHOWN = 5
@@ -124,12 +127,8 @@ def row_finding(
 ) -> list[DataFinding]:
     """A finding about rows; none where it holds for no row.
 
-    Args:
-        kind: a key of `_ROW_FINDINGS`.
-        count: rows it holds for.
-        examples: the first few.
-        total: all rows, where the share is reported.
-        values: what the sentence names.
+    `kind` is a key of `_ROW_FINDINGS`, `values` fill its sentence; `total`: all rows, where the share is
+    reported.
     """
     if not count:
         return []
@@ -138,27 +137,36 @@ def row_finding(
     if kind.startswith("test-leak"):
         sentence = f"{rows(count)} of the test split {agree(count, what)}"
     else:
-        sentence = rows_that(count, what) if total is None else share(count, total, what)
+        sentence = f"{rows(count)} {agree(count, what)}" if total is None else share(count, total, what)
     first = tuple(examples[:EXAMPLES_SHOWN])
     return [DataFinding(_CODES.get(kind, kind), severity, sentence, count, first, fix)]
 
 
-class Places:
-    """Counts the rows that something holds for, and keeps the first few."""
+class RowFindings:
+    """Counts rows by kind of finding and by what the finding names, and keeps the first few of each."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.first: list[str] = []
+        self._counts: Counter[_Kind] = Counter()
+        self._first: dict[_Kind, list[str]] = {}
 
-    def add(self, where: str, detail: str = "") -> None:
-        """One more."""
-        self.count += 1
-        if len(self.first) < EXAMPLES_SHOWN:
-            self.first.append(f"{where}: {detail}" if detail else where)
+    def add(self, kind: str, where: str, detail: str = "", **values: Any) -> None:
+        """One row; `kind` and `values` as of `row_finding`."""
+        key = (kind, tuple(values.items()))
+        self._counts[key] += 1
+        if len(first := self._first.setdefault(key, [])) < EXAMPLES_SHOWN:
+            first.append(f"{where}: {detail}" if detail else where)
 
-    def finding(self, kind: str, **values: Any) -> list[DataFinding]:
-        """`row_finding` of these rows."""
-        return row_finding(kind, self.count, self.first, **values)
+    def count(self, kind: str, **values: Any) -> int:
+        """Rows of a kind."""
+        return self._counts[kind, tuple(values.items())]
+
+    def findings(self) -> list[DataFinding]:
+        """A finding for each kind."""
+        return [
+            found
+            for (kind, values), first in self._first.items()
+            for found in row_finding(kind, self._counts[kind, values], first, **dict(values))
+        ]
 
 
 def worst_first(findings: Iterable[DataFinding]) -> list[DataFinding]:
@@ -191,11 +199,6 @@ def agree(count: int, verb: str) -> str:
     """The verb (plural; more words may follow) as so many rows have it: `has` for one, `have` for two."""
     plural, space, rest = verb.partition(" ")
     return verb if count != 1 else _SINGULAR.get(plural, f"{plural}s") + space + rest
-
-
-def rows_that(count: int, verb: str) -> str:
-    """`1 row has …`, `2 rows have …`; arguments as of `agree`."""
-    return f"{rows(count)} {agree(count, verb)}"
 
 
 def share(count: int, total: int, verb: str) -> str:

@@ -65,8 +65,7 @@ class LeakageComparison:
 class Reference:
     """The questions one must not train on, as 64-bit hashes: 8 bytes per n-gram.
 
-    Args:
-        files: name → kind of match → sorted hashes, as `build` makes them.
+    Per file and kind of match: sorted hashes, as `build` makes them.
     """
 
     def __init__(self, files: Mapping[str, Mapping[Kind, Hashes]]) -> None:
@@ -171,15 +170,15 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     _reference.cache_clear()  # this process may have had another one under that name
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
-    found: Found = {}
-    found_in_test: Found = {}
+    splits, found_in = {"train": is_train, "test": is_test}, dict[str, Found](train={}, test={})
     for (block, wanted), matches in run("local", scan, directory, tasks, workers):
         for (file, kind), places in matches.items():
             rows = block.first_row + np.array(places)
-            found.setdefault((file, kind), []).extend(rows[is_train[rows]].tolist())
-            if file != TEST:
-                found_in_test.setdefault((file, kind), []).extend(rows[is_test[rows]].tolist())
+            for split, is_in in splits.items():
+                if (split, file) != ("test", TEST):
+                    found_in[split].setdefault((file, kind), []).extend(rows[is_in[rows]].tolist())
         progress.advance(int(wanted.sum()))
+    found = found_in["train"]
     rows = np.unique(np.array([row for places in found.values() for row in places], dtype=np.int64))
     by_file: dict[str, dict[str, int]] = {}
     for (file, kind), places in sorted(found.items()):
@@ -188,13 +187,16 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     decision.report["leakage"] = {"rows": len(rows), "by_file": by_file}
     decision.report["leakage_checks"] = [
         LeakageComparison(
-            name, file, int(is_in.sum()), {kind: len(side.get((file, kind), ())) for kind in KINDS}
+            split,
+            file,
+            int(is_in.sum()),
+            {kind: len(found_in[split].get((file, kind), ())) for kind in KINDS},
         ).to_json()
-        for name, is_in, side in (("train", is_train, found), ("test", is_test, found_in_test))
+        for split, is_in in splits.items()
         for file in reference.names
-        if is_in.any() and (name, file) != ("test", TEST)
+        if is_in.any() and (split, file) != ("test", TEST)
     ]
-    decision.findings += _findings(staging, found_in_test, "test-leak")
+    decision.findings += _findings(staging, found_in["test"], "test-leak")
     leaked = _findings(staging, found, "leak")
     if len(rows) and request.leakage == "refuse":
         lines = "".join(f"\n  {line}" for line in findings.lines(leaked))

@@ -104,8 +104,22 @@ class PromptLengths:
                 texts.append("")
                 measured.problems[place] = error.what
         for place, ids in enumerate(self.renderer.encode(texts)):
-            if not measured.problems[place]:
-                self._check_length(measured, place, ids)
+            row = measured.rows[place]
+            if measured.problems[place]:
+                continue
+            try:
+                self.renderer.check_start(row, ids)
+            except UsageError as error:
+                measured.problems[place] = error.what
+                continue
+            measured.num_tokens[place] = len(ids)
+            if self._limit is None or len(ids) <= self._limit or not self._overlong.startswith("cut"):
+                continue
+            if cut := self._cut(row, len(ids), self._limit):
+                measured.rows[place], measured.num_tokens[place] = cut
+            else:
+                what = f"cutting its question does not bring it to {self._limit}"
+                measured.problems[place] = f"the prompt has {len(ids)} tokens; {what}"
         return measured
 
     def describe(self) -> dict[str, Any]:
@@ -122,29 +136,10 @@ class PromptLengths:
             "context": self.context,
         }
 
-    def _check_length(self, measured: Measured, place: int, ids: Sequence[int]) -> None:
-        """Note a row's length; cut it first where it is too long."""
-        row = measured.rows[place]
-        try:
-            self.renderer.check_start(row, ids)
-        except UsageError as error:
-            measured.problems[place] = error.what
-            return
-        measured.num_tokens[place] = len(ids)
-        if self._limit is None or len(ids) <= self._limit or not self._overlong.startswith("cut"):
-            return
-        cut = self._cut(row, len(ids), self._limit)
-        if cut is None:
-            measured.problems[place] = (
-                f"the prompt has {len(ids)} tokens; cutting its question does not bring it to {self._limit}"
-            )
-        else:
-            measured.rows[place], measured.num_tokens[place] = cut
-
     def _cut(self, row: Row, num_tokens: int, limit: int) -> tuple[Row, int] | None:
         """The row with just enough of its question cut away, and its length; None: it cannot be done.
 
-        Tokens beside the cut may merge differently afterwards, so it is measured again, and cut further.
+        Tokens next to the cut may merge differently afterwards, so it is measured again, and cut further.
         """
         place = next((i for i in reversed(range(len(row.prompt))) if row.prompt[i].role == "user"), None)
         if place is None:
@@ -174,7 +169,7 @@ class PromptLengths:
 def question_span(row: Row, place: int) -> tuple[int, int]:
     """First and last character of the question in the row's message at `place`, without any instruction.
 
-    `row.question` is the text of the whole original conversation, perhaps behind a system prompt that was
+    `row.question` is the text of the whole original conversation, perhaps after a system prompt that was
     added; where it is not found the whole message is the question.
     """
     content, asked = row.prompt[place].content, row.question

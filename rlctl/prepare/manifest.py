@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import UsageError
+from rlctl.files import sha256_of
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -83,9 +83,3 @@ def describe_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "unknown"
     return found
-
-
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

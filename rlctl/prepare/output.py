@@ -90,13 +90,7 @@ def write_split(
 ) -> list[str]:
     """Write the rows of a split, in the order of the input.
 
-    Args:
-        request: columns of the files, rows of one file at most, and processes that write.
-        split: `train` or `test`; a split that fits is one file named after it.
-        staging: all rows.
-        is_in: (rows,) those of the split.
-        stage: the directory to write to.
-        progress: receives the rows written.
+    (rows,) `is_in` are those of the split. A split that fits is one file named after it.
 
     Returns:
         Names of the files: none if there are no rows.

@@ -11,21 +11,27 @@ appears under the output's name before all of it is there.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
 from rlctl.data.benchmarks import find_named
+from rlctl.data.blocks import Block, records_of
 from rlctl.data.recipes import Recipe, recognise
 from rlctl.data.records import RowError, check_text
-from rlctl.data.sources import Source, find_sources, read_records
+from rlctl.data.sources import Source, find_sources, read_blocks, read_records
 from rlctl.data.write import clear_leftovers, staged_directory
 from rlctl.errors import UsageError
-from rlctl.prepare import findings
-from rlctl.prepare.decide import Decision, decide, limit_for_fraction
-from rlctl.prepare.intake import take_in
+from rlctl.files import sha256_of
+from rlctl.prepare.decide import decide, limit_for_fraction
+from rlctl.prepare.engines import run
+from rlctl.prepare.findings import DataFinding, RowFindings, row_finding, worst_first
 from rlctl.prepare.leakage import find_leaks
 from rlctl.prepare.lengths import PromptLengths, template_findings
 from rlctl.prepare.manifest import (
@@ -34,21 +40,22 @@ from rlctl.prepare.manifest import (
     describe_inputs,
     describe_versions,
     read_manifest,
-    sha256_of,
 )
 from rlctl.prepare.output import write_split
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.staging import Staging
-from rlctl.prepare.transform import TransformPlan
+from rlctl.prepare.transform import BadRow, Transformed, TransformPlan, transform
+from rlctl.reward.sources import knows_source
+
+QUARANTINE = "quarantine.jsonl"
+PROBLEMS_SHOWN = 5
+#: Inputs up to this size are read in this process.
+SMALL_BYTES = 16 << 20
 
 
 def prepare(request: PrepareRequest, progress: Progress | None = None) -> PrepareSummary:
     """Write the Parquet files of both splits (`test` only where it has rows), `quarantine.jsonl` (if asked
     for) and `manifest.json` to `request.out`.
-
-    Args:
-        request: what to prepare.
-        progress: receives phases and amounts.
 
     Larger inputs start processes of their own: a script that calls this needs
     `if __name__ == "__main__":`, as everywhere with `multiprocessing`.
@@ -62,7 +69,12 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     progress = progress or Progress()
     limit_for_fraction(request.val_fraction)
     sources = find_sources(request.sources)
-    _check_names(request, sources)
+    options = (request.data_source, request.system_prompt, request.instruction)
+    for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
+        try:
+            check_text(text)  # names and options end up in the output, which is UTF-8
+        except RowError as error:
+            raise UsageError(str(error), where=ascii(text), fix="rename it") from None
     name = request.recipe
     if name == "auto":
         records = (record.values for source in sources for record in read_records(source))
@@ -74,7 +86,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
     if existing and existing.made_from == made_from and existing.matches(request.out):
-        return _summary(recipe, existing, unchanged=True)
+        return PrepareSummary(recipe.name, existing.counts, existing.report, existing.splits, unchanged=True)
     if not request.overwrite and request.out.is_dir() and any(request.out.iterdir()):
         raise UsageError(
             "the output directory is not empty, and holds other data than this run would write",
@@ -84,9 +96,15 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     check_replaceable(request.out)
     with staged_directory(request.out) as stage:
         with Staging(stage, plan.keys) as staging:
-            intake = take_in(request, plan, sources, staging, stage, progress)
+            intake = _take_in(request, plan, sources, staging, stage, progress)
             decision = decide(request, staging, intake.bad_places, progress)
-            decision.findings += [*intake.findings, *_template_findings(plan, staging, decision)]
+            decision.findings += intake.findings
+            if plan.lengths is not None:
+                decision.findings += template_findings(plan.lengths.renderer)
+                if context := plan.lengths.context:
+                    beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
+                    places = staging.places(beyond)
+                    decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
             if request.leakage != "off":
                 find_leaks(request, staging, decision, progress)
             counts = decision.counts(staging.num_records, intake.num_bad)
@@ -96,21 +114,11 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
                 split: write_split(request, split, staging, decision.is_kept & is_in, stage, progress)
                 for split, is_in in sides.items()
             }
-        found = [finding.to_json() for finding in findings.worst_first(decision.findings)]
+        found = [finding.to_json() for finding in worst_first(decision.findings)]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
         manifest = Manifest(made_from, counts, decision.report | {"findings": found}, shards, outputs)
         manifest.write(stage)
-    return _summary(recipe, manifest, unchanged=False)
-
-
-def _check_names(request: PrepareRequest, sources: Sequence[Source]) -> None:
-    """Names and options end up in the output, which is UTF-8."""
-    options = (request.data_source, request.system_prompt, request.instruction)
-    for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
-        try:
-            check_text(text)
-        except RowError as error:
-            raise UsageError(str(error), where=ascii(text), fix="rename it") from None
+    return PrepareSummary(recipe.name, counts, manifest.report, shards, unchanged=False)
 
 
 def _lengths(request: PrepareRequest) -> PromptLengths | None:
@@ -147,19 +155,6 @@ def _made_from(request: PrepareRequest, plan: TransformPlan, sources: Sequence[S
     }
 
 
-def _template_findings(
-    plan: TransformPlan, staging: Staging, decision: Decision
-) -> list[findings.DataFinding]:
-    if plan.lengths is None:
-        return []
-    found = template_findings(plan.lengths.renderer)
-    if context := plan.lengths.context:
-        beyond = np.flatnonzero(decision.is_kept & (staging.key("tokens") >= context))
-        places = staging.places(beyond)
-        found += findings.row_finding("beyond-context", len(beyond), places, context=context)
-    return found
-
-
 def _check_split(counts: dict[str, int]) -> None:
     if counts["train"]:
         return
@@ -175,5 +170,112 @@ def _check_split(counts: dict[str, int]) -> None:
     raise UsageError(what, fix="drop less, or add data")
 
 
-def _summary(recipe: Recipe, manifest: Manifest, *, unchanged: bool) -> PrepareSummary:
-    return PrepareSummary(recipe.name, manifest.counts, manifest.report, manifest.splits, unchanged)
+@dataclass(frozen=True, slots=True)
+class _Intake:
+    """What the first pass found."""
+
+    num_bad: int  # rows that were never staged
+    bad_places: list[int]  # places of staged rows that are bad as well
+    #: data sources without a grader, ground truths such rows have, and doubtful answers
+    findings: list[DataFinding]
+
+
+class _BadRows:
+    """Counts rows that cannot be used, keeps the first few, and writes all to `quarantine` if given."""
+
+    def __init__(self, quarantine: IO[str] | None) -> None:
+        self._quarantine = quarantine
+        self.count = 0
+        self._first: list[str] = []
+
+    def add(self, path: Path, row: BadRow) -> None:
+        """One more."""
+        self.count += 1
+        if len(self._first) < PROBLEMS_SHOWN:
+            self._first.append(f"{path}:{row.number}: {row.reason}")
+        if self._quarantine is not None:
+            entry = {"file": str(path), "row": row.number, "reason": row.reason, "raw": row.raw}
+            self._quarantine.write(json.dumps(entry) + "\n")
+
+    def error(self, num_rows: int, fix: str) -> UsageError:
+        """All of it as one error."""
+        more = [f"and {self.count - len(self._first)} more"] if self.count > len(self._first) else []
+        lines = "".join(f"\n  {line}" for line in [*self._first, *more])
+        return UsageError(f"{self.count} of {num_rows} rows cannot be used:{lines}", fix=fix)
+
+
+def _take_in(
+    request: PrepareRequest,
+    plan: TransformPlan,
+    sources: Sequence[Source],
+    staging: Staging,
+    stage: Path,
+    progress: Progress,
+) -> _Intake:
+    """The first pass: transform and stage everything; name, count and set aside every bad row."""
+    num_bytes = sum(source.path.stat().st_size for source in sources)
+    workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
+    found = RowFindings()
+    by_file: Counter[Path] = Counter()
+    by_source: Counter[str] = Counter()
+    bad_places: list[int] = []
+    progress.phase("reading", num_bytes)
+    sets_aside = request.bad_rows == "quarantine"
+    with (stage / QUARANTINE).open("w", encoding="utf-8") if sets_aside else nullcontext() as quarantine:
+        bad = _BadRows(quarantine)
+        blocks = (block for source in sources for block in read_blocks(source))
+        for block, done in run(request.engine, transform, plan, blocks, workers):
+            failed = _grader_failures(block, done, found) if request.check_graders else {}
+            bad_places += [staging.num_rows + place for place in failed]
+            for row in sorted([*done.bad, *failed.values()], key=lambda row: row.number):
+                bad.add(block.path, row)
+            staging.add(block, done)
+            for number, doubts in done.doubts:
+                for kind, detail in doubts:
+                    found.add(kind, f"{block.path}:{number}", detail)
+            by_file[block.path] += done.num_records
+            by_source.update(done.sources)
+            progress.advance(block.num_bytes, done.num_records)
+    staging.finish()
+    if empty := next((source.path for source in sources if not by_file[source.path]), None):
+        raise UsageError("the file is empty: it has no rows", where=str(empty))
+    if bad.count == staging.num_records:
+        recipe = plan.recipe
+        keys = f"prompts were looked for in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
+        fix = f"{keys} (recipe {recipe.name}): say --prompt-key, --answer-key or --recipe"
+        raise bad.error(staging.num_records, fix)
+    if bad.count and not sets_aside:
+        fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
+        raise bad.error(staging.num_records, fix)
+    unknown = [
+        finding
+        for name, count in sorted(by_source.items())
+        if not knows_source(name)
+        for finding in row_finding("no-grader", count, source=name)
+    ]
+    return _Intake(bad.count - len(bad_places), bad_places, [*found.findings(), *unknown])
+
+
+def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, BadRow]:
+    """Rows of a block whose ground truth their own grader does not give 1, by their place among its rows.
+
+    Only rows of a source that has a grader are bad. For other sources it is not known that the grader asked,
+    the one for mathematics, is the one that will be used: those are a finding only.
+    """
+    from rlctl.reward.round_trip import check_ground_truths
+
+    reasons = check_ground_truths(done.truths)
+    wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
+    for place, truth in enumerate(done.truth_of if any(reasons) else ()):
+        if truth < 0 or not reasons[truth]:
+            continue
+        number, (source, text) = int(done.keys["number"][place]), done.truths[truth]
+        if knows_source(source):
+            wrong[number] = (place, f"the ground truth cannot be graded: {reasons[truth]}")
+        else:
+            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reasons[truth]}")
+    return {
+        wrong[record.number][0]: BadRow(record.number, wrong[record.number][1], record.raw)
+        for record in (records_of(block) if wrong else ())
+        if record.number in wrong
+    }

@@ -16,19 +16,12 @@ class Progress:
     """Receives the progress of a preparation; this one ignores it."""
 
     def phase(self, name: str, total: int) -> None:
-        """A phase begins.
-
-        Args:
-            name: of the phase.
-            total: what `advance` will add up to.
-        """
+        """A phase begins. `advance` will add up to `total`."""
 
     def advance(self, amount: int, rows: int = 0) -> None:
         """Part of the phase is done.
 
-        Args:
-            amount: bytes of input while reading, rows in the other phases.
-            rows: rows among it, where `amount` is bytes.
+        In bytes of input while reading, which held so many rows; in rows in the other phases.
         """
 
 

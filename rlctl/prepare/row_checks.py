@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from typing import Any
 
 from rlctl.data.schema import Row
-from rlctl.prepare.findings import DataFinding, Places
 from rlctl.reward.sources import grader_for, knows_source
 
 #: A kind of finding about rows, and a detail of the row.
@@ -28,30 +26,6 @@ _FORM = re.compile(
 #: GSM8K's annotation of a calculation: <<3+4=7>>.
 _CALCULATION = re.compile(r"<<[^<>\n]*=\s*([^<>=\n]+?)\s*>>")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
-
-
-class RowFindings:
-    """Collects rows by kind of finding, and by what the finding names."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[str, tuple[tuple[str, Any], ...]], Places] = {}
-
-    def add(self, kind: str, where: str, detail: str = "", **values: Any) -> None:
-        """One row; `kind` and `values` as of `row_finding`."""
-        self._places.setdefault((kind, tuple(values.items())), Places()).add(where, detail)
-
-    def count(self, kind: str, **values: Any) -> int:
-        """Rows of a kind."""
-        places = self._places.get((kind, tuple(values.items())))
-        return places.count if places else 0
-
-    def findings(self) -> list[DataFinding]:
-        """A finding for each kind."""
-        return [
-            found
-            for (kind, values), places in self._places.items()
-            for found in places.finding(kind, **dict(values))
-        ]
 
 
 def text_doubts(row: Row) -> Iterator[Doubt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -36,11 +36,7 @@ class RenderedRow:
 def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:
     """Rows of a file.
 
-    Args:
-        file: anything `prepare` reads; of several files their rows in order.
-        lengths: renders them; None: messages are shown as they are.
-        first: the first row to show, from 1.
-        count: how many.
+    Without `lengths` messages are shown as they are. Rows are counted from 1, over all files meant.
 
     Raises:
         UsageError: the file cannot be read, or has no such row.
@@ -84,27 +80,15 @@ def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | N
     except UsageError as error:
         return RenderedRow(where, row, error.what, plain)
     added = renderer.tokenizer.added_tokens_decoder.values()
-    special = [str(token) for token in added if str(token)]
-    return RenderedRow(where, row, "", tuple(_pieces(text, special)), ids)
-
-
-def _pieces(text: str, special: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The text cut at special tokens."""
-    longest_first = sorted(special, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first))
-    for piece in re.split(f"({pattern})", text) if pattern else [text]:
-        if piece or not pattern:
-            yield piece, piece in special
+    special = sorted(filter(None, map(str, added)), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return RenderedRow(where, row, "", tuple((piece, piece in special) for piece in pieces if piece), ids)
 
 
 def visible(text: str, keep: str = "\n") -> str:
     """The text with control, format and private characters written out as `\\u202e` or as their picture.
 
     Nothing in it can act on a terminal, and nothing is hidden.
-
-    Args:
-        text: anything.
-        keep: characters to leave alone.
     """
     if text.isascii() and text.isprintable():
         return text

@@ -75,9 +75,7 @@ class StagedBlock:
 class Staging:
     """Everything that was transformed.
 
-    Args:
-        stage: directory that becomes the output; what is kept in it here is removed at the end.
-        keys: name → type of the keys of each row.
+    `keys`: name → type of the keys of each row. What is kept in `stage` here is removed at the end.
 
     Attributes:
         blocks: in the order of the input.

@@ -83,11 +83,6 @@ class Transformed:
         return len(self.keys["number"])
 
 
-def row_hash(question: str, seed: int) -> int:
-    """A number in [0, 2⁶⁴) that decides the split: the same question is always on the same side of it."""
-    return int.from_bytes(blake2b(f"{seed}\n{question}".encode(), digest_size=8).digest(), "big")
-
-
 def transform(plan: TransformPlan, block: Block) -> Transformed:
     """The rows of a block, checked, laid out, measured and hashed.
 
@@ -106,7 +101,20 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
 
 def _transform(plan: TransformPlan, block: Block) -> Transformed:
     bad: list[BadRow] = []
-    rows, records, num_records = _rows(plan.recipe, block, bad)
+    rows: list[Row] = []
+    records: list[Record] = []
+    num_records, name = 0, Path(block.source)
+    for record in records_of(block):
+        num_records += 1
+        problem = record.problem
+        if record.values is not None:
+            try:
+                rows.append(plan.recipe.to_row(record.values, name, -num_records))
+                records.append(record)
+                continue
+            except RowError as error:
+                problem = str(error)
+        bad.append(BadRow(record.number, problem, record.raw))
     tokens, is_cut = [-1] * len(rows), [False] * len(rows)
     if plan.lengths is not None:
         measured = plan.lengths.measure(rows)
@@ -121,9 +129,10 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         tokens = [measured.num_tokens[i] for i in fine]
         bad.sort(key=lambda row: row.number)
     texts = normalise([row.question for row in rows])
+    split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     found = {
         "number": [record.number for record in records],
-        "split": [row_hash(row.question, plan.seed) for row in rows],
+        "split": [int.from_bytes(digest, "big") for digest in split],
         "exact": [text_key(text) for text in texts],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
         "tokens": tokens,
@@ -155,19 +164,3 @@ def _transform(plan: TransformPlan, block: Block) -> Transformed:
         num_bytes=batch.nbytes,
         has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),
     )
-
-
-def _rows(recipe: Recipe, block: Block, bad: list[BadRow]) -> tuple[list[Row], list[Record], int]:
-    rows, records, place = [], [], -1
-    name = Path(block.source)
-    for place, record in enumerate(records_of(block)):
-        problem = record.problem
-        if record.values is not None:
-            try:
-                rows.append(recipe.to_row(record.values, name, -1 - place))
-                records.append(record)
-                continue
-            except RowError as error:
-                problem = str(error)
-        bad.append(BadRow(record.number, problem, record.raw))
-    return rows, records, place + 1

@@ -9,10 +9,11 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rlctl.prepare.duplicates import text_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,16 +35,6 @@ _UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]
 _SPACE, _LETTER, _DIGIT, _SIGN = range(4)
 
 
-def _classes() -> NDArray[np.uint8]:
-    """Of each byte, what it is; the bytes of characters beyond ASCII are letters."""
-    classes = np.zeros(256, dtype=np.uint8)
-    classes[128:] = _LETTER
-    classes[list(b"abcdefghijklmnopqrstuvwxyz")] = _LETTER
-    classes[list(b"0123456789")] = _DIGIT
-    classes[list(_SIGNS)] = _SIGN
-    return classes
-
-
 def mixed(values: Hashes) -> Hashes:
     """Every bit of the input reaches every bit of the output (SplitMix64, Steele et al. 2014)."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -56,7 +47,11 @@ def _odd(first: int, count: int) -> Hashes:
     return mixed(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)
 
 
-_CLASSES = _classes()
+#: Of each byte, what it is; the bytes of characters beyond ASCII are letters.
+_CLASSES = np.zeros(256, dtype=np.uint8)
+_CLASSES[[*b"abcdefghijklmnopqrstuvwxyz", *range(128, 256)]] = _LETTER
+_CLASSES[list(b"0123456789")] = _DIGIT
+_CLASSES[list(_SIGNS)] = _SIGN
 _BYTE_VALUES = np.where(_CLASSES == _SPACE, np.uint64(0), _odd(1, 256))
 _NUMBER, _BASE = _odd(1000, 2)
 
@@ -78,8 +73,7 @@ class WordKeys:
         sums = _Sums(words)
         self.exact = mixed(sums.of_runs(counts))
         for place in np.flatnonzero(counts == 0).tolist():  # a text such as "?!" is compared as it is
-            digest = blake2b(questions[place].strip().encode(), digest_size=8).digest()
-            self.exact[place] = int.from_bytes(digest, "little")
+            self.exact[place] = text_key(questions[place].strip())
         is_kept = np.ones(len(words), dtype=np.bool_)  # not the second or a later number of a run
         is_kept[1:] = ~(has_digit[1:] & has_digit[:-1] & (question[1:] == question[:-1]))
         num_kept = np.bincount(question[is_kept], minlength=len(questions))

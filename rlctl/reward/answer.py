@@ -14,9 +14,9 @@ MAX_CHARS = 2000
 MAX_LABELLED_CHARS = 200
 #: Words of an answer without a sentence around it, as in "18 dollars per day".
 MAX_WORDS = 4
-#: Marks of one kind that are looked at, the last ones.
+#: Marks of one kind that are read: the last ones.
 MAX_MARKS = 16
-#: Characters of a response that are looked at, from its end.
+#: Characters of a response that are read, from its end.
 MAX_RESPONSE_CHARS = 200_000
 
 
@@ -80,7 +80,7 @@ _LABEL = re.compile(
 _SENTENCE_END = re.compile(
     r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)[.!?][\"')*\]$]*\s+(?=\S)|\n+"
 )
-#: A main clause that has not come to its number: "20 cups in the final meal, the total number of cups".
+#: A main clause that breaks off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
 _DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
 
@@ -115,9 +115,7 @@ def places(response: str) -> Iterator[Place]:
 def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
     """The response proper, in legible characters: thoughts before it and other exercises after it removed.
 
-    Args:
-        response: of a model.
-        evidence: what must come before a further exercise; else it is the first one.
+    A further exercise is removed only where `evidence` comes before it.
     """
     text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
     if text.lstrip().startswith("<think>") and "</think>" not in text:

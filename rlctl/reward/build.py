@@ -24,21 +24,13 @@ MAX_ERRORS_KEPT = 5
 def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
     """The reward the spec describes, ready to score.
 
-    Args:
-        spec: the section `reward`.
-        max_response_length: tokens a response may have, for the overlong penalty.
-        device: where a reward model runs, unless the spec names another.
-
     Raises:
         UsageError: a function or reward model cannot be used.
         EnvironmentFailure: a model cannot be fetched or placed, or code cannot be confined here.
     """
-    penalty = None
-    if spec.overlong.buffer_length:
-        penalty = OverlongPenalty(
-            max_response_length, spec.overlong.buffer_length, spec.overlong.penalty_factor
-        )
-    return CombinedReward(build_terms(spec, device), penalty)
+    overlong = spec.overlong
+    penalty = OverlongPenalty(max_response_length, overlong.buffer_length, overlong.penalty_factor)
+    return CombinedReward(build_terms(spec, device), penalty if overlong.buffer_length else None)
 
 
 def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
@@ -57,10 +49,8 @@ def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float
 def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str], limit: float) -> None:
     """Stop when too large a share of a batch could not be graded.
 
-    Args:
-        num_failed, num_total: samples, over all ranks.
-        first: gives the text of the first failure on any rank; asked, on all of them, only to stop.
-        limit: `reward.max_error_fraction`.
+    Counts are over all ranks. `first` gives the text of the first failure on any of them; it is called, on
+    all of them, only to stop.
 
     Raises:
         RunFailure: more than `limit` of the samples failed.
@@ -90,12 +80,7 @@ class OverlongPenalty:
 
 
 class CombinedReward:
-    """A weighted sum of terms, plus the penalty for overlong responses.
-
-    Args:
-        terms: label → (weight, who scores).
-        penalty: None: no penalty.
-    """
+    """A weighted sum of terms, plus the penalty for overlong responses."""
 
     def __init__(self, terms: dict[str, tuple[float, Scorer]], penalty: OverlongPenalty | None) -> None:
         self._terms = terms
@@ -119,9 +104,10 @@ class CombinedReward:
                 grades, answers = [grade for grade, _ in read], [answer for _, answer in read]
             else:
                 grades = scorer.grade(samples)
-            skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
+            is_skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
+            skipped = torch.tensor(is_skipped, dtype=torch.bool)
             scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]
-            failed = [score is None and not skip for score, skip in zip(scored, skipped, strict=True)]
+            failed = torch.tensor([score is None for score in scored], dtype=torch.bool) & ~skipped
             for row, grade in enumerate(grades):
                 if isinstance(grade, Failure) and failed[row] and len(errors) < MAX_ERRORS_KEPT:
                     errors.append(grade.text)
@@ -129,10 +115,10 @@ class CombinedReward:
                     ended[row] = grade.kind
             term = torch.tensor([0.0 if score is None else score for score in scored])
             total += weight * term.double()
-            valid &= ~torch.tensor(failed, dtype=torch.bool)
-            applies |= ~torch.tensor(skipped, dtype=torch.bool)
-            parts[label] = term.masked_fill(torch.tensor(skipped, dtype=torch.bool), torch.nan)
-            errors_by_term[label] = sum(failed)
+            valid &= ~failed
+            applies |= ~skipped
+            parts[label] = term.masked_fill(skipped, torch.nan)
+            errors_by_term[label] = int(failed.sum())
         if (valid & ~applies).any():
             errors.append("no term of the reward grades this response: all functions returned None")
             valid &= applies

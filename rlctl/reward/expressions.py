@@ -32,7 +32,7 @@ _BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+
 #: A constant of integration has no case.
 _CONSTANT = re.compile(r"(?<=\+)\s*c$")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
-#: Units behind an expression: text with its power, and degrees.
+#: Units after an expression: text with its power, and degrees.
 _UNITS = re.compile(
     r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
@@ -82,7 +82,7 @@ def _parsed(text: str) -> Any | None:
 
 
 def without_units(latex: str) -> str:
-    r"""The text without units behind it: `\text{…}` with its power, and degrees."""
+    r"""The text without units after it: `\text{…}` with its power, and degrees."""
     while (found := _UNITS.search(latex)) and found.start() and not _OPEN.search(latex[: found.start()]):
         latex = latex[: found.start()]
     return latex
@@ -105,8 +105,9 @@ def equal(gold: Any, answer: Any) -> bool:
     if (_is_list(gold) and _is_pair(answer)) or (_is_list(answer) and _is_pair(gold)):
         return False  # math-verify drops the order of a pair
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
-        left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer) if _is_scalar(one)]
-        if len(left) < 2 or left[0] in (left[1], -left[1]):
+        is_scalar = all(isinstance(side, sympy.Expr) for one in (gold, answer) for side in one.args)
+        left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer)] if is_scalar else []
+        if not left or left[0] in (left[1], -left[1]):
             return True
         return not gold.has(sympy.Derivative) and bool(sympy.solve(gold))  # it takes dy/dx for 0
     return _is_close(gold, answer)
@@ -187,10 +188,6 @@ def _is_pair(expression: Any) -> bool:
 def _is_list(expression: Any) -> bool:
     """Whether it is a set, or numbers one after the other; not of pairs."""
     return isinstance(expression, sympy.FiniteSet) and not any(map(_is_pair, expression.args))
-
-
-def _is_scalar(equation: Any) -> bool:
-    return all(isinstance(side, sympy.Expr) for side in equation.args)
 
 
 def _is_close(gold: Any, answer: Any) -> bool:

@@ -44,10 +44,6 @@ class LoadedGrader:
 def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
     """Import a grader and see that it can be called.
 
-    Args:
-        name: a registered grader, or the user's `path/to/file.py:function`.
-        params: the grader's own parameters.
-
     Raises:
         UsageError: no such grader, an error while importing it (with file and line), parameters that it does
             not have, or a parameter without default that nothing is known for.

@@ -20,16 +20,11 @@ from rlctl.reward.answer import Place, own_part, places
 from rlctl.reward.numbers import plain
 
 
-def exact_answer(response: str) -> str | None:
-    """The response without white space around it; None when nothing is left."""
-    return response.strip() or None
-
-
 @GRADERS.register(
     "exact",
     label="the same text",
     formula="1 if the response is the ground truth but for white space around it, else 0",
-    answer_of=exact_answer,
+    answer_of=lambda response: response.strip() or None,
 )
 def exact(response: str, ground_truth: str) -> float:
     """1.0 when the texts are equal but for white space around them, else 0.0."""
@@ -38,7 +33,7 @@ def exact(response: str, ground_truth: str) -> float:
 
 #: `B`, `(B)`, `B. 26`, `b) 26`: an option as a ground truth or a whole line shows it.
 _OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
-#: Possessive throughout: after "answer" and a thousand blanks, trying every split would take for ever.
+#: Possessive throughout: after "answer" and a thousand blanks, trying every split would never end.
 _LETTER = (
     r"[\s*_\"'({\[$]*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
     r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names none
@@ -116,9 +111,7 @@ def equation_of(response: str) -> str | None:
 def countdown(response: str, ground_truth: str) -> float:
     """1.0 when the response's equation uses each number once and makes the target, else 0.0.
 
-    Args:
-        response: of a model; its equation may go on with "= 24".
-        ground_truth: JSON, `{"numbers": [2, 3, 4], "target": 24}`.
+    The response's equation may go on with "= 24"; the ground truth is `{"numbers": [2, 3, 4], "target": 24}`.
 
     Raises:
         ValueError: the ground truth is something else.

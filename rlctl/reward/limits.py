@@ -259,15 +259,6 @@ class _Reader:
             return _READERS[token](self)
         return Size(self._symbol_digits, degree=1.0, symbols=frozenset({token}))
 
-    def _fraction(self) -> Size:
-        return self._argument().over(self._argument())
-
-    def _binomial(self) -> Size:
-        return self._argument().choose(self._argument())
-
-    def _factorial(self) -> Size:
-        return self._argument().factorial()
-
     def _root(self) -> Size:
         if self._next() == "[":
             self._atom()
@@ -301,23 +292,14 @@ class _Reader:
             return _number(token[0])
         return self._atom()
 
-    def _sum_of_many(self) -> Size:
-        body, count = self._iteration()
-        return replace(body, digits=body.digits + math.log10(count), below=body.below * count)
-
-    def _product_of_many(self) -> Size:
-        body, count = self._iteration()
-        return body.to_the(Size(math.log10(count)))
-
-    def _iteration(self) -> tuple[Size, float]:
-        r"""What follows \sum or \prod and its bounds, and how often it is evaluated."""
+    def _iteration(self, *, is_product: bool = False) -> Size:
+        r"""What follows \sum or \prod: its bounds, and what is evaluated as often as they say."""
         bounds, start = Size(0.0), self._at
         while self._next() in {"_", "^"}:
             self._at += 1
             bounds = bounds.plus(self._atom())
-        count = (
-            math.inf if ("command", "\\infty") in self._tokens[start : self._at] else max(1.0, bounds.value)
-        )
+        is_infinite = ("command", "\\infty") in self._tokens[start : self._at]
+        count = math.inf if is_infinite else max(1.0, bounds.value)
         outer = self._iterations, self._symbol_digits
         self._iterations *= count
         self._symbol_digits = max(_SYMBOL_DIGITS, bounds.digits)
@@ -331,19 +313,24 @@ class _Reader:
             raise _TooLarge
         count = min(count, _INFINITE)
         self._iterations, self._symbol_digits = outer
-        return body, count
+        if is_product:
+            return body.to_the(Size(math.log10(count)))
+        return replace(body, digits=body.digits + math.log10(count), below=body.below * count)
 
 
 _READERS: dict[str, Callable[[_Reader], Size]] = {
     **dict.fromkeys(_OPENING, _Reader._bracket),
     **dict.fromkeys(_PLUS, _Reader._power),  # a sign
-    **dict.fromkeys(("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"), _Reader._fraction),
-    **dict.fromkeys(("\\binom", "\\dbinom", "\\tbinom"), _Reader._binomial),
-    **dict.fromkeys(("\\Gamma", "Gamma", "gamma", "factorial"), _Reader._factorial),
+    **dict.fromkeys(
+        ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"),
+        lambda of: of._argument().over(of._argument()),
+    ),
+    **dict.fromkeys(("\\binom", "\\dbinom", "\\tbinom"), lambda of: of._argument().choose(of._argument())),
+    **dict.fromkeys(("\\Gamma", "Gamma", "gamma", "factorial"), lambda of: of._argument().factorial()),
     **dict.fromkeys(("eye", "zeros", "ones"), _Reader._matrix),
     "\\sqrt": _Reader._root,
-    "\\sum": _Reader._sum_of_many,
-    "\\prod": _Reader._product_of_many,
+    "\\sum": _Reader._iteration,
+    "\\prod": lambda of: of._iteration(is_product=True),
 }
 
 

@@ -7,7 +7,7 @@ by math-verify. What cannot be read, or is too large to be computed (`rlctl.rewa
 
 `rlctl.reward.answer` finds the answer in a response, `rlctl.reward.numbers` reads numbers in prose, and
 `rlctl.reward.expressions` reads and compares expressions. Nothing here has
-a time limit, and not everything that takes sympy for ever is found from its text, so untrusted responses go
+a time limit, and not every text that sympy never finishes is recognised, so untrusted responses go
 through `rlctl.reward.pool`.
 """
 
@@ -42,7 +42,7 @@ _EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
-#: A unit in bare letters behind an expression: 2 sqrt(3) units.
+#: A unit in bare letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
 #: Between formulas that are one answer: "$x = 1$ or $x = 2$".
 _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")

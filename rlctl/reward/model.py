@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, first_line
 from rlctl.lazy import torch
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
@@ -34,10 +34,6 @@ class ModelScorer(Scorer):
     assistant's turn (a prompt without messages is one user's turn), else prompt and response one after the
     other. Beyond `max_length` tokens the start is cut off.
 
-    Args:
-        section: `reward`; its `model` names the model and how it runs.
-        device: where it runs, unless the spec names another.
-
     Raises:
         UsageError: no such model, not one output, or a checkpoint without the output layer.
         EnvironmentFailure: the hub or the device cannot be reached.
@@ -46,12 +42,16 @@ class ModelScorer(Scorer):
     def __init__(self, section: RewardSpec, device: torch.device) -> None:
         spec = section.model
         self._model, self._tokenizer = _load(spec)
-        self._device = _device(spec, device)
+        try:
+            self._device = torch.device(spec.device) if spec.device else device
+        except RuntimeError as error:
+            what, where = f"no such device: {first_line(error)}", f"reward.model.device={spec.device}"
+            raise UsageError(what, where=where, fix="cpu, cuda:0 …") from error
         try:
             self._model.to(self._device).eval()
         except (RuntimeError, AssertionError) as error:
             raise EnvironmentFailure(
-                f"the reward model cannot be put on {self._device}: {_first_line(error)}",
+                f"the reward model cannot be put on {self._device}: {first_line(error)}",
                 where=f"reward.model.device={spec.device}",
                 fix="name a device this machine has, with memory left",
             ) from error
@@ -72,16 +72,15 @@ class ModelScorer(Scorer):
                 grades[place] = tokens
             else:
                 ids[place] = tokens
-        readable = sorted(ids, key=lambda place: len(ids[place]))  # like lengths waste the least padding
+        readable = sorted(ids, key=lambda place: len(ids[place]))  # similar lengths need the least padding
         for start in range(0, len(readable), self._batch_size):
             rows = readable[start : start + self._batch_size]
             batch = self._tokenizer.pad(
                 {"input_ids": [ids[row] for row in rows]}, padding_side="right", return_tensors="pt"
             ).to(self._device)
             for row, score in zip(rows, self._scores(batch), strict=True):
-                grades[row] = (
-                    score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
-                )
+                is_finite = math.isfinite(score)
+                grades[row] = score if is_finite else Failure(f"the reward model's score is {score}")
         return grades
 
     def _scores(self, batch: Any) -> list[float]:
@@ -134,54 +133,31 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
             )
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=dtype,
-            output_loading_info=True,
-            **trust,
+            path, dtype=dtype, output_loading_info=True, **trust
         )
     except (OSError, SafetensorError) as error:
         raise _not_loaded(path, where, error) from error
     except (ValueError, KeyError, ImportError) as error:
-        raise UsageError(f"not a reward model: {_first_line(error)}", where=where, fix=_FIX) from error
+        raise UsageError(f"not a reward model: {first_line(error)}", where=where, fix=_FIX) from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
-    _set_padding(model, tokenizer, where)
-    return model, tokenizer
-
-
-def _set_padding(model: Any, tokenizer: Any, where: str) -> None:
-    """Classifiers find a sequence's last token by its not being padding."""
+    # Classifiers find a sequence's last token by its not being padding.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise UsageError("its tokenizer has neither a padding nor an end-of-sequence token", where=where)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def _device(spec: RewardModelSpec, rank_device: torch.device) -> torch.device:
-    try:
-        return torch.device(spec.device) if spec.device else rank_device
-    except RuntimeError as error:
-        raise UsageError(
-            f"no such device: {_first_line(error)}",
-            where=f"reward.model.device={spec.device}",
-            fix="cpu, cuda:0 …",
-        ) from error
+    return model, tokenizer
 
 
 def _not_loaded(path: str, where: str, error: Exception) -> RlctlError:
     if (Path(path) / "config.json").is_file():
-        return UsageError(f"the model cannot be read: {_first_line(error)}", where=where)
+        return UsageError(f"the model cannot be read: {first_line(error)}", where=where)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
     return EnvironmentFailure(
-        f"neither a directory nor in the cache, and the hub did not give it: {_first_line(error)}",
+        f"neither a directory nor in the cache, and the hub did not give it: {first_line(error)}",
         where=where,
         fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -171,9 +171,9 @@ _EXPLANATION = re.compile(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
     r"|before|once)\b|[(]|\bto [a-z]+\b[^,;]*$"
 )
-#: Numbers of a sentence that are looked at, the last ones.
+#: Numbers of a sentence that are ranked: the last ones.
 MAX_NUMBERS = 64
-#: How far around a number is looked.
+#: Characters before and after a number that are read.
 MAX_CHARS_BEFORE = 200
 _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
@@ -196,9 +196,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     Not an operand ("20 + 6 = 26"), nor a circumstance ("in 5 days", "(24 hours)") if there is another, nor
     a bound ("> 5") or one that is denied ("is not 5").
 
-    Args:
-        sentence: as `plain` returns it.
-        words: also read "twenty-six", where there are no digits.
+    The sentence is as `plain` returns it; `words` also reads "twenty-six", where there are no digits.
     """
     if words and not re.search(r"\d", sentence):
         sentence = _WORD.sub(
@@ -225,9 +223,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
 def measure(text: str, *, has_unit: bool = True) -> Number | None:
     """The number of a text that is a number and perhaps a unit, such as "$18 per day."; else None.
 
-    Args:
-        text: as `plain` returns it.
-        has_unit: words after the number are its unit.
+    The text is as `plain` returns it; `has_unit`: words after the number are its unit.
     """
     text = re.sub(r"^[\s$]*(?:approximately|about|only|exactly|~)?\s*", "", text)
     match = _NUMBER.match(text)

@@ -108,9 +108,7 @@ class Reward(Protocol):
     def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
         """One score per response, in order. Failures are reported, never raised: see `refuse_errors`.
 
-        Args:
-            rollouts: B responses and what they are graded by.
-            read_answers: also read the answer of each response, see `RewardResult.answers`.
+        `read_answers` fills `RewardResult.answers`.
         """
         ...
 

@@ -34,8 +34,7 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
     pairs, stay for the next call of this process. Of tests for programs, and of tasks that have many
     answers, it is only seen whether they can be read.
 
-    Args:
-        pairs: (data source, ground truth), in any order, repeated or not.
+    Pairs are (data source, ground truth), in any order, repeated or not.
     """
     return _round_trips(os.getpid()).check(pairs)
 
@@ -86,7 +85,14 @@ class _RoundTrips:
 
     def _reasons(self, grader: SourceGrader, truths: Sequence[str]) -> list[str]:
         if grader in _TASKS:
-            return [_unreadable(_TASKS[grader], truth) for truth in truths]
+            problems = []
+            for truth in truths:
+                try:
+                    _TASKS[grader](truth)
+                    problems.append("")
+                except ValueError as error:
+                    problems.append(str(error))
+            return problems
         doubtful = [truth for truth in truths if grader != "maths" or not _PLAIN_NUMBER.fullmatch(truth)]
         asked: list[tuple[Sample, float]] = []
         for truth in doubtful:
@@ -105,14 +111,6 @@ class _RoundTrips:
 @lru_cache(maxsize=1)  # by process: after a fork the pipes to the children belong to the parent
 def _round_trips(pid: int) -> _RoundTrips:
     return _RoundTrips()
-
-
-def _unreadable(read: Callable[[str], object], truth: str) -> str:
-    try:
-        read(truth)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _reason(sample: Sample, wanted: float, grade: Grade) -> str:

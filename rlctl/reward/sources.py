@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlctl.registry import GRADERS
-from rlctl.reward.grading_process import is_ours
-from rlctl.reward.pool import GradingPool
+from rlctl.reward.pool import GradingPool, is_ours
 from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ SourceGrader = Literal["exact", "maths", "multiple_choice", "countdown", "code"]
 #: Graders that compute too little to need a process of their own.
 _IN_THIS_PROCESS = {"exact", "multiple_choice", "countdown"}
 
-#: A part of a source's name, as in `openai/gsm8k` or `allenai/ai2_arc`, and who grades its rows.
+#: A part of a source's name, as in `openai/gsm8k` or `allenai/ai2_arc`, and the grader of its rows.
 _SOURCES: list[tuple[SourceGrader, str]] = [
     ("exact", r"embedded/addition"),
     ("countdown", r"countdown\w*"),
@@ -56,12 +55,6 @@ def knows_source(data_source: str) -> bool:
 
 def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
     """What grades a term.
-
-    Args:
-        name: a registered grader, or `file.py:function`.
-        params: the grader's own parameters.
-        spec: the section `reward`, for the graders with a section of their own.
-        device: where a reward model runs, unless the spec names another.
 
     Raises:
         UsageError: a function or reward model cannot be used.

@@ -110,16 +110,15 @@ def try_reward(
     rewards with the weighted sum. A reward model is expected nothing of; tests for programs, and tasks with
     many solutions, are not tried as responses.
 
-    Args:
-        terms: label → (weight, who scores).
-        graders: label → grader's name or `file.py:function`.
-        cases: what to try.
-        progress: called with the number of cases done and of all.
+    `terms` maps a label to (weight, who scores), `graders` to a grader's name.
     """
     trial = Trial()
     tallies: dict[tuple[str, Kind, str], Tally] = {}
     seconds: list[float] = []
-    _warm_up(terms, cases)
+    # Start what is started late, so that the first call's time is like the others'.
+    of_each_source = list({case.sample.data_source: case.sample for case in cases}.values())
+    for _, scorer in terms.values():
+        scorer.grade(of_each_source)
     for done, case in enumerate(cases):
         progress(done, len(cases))
         asked = {name: sample for name in terms if (sample := _sample(graders[name], case))}
@@ -158,13 +157,6 @@ def try_reward(
         mean = sum(seconds) / len(seconds)
         trial.durations = {"num": len(seconds), "mean": mean, "p50": p50, "p99": p99, "max": max(seconds)}
     return trial
-
-
-def _warm_up(terms: Mapping[str, tuple[float, Scorer]], cases: Sequence[Case]) -> None:
-    """Start what is started late, so that the first call's time is like the others'."""
-    samples = list({case.sample.data_source: case.sample for case in cases}.values())
-    for _, scorer in terms.values():
-        scorer.grade(samples)
 
 
 def _key(term: str, case: Case) -> tuple[str, Kind, str]:

@@ -2,7 +2,7 @@
 
 Run as `python -P -m rlctl.reward.worker GRADER PARAMETERS`; `rlctl.reward.pool` starts it and holds the
 deadlines. There are two processes. The one that is started only watches: it ends the other one, and all that
-this one has started, when the pool goes away or the other one ends. The other one grades.
+this one has started, when the pool ends or the other one ends. The other one grades.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(grader: str, params: dict[str, Any]) -> None:
-    """Grade until the input ends, which it does when the pool's process goes away."""
+    """Grade until the input ends, which it does when the pool's process ends."""
     # Requests and replies get descriptors of their own: what the grader reads or prints cannot mix with them.
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -46,9 +46,9 @@ def main(grader: str, params: dict[str, Any]) -> None:
 
 
 def _wait(child: int, requests: int) -> int | None:
-    """The exit code of the child, negative for a signal; None: the pool has gone away."""
+    """The exit code of the child, negative for a signal; None: the pool has ended."""
     poll = select.poll()
-    poll.register(requests, 0)  # reports only that nobody can write to it any more
+    poll.register(requests, 0)  # reports only that no process can write to it any more
     wait_ms = 1000
     try:
         poll.register(os.pidfd_open(child), select.POLLIN)
@@ -79,7 +79,7 @@ def _end_children() -> None:
 def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:
     from rlctl.errors import UsageError
     from rlctl.reward.function import load_grader
-    from rlctl.reward.grading_process import is_ours
+    from rlctl.reward.pool import is_ours
     from rlctl.reward.protocol import Sample
 
     me = os.getpid()

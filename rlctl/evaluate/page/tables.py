@@ -1,4 +1,4 @@
-"""The figures of evaluations as rows of text, for the terminal and for pages; the frame of the pages."""
+"""Figures as rows of text, for the terminal and for pages; the frame of the pages."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class TableRow:
 def score_rows(score: Mapping[str, Any], n: int) -> list[TableRow]:
     """The figures of one data source.
 
-    Args:
-        score: an entry of `scores` in `results.json`.
-        n: responses per question.
+    `score` is an entry of `scores` in `results.json`, `n` the responses per question.
     """
     rows = []
     worst, best = score.get("worst_case"), score.get("best_case") or {}

@@ -24,11 +24,7 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    Args:
-        path: the file.
-        document: `results.json`.
-        samples: graded; if they are too much, those to learn from come first, see `chosen`.
-        max_text: bytes of text on the page.
+    `document` is `results.json`. Of samples with more than `max_text` bytes some are left out, see `chosen`.
     """
     kept = chosen(samples, max_text)
     model, n = document["model"], document["sampling"]["n"]
@@ -87,21 +83,9 @@ def _questions(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> lis
     """The kept samples by question, with counts of all of its samples."""
     everything = Counter(sample.question_index for sample in samples)
     right = Counter(sample.question_index for sample in samples if _verdict(sample) == "right")
-    return [
-        _question(group)
-        | {"right": right[group[0].question_index], "of": everything[group[0].question_index]}
-        for group in by_question(kept)
-    ]
-
-
-def _question(group: Sequence[EvalSample]) -> dict[str, Any]:
-    first = group[0]
-    return {
-        "index": first.question_index,
-        "source": first.data_source,
-        "prompt": first.prompt,
-        "truth": first.ground_truth,
-        "responses": [
+    questions = []
+    for group in by_question(kept):
+        responses = [
             {
                 "sample": sample.sample_index,
                 "text": sample.response,
@@ -112,25 +96,25 @@ def _question(group: Sequence[EvalSample]) -> dict[str, Any]:
                 "tokens": sample.num_tokens,
             }
             for sample in group
-        ],
-    }
+        ]
+        index, asked = group[0].question_index, group[0]
+        question = {"index": index, "source": asked.data_source, "prompt": asked.prompt}
+        question |= {"truth": asked.ground_truth, "responses": responses}
+        questions.append(question | {"right": right[index], "of": everything[index]})
+    return questions
 
 
 def _about(document: Mapping[str, Any]) -> list[str]:
     sampling = document["sampling"]
     how = "greedy" if sampling["greedy"] else f"temperature {sampling['temperature']:g}"
+    terms: Iterable[Mapping[str, Any]] = document["reward"]["terms"] or [document["reward"]]
     return [
         ", ".join(document["data"]["files"]),
         f"{sampling['n']} responses per question, {how}, top-p {sampling['top_p']:g}",
         f"at most {sampling['max_response_length']:,} tokens",
-        f"graded by {_grader(document['reward'])}",
+        f"graded by {' + '.join(term['name'] for term in terms)}",
         document["written"],
     ]
-
-
-def _grader(reward: Mapping[str, Any]) -> str:
-    terms: Iterable[Mapping[str, Any]] = reward["terms"] or [reward]
-    return " + ".join(term["name"] for term in terms)
 
 
 def _notes(

@@ -32,7 +32,7 @@ _ON_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
 #: Version of Landlock → number of rights it knows of (those of later versions are left alone).
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15}
 
-#: Readable beside Python itself: shared libraries, time zones, random numbers.
+#: Readable, in addition to Python itself: shared libraries, time zones, random numbers.
 SYSTEM = (
     "/usr",
     "/lib",

@@ -44,7 +44,7 @@ def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
         if _tests_pass(job["source"], peer.Peer(line_fd, guards_names=True)):
             _send(reply_fd, {"passed": True})
         os._exit(0)
-    # A program that is asked for functions is a module: what it does when run as a script is its own affair.
+    # A program that is asked for functions is a module: what it does as a script does not count.
     module = ModuleType("__main__" if role == "script" else "solution")
     sys.modules[module.__name__] = module
     sys.argv = ["solution.py"]

@@ -48,7 +48,7 @@ class Peer:
     """One end of the line.
 
     Attributes:
-        is_lost: the other side has gone away.
+        is_lost: the other side has ended.
     """
 
     def __init__(self, fd: int, *, guards_names: bool) -> None:

@@ -145,7 +145,7 @@ def check_sandbox(limits: Limits) -> None:
 def _start(folder: Path, job: dict[str, Any], stdin: str, line: int | None) -> subprocess.Popen[bytes]:
     """A process of `jail.py`.
 
-    It reads and writes files, not pipes: their size is limited, and nobody waits for the other end.
+    It reads and writes files, not pipes: their size is limited, and neither end waits.
     """
     (folder / "work").mkdir(parents=True)
     (folder / "job").write_text(json.dumps(job), encoding="ascii")

@@ -28,11 +28,11 @@ class SeccompRule:
     """Deny a system call, always or for some values of one argument."""
 
     numbers: tuple[int | None, int | None]  # on x86_64 and aarch64; None where it does not exist
-    argument: int | None = None  # place of the argument looked at; None: deny always
+    argument: int | None = None  # place of the argument to test; None: deny always
     mask: int = 0  # bits of it (of its lower half)
     if_set: bool = True  # deny when one of them is set; False: when none is
     only: int | None = None  # deny when that half is anything but this; `mask` is not used
-    error: int = errno.EPERM  # what the caller is told
+    error: int = errno.EPERM  # what the call returns
 
 
 ALWAYS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.doctor.clashes import NEEDED, installed, package_checks
+from rlctl.doctor.checks import NEEDED, installed, package_checks
 
 
 def install(directory: Path, name: str, version: str, *requires: str) -> None:

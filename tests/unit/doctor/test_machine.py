@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.doctor import machine
-from rlctl.doctor.machine import machine_checks
+from rlctl.doctor import checks
+from rlctl.doctor.checks import machine_checks
 
 
 def check(name: str):
@@ -39,11 +39,11 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_little_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "DISK_USUAL", 1 << 60)
-    monkeypatch.setattr(machine, "SHARED_MEMORY_USUAL", 1 << 60)
+    monkeypatch.setattr(checks, "DISK_USUAL", 1 << 60)
+    monkeypatch.setattr(checks, "SHARED_MEMORY_USUAL", 1 << 60)
     assert check("disk for runs").status == "note"
     assert "--shm-size" in str(check("shared memory").fix)
-    monkeypatch.setattr(machine, "DISK_NEEDED", 1 << 60)
+    monkeypatch.setattr(checks, "DISK_NEEDED", 1 << 60)
     assert check("disk for runs").status == "broken"
 
 

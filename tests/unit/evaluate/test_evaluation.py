@@ -7,7 +7,7 @@ import pytest
 from rlctl.data.schema import Message, Row
 from rlctl.data.write import write_rows
 from rlctl.errors import UsageError
-from rlctl.evaluate import target as target_module
+from rlctl.evaluate import request as request_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.evaluate.scores import pass_at_k
@@ -127,9 +127,9 @@ def test_a_model_with_data_needs_no_run_and_greedy_is_the_same_every_time(task, 
 
 def test_embedded_run_without_validation_files_uses_the_embedded_ones(tmp_path, task, monkeypatch):
     seeds = []
-    monkeypatch.setattr(target_module, "ensure_embedded", lambda seed: seeds.append(seed) or task)
+    monkeypatch.setattr(request_module, "ensure_embedded", lambda seed: seeds.append(seed) or task)
     run = make_run(tmp_path / "run", task, "data.val_files=[]", "trainer.seed=7")
-    assert target_module.find_target(str(run), []).data_files == [str(task.val_file)]
+    assert request_module.find_target(str(run), []).data_files == [str(task.val_file)]
     assert seeds == [7]
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run_dir):
     weights = run_dir / "checkpoints" / "step_000008" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     (run_dir / "checkpoints" / ".partial-000012").mkdir()  # a run in the middle of saving
-    found = target_module.find_target(str(run_dir), [])
+    found = request_module.find_target(str(run_dir), [])
     assert found.step == 4
     assert "step_000008" in found.notes[0]
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [

@@ -45,7 +45,7 @@ def test_rewards_outside_0_and_1_get_students_interval():
     assert found.value == 2.0
     assert found.high - 2.0 == pytest.approx(4.302653 * 3.0 / 3**0.5, rel=1e-6)
     assert estimate([3.0, 3.0]).low is None
-    assert estimate([1.0, 1.0], is_length=True).low is None  # one token each is no share of 100 %
+    assert estimate([1.0, 1.0], is_share=False).low is None  # one token each is no share of 100 %
 
 
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.7])

@@ -10,8 +10,7 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.evaluate import local_model as local_model_module
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.local_model import LocalModel, files_hash, find_model
-from rlctl.evaluate.request import EvaluateRequest, check_request
-from rlctl.evaluate.target import Target, find_target
+from rlctl.evaluate.request import EvaluateRequest, Target, check_request, find_target
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
 from tests.unit.evaluate.runs import make_run

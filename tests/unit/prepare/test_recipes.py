@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.data.layouts import LAYOUTS, last_boxed
-from rlctl.data.recipes import Recipe, recognise
+from rlctl.data.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.data.records import RowError
 from rlctl.errors import UsageError
 

@@ -206,7 +206,7 @@ def table(directory: Path, sweep: Sweep) -> list[SweepRow]:
         done = {seed: state for seed, state in states.items() if state.state in _DONE}
         values = [value for state in done.values() if (value := result(state)) is not None]
         against, by = (None, None) if states is first else _difference(first, states)
-        mean = estimate(values, is_length=True)  # rewards need not lie in [0, 1]
+        mean = estimate(values, is_share=False)  # rewards need not lie in [0, 1]
         rows.append(SweepRow(dict(setting), len(done), len(states), mean, against, by))
     return rows
 

@@ -100,3 +100,19 @@ def whitened(values: list[float]) -> list[float]:
     """All tokens of the batch."""
     spread = statistics.variance(values) if len(values) > 1 else 0.0
     return [(value - statistics.fmean(values)) / math.sqrt(spread + 1e-8) for value in values]
+
+
+def maxrl(rewards, groups, valid):
+    """(r − mean) / mean; 0 without siblings or where the mean is not positive."""
+    found = []
+    for reward, group, counts in zip(rewards, groups, valid, strict=True):
+        members = [r for r, g, v in zip(rewards, groups, valid, strict=True) if v and g == group]
+        mean = sum(members) / len(members) if members else 0.0
+        found.append((reward - mean) / mean if counts and len(members) > 1 and mean > 0 else 0.0)
+    return found
+
+
+def gpg(rewards, groups, valid):
+    """Dr. GRPO times (graded responses) / (those whose reward is not 0)."""
+    paid = sum(v and r != 0 for r, v in zip(rewards, valid, strict=True))
+    return [x * sum(valid) / max(paid, 1) for x in grpo(rewards, groups, valid, divide_by_std=False)]

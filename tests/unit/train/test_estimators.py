@@ -82,6 +82,8 @@ def wanted(estimator: str, scored: ScoredBatch, algorithm: AlgorithmSpec) -> Tab
         "rloo": lambda: spread(slow.rloo(*grouped)),
         "grpo": lambda: spread(slow.grpo(*grouped)),
         "dr_grpo": lambda: spread(slow.grpo(*grouped, divide_by_std=False)),
+        "maxrl": lambda: spread(slow.maxrl(*grouped)),
+        "gpg": lambda: spread(slow.gpg(*grouped)),
         "opo": lambda: spread(slow.opo(grouped[0], LENGTHS, *grouped[1:])),
         "remax": lambda: spread(remax(scored)),
         "reinforce_plus_plus": lambda: whitened(

@@ -12,7 +12,7 @@ from rlctl.cli.complete import complete_run
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="Run directories.", autocompletion=complete_run)
+        list[Path], typer.Argument(metavar="RUN", help="Run directories.", autocompletion=complete_run)
     ],
     out: Annotated[
         Path | None,
@@ -25,10 +25,11 @@ def report(
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Write one page about a run: curves, findings, spec against preset, validation, sampled responses.
+    """Write one page about a run: curves, findings, spec, validation, responses.
 
-    Responses are shaded token by token by the log-ratio of both policies. Several runs share each plot. The
-    page needs nothing else and loads nothing.
+    Responses are shaded token by token by the log-ratio of both policies, the
+    spec is compared with its preset, and several runs share each plot. The page
+    needs nothing else and loads nothing.
 
       rlctl report runs/rlctl/rloo-seq-is-20260101-120000 --open
 

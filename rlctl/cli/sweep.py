@@ -11,6 +11,7 @@ import typer
 
 from rlctl.cli.command import AsJson, print_json
 from rlctl.cli.complete import complete_override, complete_preset
+from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.train.sweep import SweepRow
@@ -53,9 +54,10 @@ def sweep(
 ) -> None:
     """Train every combination of some values and compare the settings.
 
-    The same command, or `--dir` alone, goes on where it stopped: finished runs are left alone, others
-    continue from their checkpoint. Settings are compared with the first one, paired by trainer.seed; with
-    one seed they are paired by validation question.
+    The same command, or `--dir` alone, goes on where it stopped: finished runs
+    are left alone, others continue from their checkpoint. Settings are compared
+    with the first one, paired by trainer.seed; with one seed they are paired by
+    validation question.
 
       rlctl sweep -p rloo-seq-is actor.lr=1e-6,3e-6 trainer.seed=1..5
 
@@ -65,6 +67,9 @@ def sweep(
     from rlctl.train.sweep import table as table_of
 
     asked = plan(preset or [], words) if words else None
+    if asked is None and directory is None:
+        fix = "name values to combine (actor.lr=1e-6,3e-6), or --dir of a sweep"
+        raise UsageError("no sweep is given", where="rlctl sweep", fix=fix)
     place = directory or Path("runs") / f"sweep-{asked.key if asked else ''}"
     found = open_sweep(place, asked)
     if slurm:

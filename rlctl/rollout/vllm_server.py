@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlctl.errors import RlctlError, RunFailure, UsageError
+from rlctl.processes import note_progress
 from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, Request
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.published_weights import PublishedWeights
@@ -186,8 +188,8 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: one listens and does not answer.
         """
         together = asyncio.ensure_future(_gathered(work))
-        patience = self._answer_timeout
-        watches = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls if patience]
+        patience = self._answer_timeout or math.inf
+        watches = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
         try:
             done, _ = await asyncio.wait([together, *watches], return_when=asyncio.FIRST_COMPLETED)
             if together not in done:
@@ -305,7 +307,8 @@ async def _until_silent(url: str, patience: float) -> None:
         while (silence := time.monotonic() - heard) < patience:
             await asyncio.sleep(interval)
             try:
-                await client.get(f"{url}/health")
+                if (await client.get(f"{url}/health")).is_success:
+                    note_progress()  # responses may take longer than a run may stand still
             except (httpx.ReadTimeout, httpx.WriteTimeout):
                 continue
             except httpx.HTTPError:

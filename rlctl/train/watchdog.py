@@ -25,6 +25,7 @@ from rlctl import leftovers
 from rlctl.engine.launch import end_rank
 from rlctl.errors import RlctlError, RunFailure
 from rlctl.files import write_text
+from rlctl.processes import progress
 from rlctl.track.console import PHASES
 
 #: Of a run directory, while it runs on several ranks.
@@ -230,9 +231,9 @@ class Watchdog:
 
 
 def _stacks() -> object:
-    """Where the main thread and those that sample ahead are; equal as long as none goes on."""
+    """Where the main thread and those that sample ahead are, and how often others made progress for them."""
     frames = sys._current_frames()
-    signature = []
+    signature = [(progress(), 0)]
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.name.startswith("rollouts"):
             continue

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import RlctlError
+from rlctl.processes import note_progress
 from rlctl.train import watchdog
 from rlctl.train.watchdog import Watchdog
 
@@ -98,6 +99,10 @@ def test_a_main_thread_that_computes_is_not_idle(tmp_path: Path) -> None:
         deadline = time.monotonic() + 3.0
         while time.monotonic() < deadline:
             sum(i for i in range(999))
+        assert ended == []
+        for _ in range(30):  # nor is one that waits for servers which say that they are well
+            note_progress()
+            threading.Event().wait(0.1)
         assert ended == []
         threading.Event().wait(4.0)  # and one that waits is
     assert ended

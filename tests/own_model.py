@@ -9,7 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}"
+)
 
 
 def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 0) -> Path:

@@ -20,7 +20,7 @@ class Renderer:
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
             the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
-        chat_template_kwargs: further arguments of the template, such as `enable_thinking`.
+        chat_template_kwargs: further arguments of the template, such as `enable_thinking`; None: not given.
 
     Raises:
         UsageError: the template does not read one of them.
@@ -28,7 +28,9 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self._kwargs = dict(chat_template_kwargs or {})
+        self._kwargs = {
+            name: value for name, value in (chat_template_kwargs or {}).items() if value is not None
+        }
         template = str(tokenizer.chat_template or "")
         if unread := [name for name in self._kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]:
             raise UsageError(
@@ -36,7 +38,7 @@ class Renderer:
                 if template
                 else "the model has no chat template",
                 where="data.chat_template_kwargs",
-                fix="leave it out",
+                fix=f"leave it out; where a preset gives it: data.chat_template_kwargs.{unread[0]}=null",
             )
         added = tokenizer("")["input_ids"]
         #: whether the tokenizer puts its start token before plain text

@@ -61,7 +61,8 @@ class DataSpec(Section):
     filter_overlong_prompts: bool = True
     """Leave out prompts longer than `max_prompt_length` (they are counted); false: refuse to start."""
     chat_template_kwargs: OpenMapping = Field(default={})
-    """Further arguments of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
+    """Further arguments of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`.
+    null: not given."""
     shuffle: bool = True
     """Reshuffle the prompts every epoch, from `trainer.seed`."""
 

@@ -154,6 +154,7 @@ def test_arguments_of_the_template_reach_it_and_unknown_ones_are_refused():
 
     assert texts(THINKING) == ["<bos>[user]1[assistant]"]
     assert texts(THINKING, enable_thinking=False) == ["<bos>[user]1[assistant][no thoughts]"]
+    assert texts(TEMPLATE, enable_thinking=None) == ["<bos>[user]1[assistant]"]
     for template in (TEMPLATE, None):
         with pytest.raises(UsageError) as caught:
             texts(template, enable_thinking=False)

@@ -18,6 +18,7 @@ from tests import runs
 
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
 NAME = "smollm2-135m"
+TIMEOUT_S = 500.0  # a minute on two quiet cores
 ADAPTED = ("q_proj", "v_proj")
 
 
@@ -52,7 +53,7 @@ def run_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"trainer.run_dir={out / 'run'}",
         log=out / "train.log",
     )
-    assert job.wait() == 0, job.output[-4000:]
+    assert job.wait(TIMEOUT_S) == 0, job.output[-4000:]
     return out / "run"
 
 
@@ -89,14 +90,14 @@ def test_the_run_is_evaluated(run_dir: Path) -> None:
         *("--max-response-length", "4", "--out", str(out)),
         log=run_dir.parent / "evaluate.log",
     )
-    assert job.wait() == 0, job.output[-4000:]
+    assert job.wait(TIMEOUT_S) == 0, job.output[-4000:]
     assert (out / "results.json").is_file()
 
 
 def test_the_export_is_a_plain_model_with_the_adapters_in_it(run_dir: Path, model_dir: Path) -> None:
     out = run_dir.parent / "exported"
     job = runs.start("export", str(run_dir), "--out", str(out), log=run_dir.parent / "export.log")
-    assert job.wait() == 0, job.output[-4000:]
+    assert job.wait(TIMEOUT_S) == 0, job.output[-4000:]
     before, after = load_file(model_dir / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

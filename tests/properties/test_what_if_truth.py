@@ -10,6 +10,7 @@ from rlctl.what_if.replay import WhatIfQuestion, replay
 from rlctl.what_if.settings import grid
 from tests.reference.enumerable import GROUP, World
 
+pytestmark = pytest.mark.slow
 FIXED = ("none", "token truncate 2.0", "sequence truncate 2.0", "sequence clip 2.0", "sequence, no bound")
 GRID = [
     setting

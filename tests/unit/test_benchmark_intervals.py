@@ -9,6 +9,7 @@ from benchmarks.off_policy_report import pair_table
 from benchmarks.runs import Outcome
 
 
+@pytest.mark.slow
 def test_the_interval_covers_as_often_as_it_says() -> None:
     samples = np.random.default_rng(1).normal(3.0, 2.0, (4000, 5))
     covered = [low <= 3.0 <= high for _, low, high in map(mean_interval, samples)]

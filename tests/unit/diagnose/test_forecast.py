@@ -183,6 +183,7 @@ def test_a_metric_that_is_logged_no_more_has_no_future() -> None:
     assert forecasts(RunLog(Path("log"), Table(np.arange(200), {K3.key: column}))) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rho", "count"), [(0.0, 24), (0.0, 100), (0.5, 60), (0.8, 100)])
 def test_stationary_noise_raises_few_alarms(rho: float, count: int) -> None:
     """At most 20 of 1,000 looks, with the level three standard deviations above the mean."""
@@ -228,6 +229,7 @@ def _towards(level: Level) -> NDArray[np.float64]:
 # --- coverage -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rho", "df", "scale"),
     [(0.0, np.inf, 0.03), (0.0, np.inf, 0.1), (0.5, np.inf, 0.05), (0.0, 3.0, 0.05)],

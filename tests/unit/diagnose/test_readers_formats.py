@@ -111,6 +111,7 @@ def test_scalars_as_tensors_and_training_arguments_beside_them(tmp_path):
     assert run.table.series("critic/score/mean").values.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.slow
 def test_a_real_offline_run_of_wandb(tmp_path, monkeypatch):
     import wandb
 

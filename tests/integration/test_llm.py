@@ -18,7 +18,7 @@ from tests import runs
 
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
 NAME = "smollm2-135m"
-TIMEOUT_S = 500.0  # a minute on two quiet cores
+TIMEOUT_S = 500.0
 ADAPTED = ("q_proj", "v_proj")
 
 

@@ -5,16 +5,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The newest torch this release is tested with; its CPU build carries no CUDA packages (several GB).
-TORCH := torch>=2.6,<2.14
+TORCH := torch>=2.7,<2.14
 TORCH_CPU := torch==2.13.0+cpu
 
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
+.PHONY: help train train-llm test test-fast test-lowest check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 train: setup  ## Set everything up and train the built-in model (RLOO, sequence IS)
 	$(BIN)/rlctl train --preset rloo-seq-is
@@ -35,6 +35,14 @@ test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties
+
+test-lowest:  ## The fast tests on the lowest versions of all dependencies (in .venv-lowest)
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip --disable-pip-version-check install -q -e . -c tests/lowest.txt \
+	  hypothesis packaging pytest pytest-timeout pytest-xdist
+	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -q -n 2 -m "not processes and not slow" \
+	  tests/unit/algos tests/unit/data tests/unit/engine tests/unit/reward tests/unit/rollout tests/unit/spec \
+	  tests/unit/track tests/unit/train
 
 check: setup-dev  ## Format, lint, types, import directions and the documentation site only
 	$(BIN)/ruff check .

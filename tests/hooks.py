@@ -52,7 +52,7 @@ def kill_in_save(step: int, moment: str) -> None:
                 for path in directory.rglob("*.pt"):
                     os.truncate(path, path.stat().st_size // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
-            original_save(self, directory)
+            return original_save(self, directory)
 
         DeepSpeedEngine.save = save
 

@@ -15,31 +15,43 @@ from rlctl.registry import GRADERS
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
-from rlctl.spec.memory import memory_parts, memory_total
+from rlctl.spec.machine import machine_of
+from rlctl.spec.memory import memory_total
 from rlctl.spec.model_size import model_size
+from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.preflight import check_inputs
 from rlctl.user_code import is_file_function
 
 
-def print_dry_run(loaded: LoadedSpec, *, show_all: bool) -> int:
+def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = None) -> int:
     """Print bands, batch arithmetic, memory, warnings and the values of the spec to stdout.
 
     Args:
         loaded: the checked spec.
         show_all: every value; otherwise only those that are not defaults.
+        machine: name of one to plan for; None: this one.
 
     Returns:
-        The exit code: 2 if a file that the run needs is missing or cannot be used, else 0.
+        The exit code: 2 if a file that the run needs is missing or cannot be used, or the machine has too
+        little of something, else 0.
+
+    Raises:
+        UsageError: no machine of this name is known.
     """
+    placement = Placement(loaded.spec, model_size(loaded.spec.model), machine_of(machine))
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal  # piped lines are never wrapped
     _print_correction(loaded.spec, console)
     _print_reward(loaded.spec, console)
     _print_batch(loaded.spec, console)
-    _print_memory(loaded.spec, console)
+    _print_memory(placement, console)
+    if machine or placement.machine.gpus:
+        _print_host(placement, console)
+        _print_stages(placement, console)
     _print_values(loaded, console, show_all=show_all)
     unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
+    unusable += placement.problems()
     if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)
@@ -162,13 +174,13 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
         _print_indented(Text(line), 2, console)
 
 
-def _print_memory(spec: RunSpec, console: Console) -> None:
+def _print_memory(placement: Placement, console: Console) -> None:
     """The estimate, part by part."""
     _print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
-    size = model_size(spec.model)
+    size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
     console.print(Text(f"  parameters: {parameters} ({size.source})"))
-    parts = memory_parts(spec, size)
+    parts = placement.gpu_parts
     for part in parts:
         phase = f" [{', '.join(part.phases)}]" if part.phases else ""
         amount = f"{part.name:<31}{show_bytes(part.num_bytes):>12}   "
@@ -179,6 +191,40 @@ def _print_memory(spec: RunSpec, console: Console) -> None:
     peak = Text(f"{'peak':<31}{total:>12}   ", "bold")
     words = "parts held always, and the largest phase [in brackets]"
     _print_indented(Text(words, "dim"), 2, console, head=peak)
+
+
+def _print_host(placement: Placement, console: Console) -> None:
+    """The host's memory, part by part."""
+    machine = placement.machine
+    _print_title(f"Host memory per node ({machine.name}: {show_bytes(machine.host_bytes)})", console)
+    for part in placement.host_parts:
+        marks = [part.phase, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
+        shown = ", ".join(filter(None, marks))
+        amount = f"{part.name:<31}{show_bytes(part.num_bytes):>12}   "
+        words = f"{part.formula}{f' [{shown}]' if shown else ''}"
+        _print_indented(Text(words, "dim"), 2, console, head=Text(amount))
+    peak = Text(f"{'peak':<31}{show_bytes(placement.host_peak()):>12}", "bold")
+    _print_indented(peak, 2, console)
+
+
+def _print_stages(placement: Placement, console: Console) -> None:
+    """The way of a run over its machine: peaks, what is moved, and seconds of a step by phase."""
+    machine = placement.machine
+    of = f"{machine.nodes} × {machine.gpus} × {machine.gpu}"
+    _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
+    console.print(
+        Text(f"  {'stage':<11}{'GPU':>11}{'host':>12}{'pinned':>12}{'/dev/shm':>12}{'seconds':>10}  moved")
+    )
+    for stage in placement.stages():
+        amounts = [show_bytes(num_bytes) for num_bytes in (stage.host, stage.pinned, stage.shared)]
+        seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
+        moved = ", ".join(f"{show_bytes(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
+        columns = f"{stage.name:<11}{show_bytes(stage.gpu):>11}" + "".join(f"{a:>12}" for a in amounts)
+        _print_indented(Text(moved, "dim"), 2, console, head=Text(f"{columns}{seconds:>10}  "))
+    if total := placement.seconds().get("whole step"):
+        tokens = placement.tokens() * placement.spec.world_size
+        words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"
+        _print_indented(Text(words, "bold"), 2, console)
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:

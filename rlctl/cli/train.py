@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.complete import complete_override, complete_preset, complete_run
-from rlctl.errors import SpecError, UsageError
+from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
@@ -52,6 +52,14 @@ def train(
     show_all: Annotated[
         bool, typer.Option("--all", help="With --dry-run: every key, defaults included.")
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine",
+            metavar="NAME",
+            help="With --dry-run: plan for 1xh100, 8xh100, 2x8h100, 1xh200 or 1x24gb, not this machine.",
+        ),
+    ] = None,
     print_command: Annotated[
         bool,
         typer.Option(
@@ -97,7 +105,10 @@ def train(
     if dry_run:
         from rlctl.cli.dry_run import print_dry_run
 
-        raise typer.Exit(print_dry_run(loaded, show_all=show_all))
+        raise typer.Exit(print_dry_run(loaded, show_all=show_all, machine=machine))
+    if machine is not None:
+        fix = "add --dry-run; a run starts on the machine where it is started"
+        raise UsageError("--machine plans a run and starts none", where="--machine", fix=fix)
     if print_command:
         from rlctl.cli.print_command import print_commands
 
@@ -112,12 +123,20 @@ def train(
 def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     """Train; heavy packages are imported here."""
     from rlctl.cli.messages import print_problems
+    from rlctl.spec.machine import this_machine
+    from rlctl.spec.model_size import model_size
+    from rlctl.spec.placement import Placement
     from rlctl.train.preflight import check_inputs
 
     found = [*loaded.warnings, *check_inputs(loaded.spec)]
     if any(problem.severity == "error" for problem in found):
         raise SpecError(found)
     print_problems(found)
+    lacking = Placement(loaded.spec, model_size(loaded.spec.model), this_machine()).problems()
+    for problem in lacking:
+        if problem.severity == "error":
+            raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
+        print_problems([problem])
 
     from rlctl.cli.train_output import announcing, print_summary
     from rlctl.train.start import start_run

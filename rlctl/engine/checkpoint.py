@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure
 from rlctl.files import readable_as_umask_says, sha256_of, sync
@@ -120,10 +123,61 @@ def writing(root: Path, step: int) -> Iterator[None]:
         ) from error
 
 
+class HashedFile:
+    """A file that is hashed while it is written, from its beginning to its end.
+
+    Args:
+        path: of the file, which is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("wb"), hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Append bytes; returns how many."""
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self._file.flush()
+
+    def close(self) -> str:
+        """Bring the file to the disk; its SHA-256."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+
+def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
+    """Hash and sync one of `shares` parts of what lies below `partial`, files in `known` left out.
+
+    Every rank of the machine that wrote them takes one: file below `partial` → its SHA-256.
+    """
+    names = [(str(path.relative_to(partial)), path) for path in _files(partial)]
+    left = sorted(
+        ((name, path) for name, path in names if name not in known), key=lambda file: -file[1].stat().st_size
+    )
+    return {name: _hash_and_sync(path) for name, path in left[share::shares]}
+
+
 def publish(
-    root: Path, partial: Path, state: TrainerState, *, keep: int | None, best: int | None = None
+    root: Path,
+    partial: Path,
+    state: TrainerState,
+    *,
+    keep: int | None,
+    best: int | None = None,
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> Checkpoint:
-    """Hash, sync and rename; then drop the oldest beyond `keep`, not `best` (one rank, when all are done).
+    """Sync and rename; then drop the oldest beyond `keep`, not `best` (one rank, when all are done).
+
+    Args:
+        root, partial, state: as elsewhere.
+        keep: published checkpoints that stay, besides `best`; None: all.
+        best: step of the one that always stays.
+        digests: file below `partial` → its SHA-256, synced; those left out are hashed here.
 
     Raises:
         RunFailure: the disk is full or the directory cannot be written; earlier checkpoints stay.
@@ -131,7 +185,7 @@ def publish(
     final = root / f"{_PREFIX}{state.step:06d}"
     with writing(root, state.step):
         readable_as_umask_says(partial)
-        files = {str(path.relative_to(partial)): _hash_and_sync(path) for path in _files(partial)}
+        files = {**digests, **hash_share(partial, digests, 0, 1)}
         manifest = partial / _MANIFEST
         content = {"state": asdict(state), "sha256": files}
         manifest.write_text(json.dumps(content | {"manifest_sha256": _digest(content)}, indent=1))

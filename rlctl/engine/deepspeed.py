@@ -14,13 +14,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, Unpack
+from typing import IO, Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.adamw import GuardedAdamW
+from rlctl.engine.checkpoint import HashedFile
 from rlctl.engine.inputs import arguments_of, used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
@@ -33,6 +34,8 @@ from rlctl.spec.memory import REDUCE_BUCKET
 from rlctl.spec.passthrough import merged
 
 _STATE = "engine"
+#: Of DeepSpeed's optimizer for stage 1 in bf16: float32 sums of the micro-batches' gradients.
+_SUMS = "fp32_groups_gradients_flat"
 
 Offload = Literal["none", "optimizer", "all"]
 
@@ -111,7 +114,8 @@ class _Engine:
                     raise
                 what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
                 raise UsageError(what, where="engine.deepspeed") from error
-        self.scales_gradients = plain or hasattr(self._engine.optimizer, "override_loss_scale")
+        ways = (_SUMS, "override_loss_scale")
+        self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
         self._engine.eval()
 
@@ -155,15 +159,34 @@ class _Engine:
             self._optimizer.multiply_by = grad_scale
             yield
             self._optimizer.multiply_by = 1.0
+        elif hasattr(self._engine.optimizer, _SUMS):  # stage 1 in bf16 divides by no loss scale
+            for total in getattr(self._engine.optimizer, _SUMS):
+                total.mul_(grad_scale)
+            yield
         else:
             self._engine.optimizer.override_loss_scale(1.0 / grad_scale)
             yield
             self._engine.optimizer.custom_loss_scaler = False
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer states and counters (all ranks)."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write weights, optimizer states and counters (all ranks).
+
+        Returns:
+            Of the files that this rank has written, below `directory`: the SHA-256.
+        """
+        digests: dict[str, str] = {}
+
+        def save(state_dict: Any, path: str) -> None:  # DeepSpeed names its arguments
+            file = HashedFile(Path(path))
+            torch.save(state_dict, cast(IO[bytes], file))
+            digests[os.path.relpath(path, directory)] = file.close()
+
         with _quiet():
+            files = self._engine.checkpoint_engine
+            if type(files) is self._deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine:
+                files.save = save
             self._engine.save_checkpoint(str(directory), tag=_STATE, save_latest=False)
+        return digests
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote (all ranks).
@@ -304,13 +327,19 @@ def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[s
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "all":
         zero["offload_param"] = {"device": "cpu"}
-    return {
+    # Stage 1 adds the ranks' sums up once per step: in float32 too. Stages 2 and 3 add up every micro-batch's
+    # gradient, which is bf16, before it goes into the float32 sum.
+    reduced = {"communication_data_type": "fp32"} if stage <= 1 else {}
+    return reduced | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        # At stage 1 each gradient is added to the float32 sum as soon as it is there, and freed.
+        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
+        # The sum over micro-batches: in bf16 a share below 1/256 of it would be lost.
+        "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
 

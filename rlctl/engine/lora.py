@@ -93,8 +93,8 @@ class PlainWeight:
         weight, *adapter = self.parts
         if not adapter:
             return weight.data
-        down, up = adapter
-        return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scale).to(weight.dtype)
+        down, up = (part.float().to(weight.device) for part in adapter)  # W may lie on the host
+        return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
 def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
@@ -156,6 +156,35 @@ class Adapter:
 
         self.config.save_pretrained(directory)
         save_file(self.tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+class ParkedBase:
+    """Moves the frozen weights of an adapted model aside and back; they never change, so one copy stays.
+
+    Args:
+        model: what `add_lora` was given, on its device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._device = self._frozen[0].device
+        pins = self._device.type == "cuda"
+        self._on_host = [torch.empty_like(p, device="cpu", pin_memory=pins).copy_(p) for p in self._frozen]
+        self.is_parked = False
+
+    def park(self) -> None:
+        """The weights lie on the host, and the device's memory is free."""
+        if not self.is_parked:
+            for parameter, copy in zip(self._frozen, self._on_host, strict=True):
+                parameter.data = copy
+            self.is_parked = True
+
+    def unpark(self) -> None:
+        """The weights lie on the device again."""
+        if self.is_parked:
+            for parameter, copy in zip(self._frozen, self._on_host, strict=True):
+                parameter.data = copy.to(self._device, non_blocking=True, copy=True)
+            self.is_parked = False
 
 
 class BasePolicy:

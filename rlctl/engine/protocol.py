@@ -79,8 +79,12 @@ class Trained(Protocol):
         """Every parameter in full, by the model's own name, on every rank."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write everything `load` needs; called on all ranks."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write everything `load` needs; called on all ranks.
+
+        Returns:
+            File below `directory` → its SHA-256, of those that this rank hashed while it wrote them.
+        """
         ...
 
     def load(self, directory: Path) -> None:

@@ -108,6 +108,13 @@ class Ranks:
         dist.all_gather(parts, padded)
         return torch.cat([part[: int(size)] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
+    def exchange(self, values: list[_Value]) -> list[_Value]:
+        """Every rank's values, rank by rank, on every rank."""
+        parts: list[list[_Value]] = [values] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(parts, values)
+        return [value for part in parts for value in part]
+
     def sum(self, values: list[float]) -> list[float]:
         """Each value added up over all ranks."""
         if self.world_size == 1:

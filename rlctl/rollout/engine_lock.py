@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from rlctl.batch import Prompts, Rollouts
 from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
@@ -34,6 +35,18 @@ class EngineLock:
                 self._changed.notify_all()
 
 
+class Parked(Protocol):
+    """What lies on the device only while the engine does not."""
+
+    def park(self) -> None:
+        """Leave the device."""
+        ...
+
+    def unpark(self) -> None:
+        """Return to it."""
+        ...
+
+
 class LockedRollout:
     """A `RolloutEngine` shared by threads.
 
@@ -41,10 +54,19 @@ class LockedRollout:
         engine: used by one of them at a time.
         lock: the same for every thread's view of the engine.
         first: whether this is the trainer's, which waits for one batch at most.
+        parked: what gives way while the engine is awake; None: nothing does.
     """
 
-    def __init__(self, engine: RolloutEngine, lock: EngineLock, *, first: bool) -> None:
+    def __init__(
+        self, engine: RolloutEngine, lock: EngineLock, *, first: bool, parked: Parked | None = None
+    ) -> None:
         self._engine, self._lock, self._first = engine, lock, first
+        self._parked = parked
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engine and trainer are never on the device together."""
+        return self._parked is not None
 
     @property
     def description(self) -> str:
@@ -56,14 +78,28 @@ class LockedRollout:
     ) -> Rollouts:
         """See `ResponseSampler.generate`."""
         with self._lock.held(first=self._first):
+            self._make_room()
             return self._engine.generate(
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
 
+    def release(self, *, weights_follow: bool) -> None:
+        """What is sampled for this step is there: an engine that frees memory does so now."""
+        if release := getattr(self._engine, "release", None):
+            with self._lock.held(first=self._first):
+                release(weights_follow=weights_follow)
+        if self._parked:
+            self._parked.unpark()
+
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; no batch is sampled from a mixture of weights."""
         with self._lock.held(first=self._first):
+            self._make_room()
             self._engine.sync_weights(policy, policy_version)
+
+    def _make_room(self) -> None:
+        if self._parked:
+            self._parked.park()
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""

@@ -10,6 +10,7 @@ reads names and capabilities; what an engine needs is imported when it is made.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineCapabilities", "EngineContext", "build_rollout", "replica_settings"]
 
 ENGINE_LOGS = "engines"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +211,23 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
     return ReplicaSettings(
         dtype=VLLM_DTYPES[_dtype(spec)],
         max_model_len=_longest(spec),
-        max_num_seqs=rollout.max_num_seqs or 256,
+        max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         first_gpu=trainers if torch.cuda.is_available() else None,
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
+        host=_address(spec),
         start_timeout=rollout.server.start_timeout,
         answer_timeout=rollout.server.answer_timeout,
         max_restarts=rollout.server.max_restarts,
         more_arguments=tuple(as_arguments(rollout.engine_kwargs)),
     )
+
+
+def _address(spec: RunSpec) -> str:
+    """Where servers of this node listen: on this machine alone, or where ranks of other nodes reach it."""
+    return os.environ.get("MASTER_ADDR", LOOPBACK) if spec.trainer.nnodes > 1 else LOOPBACK
 
 
 def _max_lora_rank(spec: RunSpec) -> int:

@@ -22,7 +22,6 @@ import httpx
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 
-HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 _WATCH_S = 0.5
 #: Seconds between two questions whether a server answers, and for its answer.
@@ -48,10 +47,11 @@ class ReplicaSettings:
     Attributes:
         dtype: vLLM's name of it.
         max_model_len: tokens of prompt and response together, at most.
-        max_num_seqs: sequences generated at once.
+        max_num_seqs: sequences generated at once; None: as vLLM chooses.
         tensor_parallel_size: GPUs of one replica.
         gpu_memory_utilization: share of their memory.
         first_gpu: GPUs before this one belong to the trainer; None: there are none.
+        host: address of this machine at which every rank reaches them.
         trust_remote_code: run Python code shipped with the model.
         max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
         start_timeout: seconds until a replica must answer.
@@ -62,10 +62,11 @@ class ReplicaSettings:
 
     dtype: str
     max_model_len: int
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     first_gpu: int | None = None
+    host: str = "127.0.0.1"
     trust_remote_code: bool = False
     max_lora_rank: int = 0
     start_timeout: float = 600.0
@@ -76,7 +77,9 @@ class ReplicaSettings:
     def arguments(self, model: Path | str) -> list[str]:
         """Of `vllm serve`, host and port apart."""
         arguments = [str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
-        arguments += ["--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)]
+        arguments += ["--max-model-len", str(self.max_model_len)]
+        if self.max_num_seqs:
+            arguments += ["--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         arguments += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
         # Not the model's own top_p and penalties; log-probs of the distribution sampled from.
@@ -94,6 +97,7 @@ class ReplicaSettings:
 @dataclass(slots=True)
 class _Replica:
     index: int
+    host: str
     port: int
     log: Path
     process: subprocess.Popen[bytes] | None = None
@@ -103,7 +107,8 @@ class _Replica:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def last_words(self) -> str:
         """The end of its log, where an error stands."""
@@ -120,6 +125,9 @@ class Replicas:
         settings: of each.
         model: names the directory to load, whenever one starts: the newest weights.
         log_dir: their output goes to `engine-<i>.log` in it.
+
+    Raises:
+        UsageError: `settings.host` is no address of this machine.
     """
 
     def __init__(
@@ -128,7 +136,8 @@ class Replicas:
         self._settings, self._model = settings, model
         log_dir.mkdir(parents=True, exist_ok=True)
         self._replicas = [
-            _Replica(index, _free_port(), log_dir / f"engine-{index}.log") for index in range(count)
+            _Replica(index, settings.host, _free_port(settings.host), log_dir / f"engine-{index}.log")
+            for index in range(count)
         ]
         self._restarts_left = settings.max_restarts
         self._failure: RunFailure | None = None
@@ -224,9 +233,9 @@ class Replicas:
     def _launch(self, replica: _Replica) -> None:
         settings = self._settings
         command = [sys.executable, "-P", "-m", "rlctl.rollout.vllm_serve", "serve"]
-        command += [*settings.arguments(self._model()), "--host", HOST, "--port", str(replica.port)]
+        command += [*settings.arguments(self._model()), "--host", settings.host, "--port", str(replica.port)]
         environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
-        # Weight sync is among the endpoints vLLM opens for development only; they listen on this host.
+        # Weight sync is an endpoint of vLLM's development mode: whoever reaches the port can use it.
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if settings.max_lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -285,8 +294,16 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_port(host: str) -> int:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            port: int = probe.getsockname()[1]
+            return port
+    except OSError as error:
+        raise UsageError(
+            f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
+            where="MASTER_ADDR",
+            fix="give the first node's own address, which the others reach; or set rollout.server.urls",
+        ) from error

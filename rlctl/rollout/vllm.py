@@ -59,14 +59,14 @@ class VLLMRollout(CompletionRollout):
             tokenizer: decodes responses.
             dtype: of weights and arithmetic.
             max_model_len: tokens of prompt and response together, at most.
-            max_num_seqs: sequences generated at once; None: 256.
+            max_num_seqs: sequences generated at once, if the cache holds them; None: as vLLM chooses.
             seed: of the engine; each response has a seed of its own.
             revision: branch, tag or commit of a model on the hub; None: the main one.
             trust_remote_code: run Python code shipped with the model.
             reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
             max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
             gpu_memory_utilization: share of the GPU's memory for weights and cache.
-            sleeps: give the GPU's memory back between calls.
+            sleeps: give the GPU's memory back until something is sampled, see `release`.
             device: where the tensors lie that `generate` returns.
             engine_kwargs: further arguments of vLLM's `LLM`; they win over those above.
 
@@ -88,7 +88,7 @@ class VLLMRollout(CompletionRollout):
                 "model": model_path,
                 "dtype": VLLM_DTYPES[dtype],
                 "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs or 256,
+                **({"max_num_seqs": max_num_seqs} if max_num_seqs else {}),
                 "seed": seed,
                 "revision": revision,
                 "tokenizer_revision": revision,
@@ -110,8 +110,7 @@ class VLLMRollout(CompletionRollout):
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
         self._adapter: Any = None  # what requests are to be answered with, for vLLM
         self._asleep: set[str] = set()
-        with self._guest.running():
-            self._sleep()
+        self.release(weights_follow=not reads_weights)
 
     @property
     def description(self) -> str:
@@ -139,16 +138,24 @@ class VLLMRollout(CompletionRollout):
             with self._guest.running():
                 self._wake("weights", "kv_cache")
                 outputs = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapter)
-                self._sleep()
         except Exception as error:
             raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
         return [_completion(response) for output in outputs for response in output.outputs]
 
-    def _sleep(self) -> None:
-        """Weights to the host, the cache forgotten."""
-        if self._sleeps:
-            self._llm.sleep(level=1)
-            self._asleep = {"weights", "kv_cache"}
+    def release(self, *, weights_follow: bool) -> None:
+        """Give the GPU's memory back, where the engine sleeps; the next call brings back what it needs.
+
+        Args:
+            weights_follow: all weights are brought before anything is sampled, so they are dropped; otherwise
+                they are copied to the host and back.
+        """
+        if not self._sleeps or self._asleep:
+            return
+        if weights_follow:
+            self._policy_version = None  # nothing can be sampled until they are here
+        with self._guest.running():
+            self._llm.sleep(level=2 if weights_follow else 1)
+        self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
         """Bring back those of these parts that sleep; what is awake must not be woken again."""
@@ -178,15 +185,19 @@ class TrainedVLLMRollout(VLLMRollout):
         max_lora_rank: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(model_path, tokenizer, reads_weights=False, max_lora_rank=max_lora_rank, **options)
         self._expected = expected
         self._adapters = VersionedDir(None) if max_lora_rank else None
+        super().__init__(model_path, tokenizer, reads_weights=False, max_lora_rank=max_lora_rank, **options)
 
     def close(self) -> None:
         """See `CompletionRollout.close`."""
         super().close()
         if self._adapters:
             self._adapters.close()
+
+    def release(self, *, weights_follow: bool) -> None:
+        """See `VLLMRollout.release`; below an adapter the base stays, and is brought only once."""
+        super().release(weights_follow=weights_follow and not (self._adapters and self._adapter))
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""

@@ -170,6 +170,20 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
         yield warning("model.target_modules", what, "set model.lora_rank, 16 for example")
 
 
+@reads("engine.offload_base", "engine.zero_stage", "model.lora_rank", "rollout.name", "rollout.merge_lora")
+def base_can_be_offloaded(spec: RunSpec) -> Problems:
+    """What is moved aside must never change, and the sampling engine must give its own copy back."""
+    if not spec.engine.offload_base:
+        return
+    if not (spec.syncs_adapter and not spec.has_rollout_servers and spec.rollout.free_cache_engine):
+        what = "only frozen weights can lie on the host while a colocated vLLM samples with the adapter"
+        fix = "set model.lora_rank and rollout.name=vllm, leave merge_lora and free_cache_engine as they are"
+        yield error("engine.offload_base", what, fix)
+    elif spec.engine.zero_stage == 3:
+        what = "ZeRO-3 moves weights itself"
+        yield error("engine.offload_base", what, "set engine.zero_stage to 2 or less, or engine.offload: all")
+
+
 @reads("engine.offload", "engine.zero_stage")
 def offload_has_a_stage(spec: RunSpec) -> Problems:
     """DeepSpeed can offload only what a ZeRO stage shards."""

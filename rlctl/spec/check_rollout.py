@@ -7,6 +7,7 @@ from typing import Any
 
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.check_base import LEAVE_OUT, Problems, error, reads, warning
+from rlctl.spec.hardware import gpus, gpus_are_hidden
 from rlctl.spec.parts import param_problems
 from rlctl.spec.passthrough import DEEPSPEED_OWNERS, VLLM_OWNERS
 from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
@@ -35,6 +36,14 @@ def temperature_explores(spec: RunSpec) -> Problems:
     if spec.rollout.temperature < 0.1:
         what = f"at temperature {spec.rollout.temperature:g} the responses to one prompt are nearly the same"
         yield warning("rollout.temperature", what, "1.0 is usual for training")
+
+
+@reads("rollout.name", "model.path")
+def gpu_samples_fast(spec: RunSpec) -> Problems:
+    """Plain generation leaves a GPU idle most of the time."""
+    if spec.rollout.name == "hf" and not spec.is_embedded and not gpus_are_hidden() and gpus():
+        what = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
+        yield warning("rollout.name", what, 'rollout.name=vllm (pip install "rlctl[vllm]")')
 
 
 @reads("rollout.top_k")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from rlctl.spec.model import ALL_LINEAR, ModelSpec
 from rlctl.spec.model_size import ModelSize, Shape, model_size
@@ -57,9 +57,16 @@ class MemoryPart:
     phases: tuple[Phase, ...] = ()
 
 
-def memory_parts(spec: RunSpec, size: ModelSize) -> list[MemoryPart]:
-    """What a rank holds, part by part."""
-    return _Estimate(spec, size).parts()
+def memory_parts(spec: RunSpec, size: ModelSize, gpu_bytes: float | None = None) -> list[MemoryPart]:
+    """What a rank holds, part by part; `gpu_bytes`: memory of its GPU, None: not known."""
+    return _Estimate(spec, size, gpu_bytes).parts()
+
+
+def adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
+    """Numbers that LoRA trains; None: all weights are trained, or the dimensions are unknown."""
+    if not (spec.model.lora_rank and size.shape):
+        return None
+    return size.shape.layers * _Layer(spec.model, size.shape, 0, 0).adapter_parameters()
 
 
 def memory_total(parts: list[MemoryPart]) -> float:
@@ -164,8 +171,8 @@ class _Layer:
 class _Estimate:
     """The parts of one spec's estimate."""
 
-    def __init__(self, spec: RunSpec, size: ModelSize) -> None:
-        self.spec, self.policy = spec, size
+    def __init__(self, spec: RunSpec, size: ModelSize, gpu_bytes: float | None) -> None:
+        self.spec, self.policy, self.gpu_bytes = spec, size, gpu_bytes
         #: Bytes per number in the engine's arithmetic.
         self.width = 4 if spec.engine.dtype == "fp32" else 2
         #: The ZeRO stage in effect: in bf16 the engine keeps float32 copies as stage 1 does.
@@ -174,10 +181,11 @@ class _Estimate:
 
     def parts(self) -> list[MemoryPart]:
         spec, policy = self.spec, self.policy
-        adapters = None
-        if spec.model.lora_rank and policy.shape:
-            adapters = policy.shape.layers * self._layer(spec.model, policy.shape).adapter_parameters()
-        parts = self._trained(policy.num_parameters, adapters)
+        parts = self._trained(policy.num_parameters, adapter_parameters(spec, policy))
+        if spec.engine.offload_base:
+            parts[0] = replace(
+                parts[0], phases=tuple(phase for phase in get_args(Phase) if phase != "generation")
+            )
         if not spec.has_rollout_servers:  # servers have GPUs of their own
             parts.append(self._sampling_copy())
         if spec.trains_critic:
@@ -196,21 +204,24 @@ class _Estimate:
         trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
         moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
-        flat, kinds = (width + 4, f"flat {width}, in fp32 4") if width == 2 and stage < 3 else (4, "flat")
+        # Micro-batches' gradients are added up in float32; in bf16 stage 1 steps with that sum itself.
         weights = self._part(f"{whose}weights", parameters, width, 3)
-        gradients = self._part(f"{whose}gradients", trained, width, 2, of)
+        gradients = self._part(f"{whose}gradients", trained, 4, 2, of, "fp32" if width == 2 else "")
         optimizer = self._part(f"{whose}optimizer (AdamW)", trained, moments, 1, of, words)
-        step = self._part(f"{whose}gradients of the step", at_once, flat, 1, of, kinds)
+        in_place = width == 2 and stage == 1
+        step = self._part(f"{whose}gradients of the step", at_once, 0 if in_place else 4, 1, of, "flat")
         step = replace(step, phases=("critic's step" if whose else "step",))
         on_host = offload != "none"
         parts = [
             replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
             for part, moved in (
                 (weights, offload == "all"),
-                (gradients, on_host and stage > 1),
+                # In bf16 stage 2 adds gradients up on the GPU, wherever the optimizer is.
+                (gradients, on_host and (stage == 3 or (stage == 2 and width == 4))),
                 (optimizer, on_host),
                 (step, on_host),
             )
+            if not (part is step and in_place)
         ]
         if stage < 3:
             return parts
@@ -262,9 +273,19 @@ class _Estimate:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
         at_once = min(spec.rollout.max_num_seqs or share, share)
-        num_bytes = 2 * shape.layers * shape.keys * self.length * at_once * self.width
-        words = f"2 × layers × kv heads × head size × {self.length} tokens × {at_once} sequences"
-        return MemoryPart("key-value cache", num_bytes, f"{words} × {self.width} bytes", ("generation",))
+        one = 2 * shape.layers * shape.keys * self.length * self.width
+        words = f"2 × layers × kv heads × head size × {self.length} tokens"
+        if spec.rollout_engine.forms_batches:  # its share of the GPU decides, whatever is sampled
+            utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
+            if self.gpu_bytes is None or weights is None:
+                words += f" × {self.width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
+                return MemoryPart("key-value cache", one, words, ("generation",))
+            left = max(0.0, utilization * self.gpu_bytes - weights)
+            fits = f"{left / one:.0f} sequences of {self.length} tokens"
+            words = f"{utilization:.0%} of the GPU less the weights: {fits}"
+            return MemoryPart("key-value cache", left, words, ("generation",))
+        words += f" × {at_once} sequences × {self.width} bytes"
+        return MemoryPart("key-value cache", one * at_once, words, ("generation",))
 
     def _policy_pass(self) -> list[MemoryPart]:
         """The policy's largest pass with gradient: its layers, and its output head over the responses."""

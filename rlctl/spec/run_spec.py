@@ -73,6 +73,11 @@ class RunSpec(Section):
         return applies and self.model.lora_rank > 0 and not self.rollout.merge_lora
 
     @property
+    def drops_weights_asleep(self) -> bool:
+        """Whether a sleeping engine in this process drops its weights, because a full sync follows."""
+        return self.rollout.sync_every == 1 and not self.syncs_adapter
+
+    @property
     def rollout_engine(self) -> EngineCapabilities:
         """What the rollout engine can do."""
         found: EngineCapabilities | None = ROLLOUT_ENGINES.part(self.rollout.name).capabilities

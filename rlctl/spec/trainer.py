@@ -26,6 +26,9 @@ class EngineSpec(Section):
     offload: Literal["none", "optimizer", "all"] = "none"
     """What is kept in host memory: `optimizer` (states and float32 copies; stage 1 and up), `all` (the
     parameters too; stage 3). Saves memory on the GPU and costs time."""
+    offload_base: bool = False
+    """Under LoRA the frozen weights lie in host memory while a colocated vLLM samples: only one of the two
+    copies is on the GPU at a time."""
     deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
     """Merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file with one."""
 

@@ -58,9 +58,9 @@ def train(run: Run) -> None:
         with timer("step"):
             with timer("gen"):
                 rollouts = run.stream.take(step)
+            baseline = greedy_baseline(run, step, rollouts, timer)
             with timer("reward"):
                 rewards = run.reward.score(rollouts)
-            baseline = greedy_baseline(run, step, rollouts, timer)
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)

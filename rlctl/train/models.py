@@ -12,7 +12,7 @@ import torch
 
 from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, Settings
 from rlctl.engine.frozen import FrozenPolicy
-from rlctl.engine.lora import BasePolicy, add_lora
+from rlctl.engine.lora import BasePolicy, ParkedBase, add_lora
 from rlctl.engine.model import load_beside, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
@@ -108,7 +108,9 @@ def build_models(
     if spec.needs_reference and ref is None:
         ref = base
     lock = EngineLock()
-    trainers, ahead = LockedRollout(rollout, lock, first=True), LockedRollout(rollout, lock, first=False)
+    parked = ParkedBase(model) if spec.engine.offload_base else None
+    trainers = LockedRollout(rollout, lock, first=True, parked=parked)
+    ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, critic, notes)
 
@@ -146,7 +148,7 @@ def _loading(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _beside(spec: RunSpec, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
+def _beside(spec: RunSpec, ranks: Ranks, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
     """A model of its own path, or the policy's once more."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
     model = load_beside(path or model_path, tokenizer, key=key, revision=revision, **_loading(spec))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Reward
-    from rlctl.rollout.protocol import RolloutEngine
+    from rlctl.rollout.engine_lock import LockedRollout
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
@@ -32,7 +32,7 @@ class Run:
     tokenizer: Any  # Hugging Face's, of the policy
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
-    rollout: RolloutEngine
+    rollout: LockedRollout
     reward: Reward
     actor: TrainEngine
     base: ReferencePolicy | None  # the policy without its adapters; None without LoRA

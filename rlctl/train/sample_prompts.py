@@ -13,6 +13,7 @@ from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import RolloutEngine, Sampling, step_seed
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.score_batch import rank_positions
+from rlctl.train.sync import release_engine
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -35,10 +36,12 @@ def sample_batch(
 def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> RewardResult | None:
     """For every response (B,) of one step, the grade of the greedy response to its prompt.
 
-    Which one that is, `group_ids` say. None unless the estimator is ReMax.
+    Which one that is, `group_ids` say. None unless the estimator is ReMax. After it nothing is
+    sampled in this step until the sync: the engine gives its memory back.
     """
     spec = run.spec
     if not spec.algorithm.estimator_needs("baseline_scores"):
+        release_engine(run, step)
         return None
     with timer("gen_max"):
         greedy = run.rollout.generate(
@@ -48,6 +51,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
             step_seed=step_seed(spec.trainer.seed, step, "greedy"),
             num_groups_total=spec.data.train_batch_size,
         )
+    release_engine(run, step)
     with timer("reward"):
         graded = run.reward.score(greedy)
     places = {group: place for place, group in enumerate(greedy.group_ids.tolist())}

@@ -13,6 +13,7 @@ from rlctl.engine.checkpoint import (
     TrainerState,
     begin,
     bytes_of_newest,
+    hash_share,
     partial_path,
     point_to,
     publish,
@@ -97,22 +98,30 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     ranks.barrier()
     partial = partial_path(root, step)
     with writing(root, step):
-        run.actor.save(partial / "engine")
+        written = {"engine": run.actor.save(partial / "engine")}
         run.actor.export(partial / "model")
         if has[ADAPTER]:
             adapter = run.actor.adapter()
             if ranks.is_main:
                 adapter.save(partial / ADAPTER)
         if run.critic:
-            run.critic.save(partial / "critic")
+            written["critic"] = run.critic.save(partial / "critic")
         run.stream.save(partial / "waiting", ranks.rank)
-    ranks.barrier()
     if ranks.is_main:
         with writing(root, step):
             run.tokenizer.save_pretrained(partial / "model")
+    # What a rank did not hash as it wrote it lies on the main rank's machine: its ranks share the work.
+    own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
+    known = dict(ranks.exchange(own))
+    sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
+    with writing(root, step):
+        mine = hash_share(partial, known, ranks.rank, sharers) if ranks.rank < sharers else {}
+    shares = ranks.gather(list(mine.items()))
+    if ranks.is_main:
         kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
         state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
-        publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best)
+        digests = {**known, **dict(shares)}
+        publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
         point_to(root, "latest", step)
         point_to(root, "best", best)
     ranks.barrier()

@@ -29,12 +29,21 @@ SMALLEST_GAP = 1e-3
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     """Where it is due, hand the policy's weights to the rollout engine; what `confirm_sync` measured."""
-    # With every save too: a resumed run samples with the weights it finds there.
-    if not (is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)):
+    if not _is_sync_due(run, step):
         return {}
     with timer("sync_weights"):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
         return confirm_sync(run, step)
+
+
+def release_engine(run: Run, step: int) -> None:
+    """All of the step is sampled: an engine in this process gives its memory back, until the next sync."""
+    run.rollout.release(weights_follow=_is_sync_due(run, step))
+
+
+def _is_sync_due(run: Run, step: int) -> bool:
+    # With every save too: a resumed run samples with the weights it finds there.
+    return is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)
 
 
 def confirm_sync(run: Run, step: int) -> dict[str, float]:
@@ -60,6 +69,8 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
         step_seed=step_seed(run.spec.trainer.seed, step, "probe"),
         num_groups_total=ranks.world_size * PROBE_PROMPTS,
     )
+    if run.rollout.takes_turns:
+        run.rollout.release(weights_follow=False)
     with torch.no_grad():
         gap = _gap(ranks, rollouts, run.actor.policy(rollouts.inputs).log_probs)
     if run.base and run.spec.syncs_adapter:

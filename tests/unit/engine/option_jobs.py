@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
+from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, keeping_buffers
+from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.train.update_critic import update_critic
-from tests.models import tiny_model
+from tests.models import tiny_batch, tiny_model
 from tests.unit.engine.engine_jobs import DTYPES, take_step, weights_of
 from tests.unit.train import critics
 
@@ -84,4 +85,32 @@ def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
         settings = critics.settings_of("epochs")
         metrics = update_critic(critics.batch_of(), critic, ranks, settings, critics.lr_of, 0)
         found.append((metrics, {name: tensor.detach().clone() for name, tensor in critic.weights()}))
+    return found
+
+
+def accumulated(ranks: Ranks, cases: list[Case], micro_batches: int):
+    """By case: gradient norm and Σ|first moment| of a step; under None those of float32 sums of gradients."""
+    batch = tiny_batch(tiny_model(), micro_batches)
+    parts, tokens = batch.split(1), batch.response_mask.sum()
+    plain = tiny_model()
+    with keeping_buffers(plain):
+        module = PolicyModule(plain.to(torch.bfloat16), 1.0).eval()
+    weights = list(module.parameters())
+    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    for part in parts:
+        output = policy_output(module, module, part.inputs, None)
+        loss = -(output.log_probs * part.advantages).sum() / tokens
+        for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
+            total.add_(gradient)
+    norm = float(torch.stack([total.norm() for total in sums]).norm())
+    size = sum(float(total.abs().sum()) for total in sums)
+    found: dict[Case | None, tuple[float, float]] = {None: (norm, size * (1 - 0.9) * min(1.0, 1.0 / norm))}
+    for case in cases:
+        actor = option_engine(ranks, case)
+        for index, part in enumerate(parts):
+            loss = -(actor.policy(part.inputs).log_probs * part.advantages).sum() / tokens
+            actor.backward(loss, last=index == micro_batches - 1)
+        result = actor.step(lr=0.0)
+        moments = [float(state["exp_avg"].float().abs().sum()) for state in actor._optimizer.state.values()]
+        found[case] = result.grad_norm, sum(moments)
     return found

@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rlctl.engine.lora import add_lora, plain_weights
+from rlctl.engine.lora import ParkedBase, add_lora, plain_weights
 from rlctl.errors import UsageError
 from rlctl.spec.model import ALL_LINEAR
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -190,3 +190,25 @@ class TestUnderDeepSpeed:
             assert distance(result["saved"], result["loaded"]) == 0.0
             assert distance(*result["after"]) == 0.0
             assert distance(result["saved"], result["after"][0]) > 1e-3
+
+
+def test_frozen_weights_give_way_and_come_back() -> None:
+    model = tiny_model()
+    add_lora(model, rank=2, alpha=4.0, target_modules=["all-linear"])
+    before = {name: weight.value().clone() for weight in plain_weights(model) for name in [weight.name]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    places = [parameter.data_ptr() for parameter in trained]
+    base = ParkedBase(model)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    on_device = [parameter.data_ptr() for parameter in frozen]
+    base.park()
+    base.park()
+    parked = [parameter.data_ptr() for parameter in frozen]
+    assert not set(parked) & set(on_device)
+    for weight in plain_weights(model):  # a checkpoint's export, while the engine is awake
+        assert torch.equal(weight.value(), before[weight.name])
+    base.unpark()
+    assert not set(parked) & {parameter.data_ptr() for parameter in frozen}
+    assert [parameter.data_ptr() for parameter in trained] == places
+    for weight in plain_weights(model):
+        assert torch.equal(weight.value(), before[weight.name])

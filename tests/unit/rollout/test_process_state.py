@@ -108,3 +108,62 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
     assert StubLLM.asked["revision"] == StubLLM.asked["tokenizer_revision"] == "a-branch"
     engine.close()
     assert ProcessState.now() == before
+
+
+class Sleeper(StubLLM):
+    """Counts what sleeping and waking copy between the GPU and the host."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.copies: list[str] = []
+        self.level = 0
+
+    def sleep(self, level: int) -> None:
+        self.copies += ["to the host"] * (level == 1)
+        self.level = level
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.copies += ["back"] * (self.level == 1 and "weights" in tags)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights"
+        assert list(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached."""
+
+
+@pytest.mark.parametrize(("weights_follow", "copies"), [(True, []), (False, ["to the host", "back"])])
+def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, weights_follow, copies) -> None:
+    from rlctl.errors import RunFailure
+    from rlctl.rollout.weights import ExpectedWeights, PlainWeights
+    from tests.unit.rollout.test_hf_rollout import PLAIN, make_prompts, random_model
+
+    stub = ModuleType("vllm")
+    stub.LLM, stub.SamplingParams = Sleeper, SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    model = random_model(1)
+    model.save_pretrained(tmp_path)
+    engine = module.TrainedVLLMRollout(
+        str(tmp_path), TOKENIZER, ExpectedWeights(model), dtype="fp32", max_model_len=32
+    )
+    assert "max_num_seqs" not in StubLLM.asked  # vLLM's own choice
+    engine._sleeps = True  # as on a GPU
+
+    def sample() -> None:
+        engine.generate(make_prompts(), PLAIN, n=1, step_seed=1, num_groups_total=6)
+
+    engine.sync_weights(PlainWeights(model.named_parameters()), 0)
+    sample()  # the check of the sync
+    for step in range(2):
+        engine._llm.copies.clear()
+        sample()
+        engine.release(weights_follow=weights_follow)
+        engine.release(weights_follow=weights_follow)  # asleep already
+        if weights_follow:
+            with pytest.raises(RunFailure, match="sync"):
+                sample()
+            engine.sync_weights(PlainWeights(model.named_parameters()), step + 1)
+        sample()
+        assert engine._llm.copies == copies
+    engine.close()

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import replicas
+from rlctl.rollout.engines import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
+from rlctl.spec.load import load_spec
 
 
 def test_a_machine_that_starts_no_process_ends_the_run_at_once(
@@ -85,3 +87,22 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_servers_of_several_nodes_listen_where_the_other_nodes_reach_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.7")
+    given = ["rollout.name=vllm", "rollout.mode=server", "data.train_batch_size=64"]
+    one = replica_settings(load_spec([], [], given).spec)
+    several = replica_settings(load_spec([], [], [*given, "trainer.nnodes=2"]).spec)
+    assert (one.host, several.host) == ("127.0.0.1", "127.0.0.7")
+    (url,) = Replicas(1, several, lambda: tmp_path, tmp_path / "logs").urls
+    assert url.startswith("http://127.0.0.7:")
+    assert "--max-num-seqs" not in several.arguments("model")
+
+
+def test_an_address_of_another_machine_is_refused_at_once(tmp_path: Path) -> None:
+    settings = ReplicaSettings(dtype="float32", max_model_len=8, host="192.0.2.1")
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1.* no address of this machine"):
+        Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")

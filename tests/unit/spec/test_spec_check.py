@@ -8,6 +8,7 @@ import pytest
 
 from rlctl.errors import SpecError
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.spec import check_rollout
 from rlctl.spec.check import CHECKS
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
@@ -339,3 +340,12 @@ def test_a_suggested_mini_batch_meets_every_constraint_at_once(sizes: tuple[int,
     else:
         values[problem.key] = int(first)
     load_spec([], [], [f"{key}={value}" for key, value in values.items()])
+
+
+@pytest.mark.parametrize(("hidden", "found"), [(False, {"rollout.name": "warning"}), (True, {})])
+def test_slow_generation_on_a_gpu_is_said(monkeypatch, hidden, found):
+    monkeypatch.setattr(check_rollout, "gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"])
+    monkeypatch.setattr(check_rollout, "gpus_are_hidden", lambda: hidden)
+    assert problems_of(*REAL) == found
+    assert problems_of(*REAL, "rollout.name=vllm") == {}
+    assert problems_of() == {}  # the built-in model is too small for it to matter

@@ -161,6 +161,11 @@ class Greedy:
         self.sampling = sampling
         return SimpleNamespace(group_ids=torch.tensor(self.order))
 
+    def release(self, *, weights_follow: bool) -> None:
+        """The step's last response is sampled, and the sync follows."""
+        assert weights_follow
+        self.sampling = (self.sampling, "released")
+
     def score(self, greedy) -> RewardResult:
         valid = greedy.group_ids != (-1 if self.ungraded is None else self.ungraded)
         scores = torch.where(valid, 10.0 * greedy.group_ids, 0.0)
@@ -183,7 +188,9 @@ def compared(engine: Greedy, **batch: object) -> tuple[RewardResult | None, Trai
 def test_a_response_is_compared_with_the_greedy_one_to_its_own_prompt(order, groups) -> None:
     engine = Greedy(order)
     _, batch = compared(engine, group_ids=torch.tensor(groups))
-    assert engine.sampling.greedy
+    sampling, then = engine.sampling
+    assert sampling.greedy
+    assert then == "released"
     for row, mask in enumerate(MASKS):
         reward = SCORES[row].item() * any(mask)
         expected = [(reward - 10.0 * groups[row]) * here for here in mask]
@@ -207,7 +214,9 @@ def test_without_a_grade_of_the_greedy_response_its_prompt_is_left_out() -> None
 
 
 def test_only_remax_asks_for_greedy_responses() -> None:
-    assert greedy_baseline(run_of(spec_of("rloo")), 1, rollouts(), timer()) is None
+    engine = Greedy([])
+    assert greedy_baseline(run_of(spec_of("rloo"), rollout=engine), 1, rollouts(), timer()) is None
+    assert engine.sampling == (None, "released")  # before anything is graded
 
 
 # --- what the models say ------------------------------------------------------------------------------

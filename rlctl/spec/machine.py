@@ -1,0 +1,137 @@
+"""Machines that a run is planned for: this one, or one of a few by name. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from rlctl.errors import UsageError
+from rlctl.spec.hardware import gpus, gpus_are_hidden
+
+GIB = 2**30
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_SHARED_MEMORY = Path("/dev/shm")
+#: A CPU core's matrix product in float32, FLOP/s, and what it reads from memory, bytes/s.
+_CORE_FLOPS, _CORE_BANDWIDTH = 70e9, 10e9
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run has; speeds are the makers' peak figures.
+
+    Attributes:
+        name: of the machine.
+        gpu: name of its GPUs.
+        gpus: per node; 0: the run computes on the CPU.
+        nodes: machines of this kind.
+        gpu_bytes: memory of one GPU.
+        host_bytes: memory of one node that the run may use.
+        shm_bytes: size of a node's `/dev/shm`.
+        flops: of one GPU in dense bf16 matrix products, per second.
+        gpu_bandwidth: bytes/s between a GPU and its memory.
+        link: bytes/s that a GPU sends to another of its node.
+        bus: bytes/s between a GPU and the host.
+        network: bytes/s that a GPU sends to another node.
+        host_bandwidth: bytes/s between a node's CPUs and its memory.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    nodes: int
+    gpu_bytes: float
+    host_bytes: float
+    shm_bytes: float
+    flops: float
+    gpu_bandwidth: float
+    link: float
+    bus: float
+    network: float
+    host_bandwidth: float
+
+
+_H100 = Machine(
+    "1xh100", "H100 80 GB", 1, 1, 80 * GIB, 240 * GIB, 120 * GIB, 989e12, 3.35e12, 450e9, 50e9, 50e9, 250e9
+)
+_8XH100 = replace(
+    _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
+)
+#: By the name that `--machine` takes. A GPU's memory as the driver reports it; a host as clouds rent it out.
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        replace(_H100, gpu_bytes=79.6 * GIB),
+        replace(_8XH100, gpu_bytes=79.6 * GIB),
+        replace(_8XH100, name="2x8h100", nodes=2, gpu_bytes=79.6 * GIB),
+        replace(_H100, name="1xh200", gpu="H200 141 GB", gpu_bytes=140.4 * GIB, gpu_bandwidth=4.8e12),
+        Machine(
+            "1x24gb", "24 GB", 1, 1, 23.6 * GIB, 64 * GIB, 32 * GIB, 165e12, 1.0e12, 25e9, 25e9, 3e9, 60e9
+        ),
+    )
+}
+#: A part of a GPU's name → flops, gpu_bandwidth, link, bus.
+_SPEEDS = {
+    "H200": (989e12, 4.8e12, 450e9, 50e9),
+    "H100": (989e12, 3.35e12, 450e9, 50e9),
+    "A100": (312e12, 2.0e12, 300e9, 25e9),
+    "L40": (181e12, 0.86e12, 25e9, 25e9),
+    "4090": (165e12, 1.0e12, 25e9, 25e9),
+    "A10": (125e12, 0.6e12, 25e9, 25e9),
+    "L4": (121e12, 0.3e12, 25e9, 25e9),
+}
+_UNKNOWN_GPU = (150e12, 1.0e12, 25e9, 25e9)
+
+
+def machine_of(name: str | None) -> Machine:
+    """The machine by its name; None: this one.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name is None:
+        return this_machine()
+    if name not in MACHINES:
+        raise UsageError(f"no machine {name}", where="--machine", fix=f"choose from {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+@cache
+def this_machine() -> Machine:
+    """What is here. Its memory is what the system, or the container's limit, lets a run have."""
+    limits = [float(psutil.virtual_memory().total)]
+    for path in _CGROUP_LIMITS:
+        text = path.read_text().strip() if path.is_file() else ""
+        limits += [float(text)] if text.isdigit() else []
+    host = min(limits)
+    shm = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+    shm_bytes = float(shm.f_frsize * shm.f_blocks) if shm else 0.0
+    found = [] if gpus_are_hidden() else gpus()
+    if not found:
+        cores = psutil.cpu_count(logical=False) or 1
+        flops, bandwidth = cores * _CORE_FLOPS, cores * _CORE_BANDWIDTH
+        return Machine(
+            "this machine",
+            "CPU",
+            0,
+            1,
+            host,
+            host,
+            shm_bytes,
+            flops,
+            bandwidth,
+            bandwidth,
+            bandwidth,
+            1e9,
+            bandwidth,
+        )
+    model, memory, _ = (field.strip() for field in found[0].split(","))
+    speeds = next((speeds for part, speeds in _SPEEDS.items() if part in model), _UNKNOWN_GPU)
+    gpu_bytes = float(memory.split()[0]) * 2**20
+    count = len(found)
+    return Machine(
+        "this machine", model, count, 1, gpu_bytes, host, shm_bytes, *speeds, 12e9, 60e9 * max(1, count // 2)
+    )

@@ -1,0 +1,392 @@
+"""Where a run's bytes lie and how long its phases take, on a given machine: walked through before it starts.
+
+The GPU's parts are those of `rlctl.spec.memory`. Times are a roofline: what a phase computes over what the
+machine computes at `_EFFICIENCY`, or what it moves over the link's speed, whichever takes longer. They tell a
+slow run from a broken one; a factor of two either way is usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlctl.errors import Problem
+from rlctl.spec.machine import GIB, Machine
+from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts
+from rlctl.spec.model_size import ModelSize
+from rlctl.spec.run_spec import RunSpec
+
+#: Share of the peak that matrix products reach, and decoding of the memory's bandwidth.
+_EFFICIENCY, _DECODING = 0.4, 0.7
+#: Seconds of a decoding step that no figure of the machine explains: launches, sampling, scheduling.
+_STEP_S = 0.003
+#: Share of `max_response_length` that a response has on average, for times.
+_MEAN_RESPONSE = 0.75
+#: Of a process with torch's, CUDA's and vLLM's libraries, and its CUDA context.
+_PROCESS_BYTES = 4 * GIB
+#: What NCCL keeps in `/dev/shm` for a rank.
+_NCCL_BYTES = 32 * 2**20
+#: Numbers that DeepSpeed's stage 3 puts into one host buffer (`sub_group_size`).
+_SUB_GROUP = 1_000_000_000
+#: Bytes per second of a file in shared memory, written and read again.
+_FILES = 3e9
+#: A part of the host's memory that does not go through the whole run.
+_LOADING, _SAVING, _TRAINING = "load", "save", "train"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """What a node's host memory holds.
+
+    Attributes:
+        name: what needs it.
+        num_bytes: per node; None: unknown.
+        formula: in words.
+        phase: when it is held; "": always.
+        is_pinned: page-locked; torch rounds each such buffer up to a power of two, which is counted.
+        is_shared: a file in `/dev/shm`.
+    """
+
+    name: str
+    num_bytes: float | None
+    formula: str
+    phase: str = ""
+    is_pinned: bool = False
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One place on a run's way: the peaks there and what it moves.
+
+    Attributes:
+        name: load, partition, engine, generate, score, update, step, sync.
+        gpu: bytes per GPU.
+        host: bytes per node, pinned and shared ones included.
+        pinned, shared: of them those that are page-locked, and those in `/dev/shm`.
+        moved: link → bytes per GPU.
+        seconds: of one training step; None: it happens once.
+    """
+
+    name: str
+    gpu: float
+    host: float
+    pinned: float
+    shared: float
+    moved: dict[str, float]
+    seconds: float | None = None
+
+
+class Placement:
+    """A spec on a machine.
+
+    Args:
+        spec, size: of the run and its policy.
+        machine: where it is to run.
+    """
+
+    def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
+        self.spec, self.size, self.machine = spec, size, machine
+        self.width = 4 if spec.engine.dtype == "fp32" else 2
+        self.ranks = spec.trainer.n_gpus_per_node
+        self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
+        rollout_dtype = spec.rollout.dtype or spec.engine.dtype
+        self.sampling_width = 4 if rollout_dtype == "fp32" else 2
+
+    @cached_property
+    def gpu_parts(self) -> list[MemoryPart]:
+        """Of one rank, with the cache that the machine's GPU has room for."""
+        return memory_parts(self.spec, self.size, self.machine.gpu_bytes if self.machine.gpus else None)
+
+    def gpu_peak(self, *phases: Phase) -> float:
+        """Bytes held always, and in the largest of these phases."""
+        always = sum(part.num_bytes or 0.0 for part in self.gpu_parts if not part.phases)
+        each = [sum(p.num_bytes or 0.0 for p in self.gpu_parts if phase in p.phases) for phase in phases]
+        return always + max(each, default=0.0)
+
+    @cached_property
+    def host_parts(self) -> list[HostPart]:
+        """Of one node; without GPUs only what is not the ranks' own memory, which `gpu_parts` counts."""
+        return [part for part in self._host_parts() if part.num_bytes is None or part.num_bytes > 0]
+
+    def host_peak(self, *phases: str) -> float:
+        """Bytes held always, and in the largest of these phases; of all where none is given."""
+        sums: dict[str, float] = {}
+        for part in self.host_parts:
+            sums[part.phase] = sums.get(part.phase, 0.0) + (part.num_bytes or 0.0)
+        always = sums.pop("", 0.0)
+        return always + max((sums.get(phase, 0.0) for phase in phases or tuple(sums)), default=0.0)
+
+    def shared_peak(self) -> float:
+        """Bytes in `/dev/shm` of one node."""
+        return sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_shared)
+
+    def _host_parts(self) -> Iterator[HostPart]:
+        spec, ranks, parameters = self.spec, self.ranks, self.size.num_parameters
+        on_gpu = self.machine.gpus > 0
+        if on_gpu:
+            words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
+            yield HostPart("processes", ranks * _PROCESS_BYTES, words)
+        if parameters is None:
+            yield HostPart("weights on their way", None, "the model's size is not known here", _LOADING)
+            return
+
+        whole = parameters * self.width
+        if on_gpu:
+            words = f"{ranks} ranks × parameters × {self.width} bytes, one model at a time"
+            yield HostPart("weights on their way", ranks * whole, words, _LOADING)
+        yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", _SAVING)
+        if on_gpu and spec.engine.offload != "none":
+            yield from self._offloaded(parameters, adapter_parameters(spec, self.size), "")
+            if spec.trains_critic:
+                yield from self._offloaded(parameters, None, "critic's ")
+        if on_gpu and spec.engine.offload_base:
+            words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
+            yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
+        if on_gpu and self._sleeps and not self.spec.drops_weights_asleep:
+            words = f"{ranks} engines × parameters × {self.sampling_width} bytes, rounded up to powers of two"
+            copy = ranks * self._pinned_copy(self.sampling_width)
+            yield HostPart("sleeping vLLM's weights", copy, words, _TRAINING, is_pinned=True)
+        if spec.has_rollout_servers and spec.rollout.server.weights_dir is None:
+            versions = 1 if spec.syncs_adapter else 2
+            words = f"{versions} versions × parameters × {self.width} bytes"
+            yield HostPart("weights for the servers", versions * whole, words, is_shared=True)
+        if on_gpu and spec.world_size > 1:
+            words = f"{ranks} ranks × {_NCCL_BYTES >> 20} MiB"
+            yield HostPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
+
+    def _offloaded(self, parameters: int, adapters: int | None, whose: str) -> Iterator[HostPart]:
+        """What DeepSpeed keeps on the host; see its `offload_optimizer`."""
+        spec, ranks = self.spec, self.ranks
+        of_a_rank = (parameters if adapters is None else adapters) / spec.world_size
+        config = spec.engine.deepspeed.get("zero_optimization", {})
+        pins = bool(config.get("offload_optimizer", {}).get("pin_memory", True))
+        group = of_a_rank if self.stage < 3 else min(of_a_rank, _SUB_GROUP)
+        per_group = _power_of_two(group * 4) / max(group, 1) if pins else 4.0
+        rounded = ", rounded up to powers of two" if pins else ""
+        for name, when in (("fp32 weights", True), ("gradients of the step", True)):
+            words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
+            yield HostPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins and when)
+        words = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
+        yield HostPart(f"{whose}moments", ranks * of_a_rank * 8, words)
+        if self.stage == 3 or self.width == 4:  # in bf16 stage 2 adds them up on the GPU
+            sums = _power_of_two(of_a_rank * 4) if pins else of_a_rank * 4
+            words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
+            yield HostPart(f"{whose}sums of gradients", ranks * sums, words, is_pinned=pins)
+        if spec.engine.offload == "all":
+            words = f"{ranks} ranks × parameters × {self.width} bytes ÷ {spec.world_size} ranks{rounded}"
+            weights = parameters * self.width / spec.world_size
+            weights = _power_of_two(weights) if pins else weights
+            yield HostPart(f"{whose}weights", ranks * weights, words, is_pinned=pins)
+
+    @property
+    def _sleeps(self) -> bool:
+        rollout = self.spec.rollout
+        colocated = not self.spec.has_rollout_servers
+        return self.spec.rollout_engine.frees_memory and rollout.free_cache_engine and colocated
+
+    def _pinned_copy(self, width: int) -> float:
+        """Bytes of all weights in pinned buffers, one for each of vLLM's matrices."""
+        shape, parameters = self.size.shape, self.size.num_parameters or 0
+        if shape is None:
+            return _power_of_two(parameters * width)
+        heads = shape.hidden * (shape.queries + 2 * shape.keys)
+        sizes = [
+            heads,
+            shape.queries * shape.hidden,
+            2 * shape.hidden * shape.inner,
+            shape.hidden * shape.inner,
+        ]
+        embedding = shape.vocab * shape.hidden
+        layers = shape.layers * sum(_power_of_two(size * width) for size in sizes)
+        rest = max(parameters - shape.layers * sum(sizes) - embedding, 0)
+        return layers + _power_of_two(embedding * width) + _power_of_two(rest * width)
+
+    # --- the walk ---------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        """Load → partition → engine → generate → score → update → step → sync, in this order."""
+        spec, size = self.spec, self.size
+        whole = (size.num_parameters or 0) * self.width
+        shard = whole / spec.world_size
+        sampling = (size.num_parameters or 0) * self.sampling_width
+        is_sharded = self.stage == 3
+        seconds = self.seconds()
+        micro = self.tokens() / max(self._tokens_per_pass(), 1)
+        gathers = (3 + spec.model.enable_gradient_checkpointing) * whole * micro if is_sharded else 0.0
+        crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
+        sums = 2 * whole if spec.world_size > 1 else 0.0
+        copies = 0.0 if spec.drops_weights_asleep or not self._sleeps else 2 * sampling
+        base = whole if spec.engine.offload_base else 0.0
+        offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
+        files = whole if spec.has_rollout_servers else 0.0
+        host, shared = self.host_peak, self.shared_peak()
+        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
+
+        def stage(name: str, gpu: float, phase: str, moved: dict[str, float]) -> Stage:
+            links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
+            return Stage(name, gpu, host(phase), pinned, shared, links, seconds.get(name))
+
+        return [
+            stage("load", 0.0, _LOADING, {"disk": whole}),
+            stage("engine", self.gpu_peak("generation") if not base else sampling, _LOADING, {"disk": 0.0}),
+            stage("partition", max(whole, self.gpu_peak()), _LOADING, {"host to GPU": whole}),
+            stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copies / 2}),
+            stage("score", self.gpu_peak("head"), _TRAINING, {"host to GPU": base, crossing: gathers / 4}),
+            stage("update", self.gpu_peak("head", "layers", "critic"), _TRAINING, {crossing: gathers + sums}),
+            stage("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
+            stage(
+                "sync",
+                self.gpu_peak("generation"),
+                _SAVING,
+                {crossing: whole if is_sharded else 0.0, "host to GPU": copies / 2, "files": files},
+            ),
+        ]
+
+    def tokens(self) -> float:
+        """Prompt and response tokens of one step on one rank, by the mean length that times assume."""
+        data = self.spec.data
+        length = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE
+        return length * self._responses()
+
+    def _responses(self) -> float:
+        return self.spec.data.train_batch_size * self.spec.rollout.n / self.spec.world_size
+
+    def _tokens_per_pass(self) -> float:
+        actor, data = self.spec.actor, self.spec.data
+        length = data.max_prompt_length + data.max_response_length
+        return actor.ppo_max_token_len_per_gpu or actor.ppo_micro_batch_size_per_gpu * length
+
+    def seconds(self) -> dict[str, float]:
+        """Phase → seconds of one step; empty where the model's dimensions are not known."""
+        spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
+        if shape is None or parameters is None:
+            return {}
+        machine, tokens = self.machine, self.tokens()
+        speed = (
+            machine.flops * _EFFICIENCY / max(1, self.ranks // machine.gpus if machine.gpus else self.ranks)
+        )
+        mean = tokens / self._responses()
+        # Per token: two operations a weight, and two for scores and values a head, position and layer.
+        forward = tokens * (2 * parameters + 2 * shape.layers * shape.queries * mean) / speed
+        whole = parameters * self.width
+        link = machine.network if spec.trainer.nnodes > 1 else machine.link
+        traffic = 0.0
+        if self.stage == 3 and spec.world_size > 1:
+            passes = max(1.0, tokens / max(self._tokens_per_pass(), 1))
+            traffic = passes * whole / link
+        correction = spec.algorithm.rollout_correction
+        scored = (not correction.bypass_mode) + spec.needs_reference + spec.trains_critic
+        backward = 3 + spec.model.enable_gradient_checkpointing
+        trained = adapter_parameters(spec, self.size) or parameters
+        epochs = spec.actor.ppo_epochs
+        updates = max(1, spec.data.train_batch_size // spec.ppo_mini_batch_size) * epochs
+        shard = trained / spec.world_size
+        per_step = 40 * shard / machine.gpu_bandwidth
+        if spec.engine.offload != "none" and machine.gpus:
+            per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
+        sampling = parameters * self.sampling_width
+        sync = (
+            whole / link if spec.world_size > 1 and self.stage == 3 else 0.0
+        ) + 2 * sampling / machine.gpu_bandwidth
+        if spec.syncs_adapter:
+            sync = trained * self.width / machine.gpu_bandwidth
+        elif spec.has_rollout_servers:
+            sync += 2 * whole / _FILES
+        if self._sleeps and not spec.drops_weights_asleep and machine.gpus:
+            sync += 2 * sampling / machine.bus
+        found = {
+            "generate": self._generation(shape.layers * shape.keys * 2 * self.sampling_width, parameters),
+            "score": scored * max(forward, traffic),
+            "update": epochs * max(backward * forward, backward * traffic) * (1 + spec.trains_critic),
+            "step": updates * per_step * (1 + spec.trains_critic),
+            "sync": sync,
+        }
+        return found | {"whole step": sum(found.values())}
+
+    def _generation(self, cached: float, parameters: int) -> float:
+        """Seconds: every decoding step reads all weights, and the keys and values of what is sampled.
+
+        Args:
+            cached: bytes of keys and values per token.
+            parameters: of the policy.
+        """
+        spec, machine, data = self.spec, self.machine, self.spec.data
+        servers = spec.rollout.server.replicas if spec.has_rollout_servers else 0
+        engines = servers or spec.world_size
+        gpus = spec.rollout.tensor_model_parallel_size if servers else 1
+        responses = spec.data.train_batch_size * spec.rollout.n / engines
+        mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
+        room = (
+            spec.rollout.gpu_memory_utilization * machine.gpu_bytes * gpus - parameters * self.sampling_width
+        )
+        fits = max(1.0, room / (cached * mean)) if machine.gpus else responses
+        at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
+        read = parameters * self.sampling_width + at_once * cached * mean
+        computed = 2 * parameters * at_once / (machine.flops * gpus)
+        slower = 1.0 if spec.rollout.name == "vllm" or not machine.gpus else 5.0
+        each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S
+        prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * parameters
+        # The longest response of a wave goes to the limit; further waves take the mean.
+        waves = 1 + max(0.0, responses / at_once - 1) * _MEAN_RESPONSE
+        return slower * (
+            waves * data.max_response_length * each + prompts / (machine.flops * _EFFICIENCY * gpus)
+        )
+
+    # --- what does not fit ------------------------------------------------------------------------
+
+    def problems(self) -> Iterator[Problem]:
+        """What the machine has too little of, with the figures: errors where it cannot do, else warnings."""
+        spec, machine = self.spec, self.machine
+        where = machine.name
+        if machine.gpus:
+            servers = spec.rollout.server
+            own = spec.has_rollout_servers and not servers.urls
+            needed = self.ranks + (servers.replicas * spec.rollout.tensor_model_parallel_size if own else 0)
+            if needed > machine.gpus:
+                what = f"the run takes {needed} GPUs of each node, {where} has {machine.gpus}"
+                yield Problem("error", "trainer.n_gpus_per_node", what, f"use {machine.gpus} or fewer in all")
+            always, peak = self.gpu_peak(), self._largest()
+            for part in self.gpu_parts:
+                if part.name == "key-value cache" and part.num_bytes == 0.0:
+                    share = spec.rollout.gpu_memory_utilization
+                    what = f"{share:.0%} of a GPU of {_gib(machine.gpu_bytes)} does not hold the weights"
+                    yield Problem("error", "rollout.gpu_memory_utilization", what, "raise it, or use servers")
+            fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
+            if always > machine.gpu_bytes:
+                what = f"{_gib(always)} are held always, a GPU of {where} has {_gib(machine.gpu_bytes)}"
+                yield Problem("error", "engine.zero_stage", what, fix)
+            elif (whole := (self.size.num_parameters or 0) * self.width) > machine.gpu_bytes:
+                what = f"each GPU takes all {_gib(whole)} of weights before ZeRO cuts them up; it has "
+                what += _gib(machine.gpu_bytes)
+                yield Problem("error", "model.path", what, "train a smaller model, or use larger GPUs")
+            elif peak > machine.gpu_bytes:
+                what = (
+                    f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"
+                )
+                yield Problem("error", "actor.ppo_max_token_len_per_gpu", what, fix)
+        host, shared = self.host_peak(), self.shared_peak()
+        if machine.gpus and host > machine.host_bytes:
+            largest = sorted(self.host_parts, key=lambda part: -(part.num_bytes or 0.0))[:3]
+            listed = ", ".join(f"{part.name} {_gib(part.num_bytes or 0.0)}" for part in largest)
+            has = _gib(machine.host_bytes)
+            what = f"a node's host memory must hold {_gib(host)} ({listed}), {where} has {has}"
+            yield Problem("error", "engine.offload", what, "use more nodes or ranks, or offload less")
+        if shared > machine.shm_bytes:
+            what = f"/dev/shm must hold {_gib(shared)}, {where} has {_gib(machine.shm_bytes)}"
+            holds_weights = spec.has_rollout_servers and spec.rollout.server.weights_dir is None
+            fix = "docker run --shm-size (or --ipc=host); or rollout.server.weights_dir on a disk"
+            yield Problem("error" if holds_weights else "warning", "rollout.server.weights_dir", what, fix)
+
+    def _largest(self) -> float:
+        return self.gpu_peak("generation", "head", "layers", "critic", "step", "critic's step")
+
+
+def _power_of_two(num_bytes: float) -> float:
+    """What torch's pinned allocator takes for a buffer of this size."""
+    return float(1 << max(int(num_bytes) - 1, 0).bit_length()) if num_bytes >= 1 else 0.0
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.0f} MiB"

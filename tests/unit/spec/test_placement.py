@@ -1,0 +1,193 @@
+"""What a run needs of a machine, by hand; what a machine has too little of is refused with the figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.spec import machine as machine_module
+from rlctl.spec.load import load_spec
+from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of
+from rlctl.spec.model_size import ModelSize, model_size
+from rlctl.spec.placement import Placement
+
+BASE = ["data.train_files=x", "engine.dtype=bf16", "model.path=Qwen/Qwen2.5-7B"]
+P = 7_615_616_512
+
+
+def place(machine: str | Machine, *overrides: str, presets: tuple[str, ...] = ()) -> Placement:
+    spec = load_spec(list(presets), [], [*BASE, *overrides]).spec
+    chosen = MACHINES[machine] if isinstance(machine, str) else machine
+    return Placement(spec, model_size(spec.model), chosen)
+
+
+def errors(placement: Placement) -> dict[str, str]:
+    return {problem.key: problem.what for problem in placement.problems() if problem.severity == "error"}
+
+
+def host(placement: Placement) -> dict[str, float]:
+    return {part.name: part.num_bytes or 0.0 for part in placement.host_parts}
+
+
+UNPINNED = "engine.deepspeed.zero_optimization.offload_optimizer.pin_memory=false"
+
+
+def test_offloading_is_twenty_bytes_a_parameter_on_the_host() -> None:
+    names = ("fp32 weights", "gradients of the step", "moments", "sums of gradients")
+    plain = host(place("1xh100", "engine.zero_stage=3", "engine.offload=optimizer", UNPINNED))
+    assert sum(plain[name] for name in names) == 20 * P
+    two = host(place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer", UNPINNED))
+    assert sum(two.get(name, 0.0) for name in names) == 16 * P  # the sums are on the GPU
+    dense = {
+        part.name: part.num_bytes
+        for part in place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer").gpu_parts
+    }
+    assert dense["gradients"] == 4 * P
+
+
+def test_pinned_buffers_are_powers_of_two() -> None:
+    found = host(place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer"))
+    assert found["fp32 weights"] == found["gradients of the step"] == pytest.approx(32 * GIB)  # 28.4 GiB
+    assert found["moments"] == 8 * P
+    three = host(place("1xh100", "engine.zero_stage=3", "engine.offload=optimizer"))
+    assert three["fp32 weights"] == pytest.approx(P * 4 * GIB / 1e9)  # sub-groups of 10⁹ numbers
+    assert three["sums of gradients"] == 32 * GIB
+
+
+def test_a_sleeping_engine_keeps_its_weights_only_where_no_full_sync_follows() -> None:
+    vllm = ("rollout.name=vllm", "trainer.n_gpus_per_node=8")
+    assert "sleeping vLLM's weights" not in host(place("8xh100", *vllm))
+    for kept in ("rollout.sync_every=2", "model.lora_rank=8"):
+        copy = host(place("8xh100", *vllm, kept))["sleeping vLLM's weights"]
+        assert 8 * 2 * P < copy < 8 * 4 * P
+
+
+def test_a_small_dev_shm_is_refused_before_the_start() -> None:
+    docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
+    server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")
+    server += ("trainer.n_gpus_per_node=4", "engine.zero_stage=3", "model.enable_gradient_checkpointing=true")
+    found = errors(place(docker, *server))
+    assert found["rollout.server.weights_dir"].startswith("/dev/shm must hold 28.5 GiB")
+    assert "64 MiB" in found["rollout.server.weights_dir"]
+    assert errors(place("8xh100", *server)) == {}
+    assert errors(place(docker, *server, "rollout.server.weights_dir=/disk")) == {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "key", "says"),
+    [
+        ("1xh100", ["model.path=a/b-70B", "engine.zero_stage=3"], "engine.zero_stage", "held always"),
+        (
+            "1xh100",
+            ["engine.zero_stage=3", "engine.offload=all", "model.path=a/b-70B"],
+            "engine.offload",
+            "240.0 GiB",
+        ),
+        (
+            "1x24gb",
+            ["model.lora_rank=32", "rollout.name=vllm"],
+            "rollout.gpu_memory_utilization",
+            "does not hold",
+        ),
+        ("1xh100", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8 GPUs"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_figures(
+    machine: str, overrides: list[str], key: str, says: str
+) -> None:
+    assert says in errors(place(machine, *overrides))[key]
+
+
+def test_a_model_that_no_gpu_holds_whole_is_refused() -> None:
+    """However many ranks share it: each brings it to its GPU before it is cut up."""
+    big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    more = (
+        "engine.offload=optimizer",
+        "rollout.name=vllm",
+        "rollout.mode=server",
+        "rollout.server.urls=[http://n:1]",
+    )
+    assert "all 130.4 GiB of weights" in errors(place("2x8h100", *big, *more))["model.path"]
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])
+def test_the_preset_of_24_gb_fits(model: str) -> None:
+    spec = load_spec([model, "1gpu-24gb", "rloo-seq-is"], [], ["data.train_files=x"]).spec
+    placement = Placement(spec, model_size(spec.model), MACHINES["1x24gb"])
+    assert errors(placement) == {}
+    assert max(stage.gpu for stage in placement.stages()) < 0.95 * MACHINES["1x24gb"].gpu_bytes
+    both = spec.model_copy(update={"engine": spec.engine.model_copy(update={"offload_base": False})})
+    assert errors(Placement(both, model_size(spec.model), MACHINES["1x24gb"]))
+
+
+def test_the_step_of_a_7b_on_eight_gpus() -> None:
+    """1,024 responses of 2k tokens, corrected in its decoupled form, stays below 80 s by this arithmetic."""
+    decoupled = "algorithm.rollout_correction.bypass_mode=false"
+    lengths = ("data.max_prompt_length=512", "data.max_response_length=1536")
+    given = ("data.train_batch_size=128", "rollout.n=8", decoupled, *lengths)
+    plan = place("8xh100", *given, presets=("8gpu", "grpo-rs-only"))
+    seconds = plan.seconds()
+    assert sum(time for name, time in seconds.items() if name != "whole step") == seconds["whole step"]
+    assert seconds["whole step"] < 80
+    slow = replace(MACHINES["8xh100"], flops=MACHINES["8xh100"].flops / 2)
+    assert place(slow, *given, presets=("8gpu", "grpo-rs-only")).seconds()["update"] > 1.5 * seconds["update"]
+    assert (
+        place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
+        > 60
+    )
+
+
+def test_an_unknown_size_is_no_error() -> None:
+    spec = load_spec([], [], ["data.train_files=x", "model.path=a/b"]).spec
+    placement = Placement(spec, ModelSize("unknown"), MACHINES["8xh100"])
+    assert placement.seconds() == {}
+    assert errors(placement) == {}
+
+
+def test_the_dry_run_plans_for_a_machine(capsys: Any) -> None:
+    train = ["train", "-p", "qwen2.5-7b", "-p", "8gpu", "-p", "rloo-seq-is", "--dry-run"]
+    assert run([*train, "--machine", "8xh100"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "Host memory per node (8xh100",
+        "Stages on 8xh100 (1 × 8 × H100",
+        "one step:",
+        "sequences of",
+    ):
+        assert words in out
+    assert run([*train, "--machine", "1xh100"]) == 2
+    assert "the run takes 8 GPUs of each node, 1xh100 has 1" in capsys.readouterr().out
+    assert run([*train, "--machine", "9xh100"]) == 2
+    assert "8xh100" in capsys.readouterr().err
+    assert run(["train", "--machine", "8xh100"]) == 2
+
+
+def test_a_start_that_cannot_fit_is_refused_with_exit_code_4(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINES["1x24gb"], name="this machine")
+    monkeypatch.setattr(machine_module, "this_machine", lambda: small)
+    monkeypatch.setattr(import_module("rlctl.train.preflight"), "check_inputs", lambda spec: [])
+    given = ["model.path=Qwen/Qwen2.5-7B", "data.train_files=x", "engine.dtype=bf16", "rollout.name=vllm"]
+    assert run(["train", *given]) == 4
+    assert "held always, a GPU of this machine has 23.6 GiB" in capsys.readouterr().err
+
+
+def test_this_machine_has_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{3 * GIB}\n")
+    monkeypatch.setattr(machine_module, "_CGROUP_LIMITS", (limit,))
+    monkeypatch.setattr(machine_module, "gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"] * 2)
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: False)
+    machine_module.this_machine.cache_clear()
+    found = machine_of(None)
+    assert (found.gpus, found.host_bytes, found.flops) == (2, 3 * GIB, 989e12)
+    assert found.gpu_bytes == pytest.approx(79.6 * GIB, rel=1e-2)
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: True)
+    machine_module.this_machine.cache_clear()
+    assert machine_of(None).gpus == 0
+    machine_module.this_machine.cache_clear()

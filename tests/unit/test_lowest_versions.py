@@ -1,0 +1,37 @@
+"""The versions that `make test-lowest` installs are the lowest that pyproject.toml allows."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def lowest() -> dict[str, str]:
+    lines = (ROOT / "tests/lowest.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_every_lower_bound_is_tried() -> None:
+    bounds = {}
+    for text in PROJECT["dependencies"]:
+        requirement = Requirement(text)
+        bounds[requirement.name] = next(
+            part.version for part in requirement.specifier if part.operator == ">="
+        )
+    assert {name: Version(version) for name, version in lowest().items()} == {
+        name: Version(version) for name, version in bounds.items()
+    }
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.18.9", "0.19.4"])
+def test_deepspeed_that_drops_offloaded_gradients_is_not_allowed(version: str) -> None:
+    [deepspeed] = [Requirement(text) for text in PROJECT["dependencies"] if text.startswith("deepspeed")]
+    assert not deepspeed.specifier.contains(version)
+    assert deepspeed.specifier.contains("0.19.8")

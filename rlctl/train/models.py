@@ -148,7 +148,7 @@ def _loading(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _beside(spec: RunSpec, ranks: Ranks, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
+def _beside(spec: RunSpec, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
     """A model of its own path, or the policy's once more."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
     model = load_beside(path or model_path, tokenizer, key=key, revision=revision, **_loading(spec))

@@ -27,6 +27,7 @@ def save(ranks: Ranks, root: str) -> list[str]:
 
     checkpoint._hash_and_sync = noted
     nothing = SimpleNamespace(
+        is_ahead=False,
         drain=lambda: None,
         save=lambda *_: None,
         save_pretrained=lambda directory: (directory / "t").write_text(""),

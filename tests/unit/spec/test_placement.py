@@ -148,8 +148,19 @@ def test_an_unknown_size_is_no_error() -> None:
     assert errors(placement) == {}
 
 
-def test_the_dry_run_plans_for_a_machine(capsys: Any) -> None:
-    train = ["train", "-p", "qwen2.5-7b", "-p", "8gpu", "-p", "rloo-seq-is", "--dry-run"]
+def test_the_dry_run_plans_for_a_machine(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("rlctl.cli.dry_run"), "check_inputs", lambda spec: [])
+    train = [
+        "train",
+        "-p",
+        "qwen2.5-7b",
+        "-p",
+        "8gpu",
+        "-p",
+        "rloo-seq-is",
+        "data.train_files=x",
+        "--dry-run",
+    ]
     assert run([*train, "--machine", "8xh100"]) == 0
     out = capsys.readouterr().out
     for words in (
@@ -174,7 +185,7 @@ def test_a_start_that_cannot_fit_is_refused_with_exit_code_4(
     monkeypatch.setattr(import_module("rlctl.train.preflight"), "check_inputs", lambda spec: [])
     given = ["model.path=Qwen/Qwen2.5-7B", "data.train_files=x", "engine.dtype=bf16", "rollout.name=vllm"]
     assert run(["train", *given]) == 4
-    assert "held always, a GPU of this machine has 23.6 GiB" in capsys.readouterr().err
+    assert "50% of a GPU of 23.6 GiB does not hold the weights" in capsys.readouterr().err
 
 
 def test_this_machine_has_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

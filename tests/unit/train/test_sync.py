@@ -12,6 +12,7 @@ from rlctl.engine.frozen import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
@@ -51,7 +52,7 @@ def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, Pl
         spec=load_spec([], [], [*LORA, *overrides]).spec,
         ranks=ALONE,
         train_prompts=Prompts(range(6)),
-        rollout=engine,
+        rollout=LockedRollout(engine, EngineLock(), first=True),
         actor=SimpleNamespace(policy=lambda batch: SimpleNamespace(log_probs=policy.log_probs(batch))),
         base=frozen(random_model(1)),
     )

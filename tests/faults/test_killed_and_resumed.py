@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import time
@@ -232,12 +234,13 @@ def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
 def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = running(run, "trainer.n_gpus_per_node=2", "trainer.hang_timeout=20s")
-    found = [process for process in job.family() if "spawn_main" in " ".join(process.cmdline())]
-    ranks = sorted(found, key=lambda process: process.pid)  # in the order in which they were started
-    ranks[1].suspend()
+    beat = run / ".ranks" / "00001.json"
+    job.wait_for(beat.exists)
+    pid = json.loads(beat.read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
     assert job.wait(170) == 1
     assert "nothing has happened for" in job.output
-    assert f"waiting for rank 1 (pid {ranks[1].pid} on " in job.output
+    assert f"waiting for rank 1 (pid {pid} on " in job.output
     assert "stopped or cannot be reached" in job.output
     assert "Thread 0x" in (run / "stacks-rank0.txt").read_text()
     assert "Traceback" not in job.output

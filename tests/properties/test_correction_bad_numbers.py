@@ -160,7 +160,7 @@ def test_half_precision_log_probs_are_refused(dtype: torch.dtype) -> None:
 def test_wrong_inputs_are_refused() -> None:
     batch = make_batch(1)
     rules = CorrectionRules(WeightRule("token"), RULES)
-    with pytest.raises(ValueError, match="needs advantages"):
+    with pytest.raises(ValueError, match="needs `advantages`"):
         correct(batch.log_probs, batch.rollout_log_probs, batch.mask, rules)
     with pytest.raises(ValueError, match="shapes differ"):
         correct(

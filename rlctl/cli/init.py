@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
 
 #: Cards with at least this much memory, in GiB, and the preset for one of them; the largest first.
-_ONE_GPU = ((130, "1xh200"), (75, "1gpu-80gb"), (0, "1gpu-lora"))
+_ONE_GPU = ((130, "1xh200"), (75, "1gpu-80gb"), (44, "1gpu-lora"), (0, "1gpu-24gb"))
 _WIDTH = 100
 
 

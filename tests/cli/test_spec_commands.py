@@ -55,7 +55,13 @@ def test_init_writes_the_spec_of_its_answers(
 
 @pytest.mark.parametrize(
     ("gpus", "gib", "preset"),
-    [(1, 24.0, "1gpu-lora"), (1, 80.0, "1gpu-80gb"), (1, 141.0, "1xh200"), (4, 80.0, "8gpu")],
+    [
+        (1, 24.0, "1gpu-24gb"),
+        (1, 47.4, "1gpu-lora"),
+        (1, 80.0, "1gpu-80gb"),
+        (1, 141.0, "1xh200"),
+        (4, 80.0, "8gpu"),
+    ],
 )
 def test_init_chooses_hardware(gpus: int, gib: float, preset: str) -> None:
     assert init_module._hardware(gpus, gib) == preset

@@ -20,7 +20,7 @@ from rlctl.spec.memory import memory_total
 from rlctl.spec.model_size import model_size
 from rlctl.spec.placement import Placement
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import check_inputs
+from rlctl.train.preflight import check_disk, check_inputs
 from rlctl.user_code import is_file_function
 
 
@@ -52,6 +52,8 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     _print_values(loaded, console, show_all=show_all)
     unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
     unusable += placement.problems()
+    if machine is None:  # disks are cleared and changed: refused at the start only
+        unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
     if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)

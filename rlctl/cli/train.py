@@ -126,14 +126,14 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
     from rlctl.spec.machine import this_machine
     from rlctl.spec.model_size import model_size
     from rlctl.spec.placement import Placement
-    from rlctl.train.preflight import check_inputs
+    from rlctl.train.preflight import check_disk, check_inputs
 
     found = [*loaded.warnings, *check_inputs(loaded.spec)]
     if any(problem.severity == "error" for problem in found):
         raise SpecError(found)
     print_problems(found)
-    lacking = Placement(loaded.spec, model_size(loaded.spec.model), this_machine()).problems()
-    for problem in lacking:
+    placement = Placement(loaded.spec, model_size(loaded.spec.model), this_machine())
+    for problem in [*placement.problems(), *check_disk(loaded.spec)]:
         if problem.severity == "error":
             raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
         print_problems([problem])

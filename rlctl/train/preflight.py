@@ -22,8 +22,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
-    """Every local model, data file and reward file of `spec` that cannot be used, not hub ids; and a disk
-    without room for checkpoints: a warning where one fits and not all."""
+    """Every local model, data file and reward file of `spec` that cannot be used, not hub ids."""
     checks: list[tuple[str, Callable[[], None]]] = []
     if not spec.is_embedded:
         checks.append(("model.path", lambda: _check_model(spec.model.path, needs_tokenizer=True)))
@@ -37,7 +36,7 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         file = term.name.rpartition(":")[0]
         if file and not matches(file):
             checks.append((of_rewards, lambda file=file: _refuse(f"no such file: {file}")))  # type: ignore[misc]
-    return [problem for key, check in checks for problem in _problem_of(key, check)] + _check_disk(spec)
+    return [problem for key, check in checks for problem in _problem_of(key, check)]
 
 
 def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
@@ -73,7 +72,8 @@ def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
         )
 
 
-def _check_disk(spec: RunSpec) -> list[Problem]:
+def check_disk(spec: RunSpec) -> list[Problem]:
+    """A disk without room for checkpoints: a warning where one fits and not all that are kept."""
     needed = checkpoint_bytes(spec)
     place = Path(spec.trainer.run_dir or "runs").expanduser().absolute()
     there = next(path for path in (place, *place.parents) if path.exists())

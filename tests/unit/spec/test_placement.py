@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -186,6 +187,19 @@ def test_a_start_that_cannot_fit_is_refused_with_exit_code_4(
     given = ["model.path=Qwen/Qwen2.5-7B", "data.train_files=x", "engine.dtype=bf16", "rollout.name=vllm"]
     assert run(["train", *given]) == 4
     assert "50% of a GPU of 23.6 GiB does not hold the weights" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_a_warning_of_the_dry_run_and_refuses_the_start(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1))
+    assert run(["train", "--dry-run"]) == 0
+    assert "GiB are free" in capsys.readouterr().out
+    assert run(["train", "--dry-run", "--machine", "1xh100"]) == 0
+    assert "GiB are free" not in capsys.readouterr().out
+    assert run(["train"]) == 4
+    assert "GiB are free" in capsys.readouterr().err
 
 
 def test_this_machine_has_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -13,7 +13,7 @@ from rlctl.errors import RunFailure
 from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.load import load_spec
 from rlctl.train import saving
-from rlctl.train.preflight import check_inputs
+from rlctl.train.preflight import check_disk
 from rlctl.train.saving import Saver
 from rlctl.train.summary import best_validation
 
@@ -100,7 +100,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     for free, word in ((needed - 1, "error"), (needed + 1, "warning"), (9 * needed, None)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert [problem.severity for problem in check_inputs(run.spec)] == ([word] if word else [])
+        assert [problem.severity for problem in check_disk(run.spec)] == ([word] if word else [])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(RunFailure, match="no room for the checkpoint of step 7"):
         saving._require_space(run, 7)

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -127,18 +129,23 @@ def look(one: Planned, directory: Path, rldoctor: Path | None) -> Run:
     where = run_dir(directory, one.number)
     log = read_run(where / "metrics.jsonl", metrics_read())
     then = [upto(log, step) for step in LOOKS]
-    ahead = [forecasts(run) for run in then]
+    every = [forecasts(run, min(STRICTNESS)) for run in then]
+    ahead = [_sure(found, forecast_module.SLOPE_ERRORS) for found in every]
     said: dict[str, list[list[tuple[str, Any]]]] = {
         "forecast": [_before_the_end(found) for found in ahead],
         "rules": [[(f.rule, f.severity) for f in examine(run).findings] for run in then],
     }
     for strict in STRICTNESS:
-        with patch.object(forecast_module, "SLOPE_ERRORS", strict):
-            said[f"forecast {strict:g}"] = [_before_the_end(forecasts(run)) for run in then]
+        said[f"forecast {strict:g}"] = [_before_the_end(_sure(found, strict)) for found in every]
     if rldoctor is not None:
         said["rldoctor"] = _remembered(where / "rldoctor.json", lambda: _theirs(where, rldoctor))
     collapse = collapse_of(log)
     return Run(one, log, collapse, said, ahead)
+
+
+def _sure(found: Iterable[forecast_module.Forecast], errors: float) -> tuple[forecast_module.Forecast, ...]:
+    """Those whose slope is so many standard errors from 0."""
+    return tuple(one for one in found if one.slope_errors >= errors)
 
 
 def _before_the_end(found: Iterable[forecast_module.Forecast]) -> list[tuple[str, Any]]:
@@ -333,14 +340,18 @@ def _coverage_table(parts: dict[str, list[Run]]) -> str:
 
 #: `on_forecast` of the repetitions: the rules alone, and with forecasts.
 ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2)
+#: Runs of the plan that are repeated at most, the first ones.
+REPEATED = 12
 
 
 def repetitions(runs: Iterable[Run], directory: Path) -> list[tuple[Planned, Path]]:
     """Slow collapses, and the runs that collapsed after a forecast, with guardrails that act."""
-    again = [slow(seed) for seed in SLOW_SEEDS]
-    for run in runs:
-        if run.collapse is not None and any(step < run.collapse for step in alarmed(run, "forecast")):
-            again.append(run.planned)
+    forecast_in_time = [
+        run.planned
+        for run in runs
+        if run.collapse is not None and any(step < run.collapse for step in alarmed(run, "forecast"))
+    ]
+    again = [slow(seed) for seed in SLOW_SEEDS] + forecast_in_time[:REPEATED]
     return [
         (guarded(one, arm), directory / "guarded" / f"{one.number:03d}-{arm}")
         for one in again
@@ -375,9 +386,14 @@ def main() -> None:
     until = time.time() + 60 * options.minutes
     train_missing(((planned(i), run_dir(options.directory, i)) for i in range(options.runs)), until)
     runs = []
-    for one in finished(options.directory):
-        runs.append(look(one, options.directory, options.rldoctor))
-        print(one.number, one.cause, one.detail, "collapse:", runs[-1].collapse, file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for run in pool.map(
+            partial(look, directory=options.directory, rldoctor=options.rldoctor),
+            finished(options.directory),
+        ):
+            runs.append(run)
+            one = run.planned
+            print(one.number, one.cause, one.detail, "collapse:", run.collapse, file=sys.stderr, flush=True)
     wanted = repetitions(runs, options.directory)
     train_missing(wanted, until)
     missing = {one.number for one, where in wanted if not (where / "done").exists()}

@@ -103,26 +103,26 @@ def planned(number: int) -> Planned:
             "decaying rate": ("actor.lr_scheduler_type=linear",),
         }.get(variant, ())
     elif cause == "rate":
-        lr, updates = 1e-3 * 10**one, 4
-        more, detail = ("actor.lr_warmup_steps=50",), f"{lr:.1e} after 50"
+        lr = 6e-4 * 4**one
+        more, detail = ("actor.lr_warmup_steps=70",), f"{lr:.1e} after 70"
     elif cause == "staleness":
-        late, lr = int(3 + 14 * one), 3e-4 * 5**two
+        late, lr = int(3 + 14 * one), 2e-4 * 3.5**two
         more, detail = (f"rollout.staleness={late}",), f"{late} batches, {lr:.1e}"
     elif cause == "temperature" and count % 3:
-        slope = 0.004 * 12**one
+        slope = 0.03 * 10**one
         patch, detail = ("heating", slope), f"+{slope:.3f} a step"
     elif cause == "temperature":
-        patch, detail = ("heated", 1.1 + 0.9 * one), f"{1.1 + 0.9 * one:.2f}"
+        patch, detail = ("heated", 1.3 + 1.2 * one), f"{1.3 + 1.2 * one:.2f}"
     elif cause == "precision":
-        levels, lr = float(3 + int(8 * one)), 3e-4 * 5**two
+        levels, lr = float(2 + int(7 * one)), 1.5e-4 * 4**two
         more, patch = ("rollout.dtype=int8",), ("coarse", levels)
         detail = f"±{levels:g} levels, {lr:.1e}"
     elif cause == "gaming":
-        lr = 1e-4 * 6**one
+        lr = 1.5e-5 * 5**one
         grader, what = ((_GAMEABLE, "digit"), (_LONGER, "length"))[count % 2]
         detail = f"{what}, {lr:.1e}"
     elif count % 2:
-        coefficient = 0.01 * 20**one
+        coefficient = 0.04 * 4**one
         more, detail = (f"actor.entropy_coeff={coefficient:.4f}",), f"bonus {coefficient:.2f}"
     else:
         coefficient = 0.05 * 20**one

@@ -13,7 +13,7 @@ where the band never meets the level, and none further ahead than the trend reac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,6 +76,7 @@ class Forecast:
         step: at which the line reaches the level.
         low, high: steps within which it does with a probability of `COVERAGE`.
         scale: on which the trend is straight: `linear`, `log` or `logit`.
+        slope_errors: the slope in standard errors; how sure it is that there is a trend.
     """
 
     level: Level
@@ -86,6 +87,7 @@ class Forecast:
     low: int
     high: int
     scale: str
+    slope_errors: float = field(compare=False)
 
     def __str__(self) -> str:
         """One sentence."""
@@ -97,9 +99,9 @@ class Forecast:
         )
 
 
-def forecasts(run: RunLog) -> tuple[Forecast, ...]:
+def forecasts(run: RunLog, slope_errors: float = SLOPE_ERRORS) -> tuple[Forecast, ...]:
     """Every metric that is on its way to its critical level, the soonest first."""
-    each = (forecast(run.table.series(level.key), level) for level in levels_of(run))
+    each = (forecast(run.table.series(level.key), level, slope_errors) for level in levels_of(run))
     now = run.table.steps[-1]  # a metric that is logged no more has no future
     return tuple(sorted((one for one in each if one and one.step >= now), key=lambda one: one.step))
 
@@ -121,14 +123,20 @@ def levels_of(run: RunLog) -> Iterator[Level]:
         yield Level(SCORE, floor, is_floor=True, bounds=span)
 
 
-def forecast(series: Series, level: Level) -> Forecast | None:
-    """When the series reaches the level; None where it has no trend towards it, or is past it."""
+def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -> Forecast | None:
+    """When the series reaches the level; None where it has no trend towards it, or is past it.
+
+    Args:
+        series: of one metric.
+        level: its critical level.
+        slope_errors: standard errors by which the slope must differ from 0.
+    """
     from scipy.stats import t
 
     values, count = np.abs(series.values) if level.is_absolute else series.values, len(series)
     if count < MIN_VALUES:
         return None
-    newest = float(np.median(values[-th.MIN_STEPS :]))
+    newest = _median(values[-th.MIN_STEPS :])
     if newest <= level.value if level.is_floor else newest >= level.value:
         return None
     ahead = (series.steps - series.steps[-1]).astype(np.float64)
@@ -145,7 +153,7 @@ def forecast(series: Series, level: Level) -> Forecast | None:
     if not lines:
         return None
     line, scale, target = min(lines, key=lambda one: one[0].bend)
-    if abs(line.slope) < SLOPE_ERRORS * line.slope_error:
+    if abs(line.slope) < slope_errors * line.slope_error:
         return None
     found = line.reaches(target, float(t.ppf(0.5 + COVERAGE / 2.0, line.points - 2)))
     if found is None or found[0] > -REACH * ahead[-count]:
@@ -153,7 +161,14 @@ def forecast(series: Series, level: Level) -> Forecast | None:
     last = int(series.steps[-1])
     low, middle, high = (last + steps for steps in (np.floor(found[1]), round(found[0]), np.ceil(found[2])))
     first = int(series.steps[-count])
-    return Forecast(level, newest, first, last, int(middle), int(low), int(high), scale)
+    sure = abs(line.slope) / max(line.slope_error, 1e-300)
+    return Forecast(level, newest, first, last, int(middle), int(low), int(high), scale, sure)
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """`np.median` of few values, several times faster."""
+    ordered, middle = np.sort(values), len(values) // 2
+    return float(ordered[middle] if len(values) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle]))
 
 
 def _scales(values: NDArray[np.float64], level: Level) -> Iterator[tuple[str, NDArray[np.float64], float]]:
@@ -198,14 +213,14 @@ class _Line:
         """Fit (M,) values, M ≥ `MIN_VALUES`; of many values the medians of blocks."""
         if len(x) > MAX_POINTS:
             parts = np.array_split(np.arange(len(x)), MAX_POINTS)
-            x, y = (np.array([np.median(of[part]) for part in parts]) for of in (x, y))
+            x, y = (np.array([_median(of[part]) for part in parts]) for of in (x, y))
         slope, slope_error, now, error = _theil_sen(x, y)
         half, newest = len(x) // 2, max(3, len(x) // 6)
         halves = [_theil_sen(x[part], y[part]) for part in (slice(half), slice(-half, None))]
         # The noise of the better half: a line through what is no line leaves large residuals.
         half_error, half_center_error = (min(half[i] for half in halves) for i in (1, 3))
         off = [(abs(part_slope - slope), half_error) for part_slope, *_ in halves]
-        rest = float(np.median(y[-newest:] - slope * x[-newest:])) - now
+        rest = _median(y[-newest:] - slope * x[-newest:]) - now
         length = float(x[-1] - x[0])
         off.append((abs(rest) / length, 1.25 * half_center_error * np.sqrt(half / newest) / length))
         ease = OFF_LINE_SHARE * abs(slope)
@@ -232,12 +247,12 @@ class _Line:
 def _theil_sen(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
     """Slope and its standard error; the line at x = 0; the standard error of its value in the middle."""
     left, right = np.triu_indices(len(x), 1)
-    slope = float(np.median((y[right] - y[left]) / (x[right] - x[left])))
+    slope = _median((y[right] - y[left]) / (x[right] - x[left]))
     rest = y - slope * x
-    now = float(np.median(rest))
+    now = _median(rest)
     rest -= now
     count = len(x)
-    noise = 1.4826 * float(np.median(np.abs(rest))) * (1.0 + 2.0 / count)
+    noise = 1.4826 * _median(np.abs(rest)) * (1.0 + 2.0 / count)
     signs = np.sign(rest)
     rho = float(np.sin(np.pi / 2.0 * np.mean(signs[1:] * signs[:-1]))) + 2.0 / count
     rho = min(max(rho, 0.0), 0.9)

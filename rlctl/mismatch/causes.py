@@ -108,7 +108,7 @@ def _described(found: Examination, factor: Factor, value: str) -> Cause:
         ),
         "rows": Cause(
             "batch size",
-            f"prompts are run one by one, in the trainer together with padding, {rounded}",
+            f"prompts are run one by one, in the trainer together, {rounded}",
             _ROUNDING_FIX,
             _FINER,
         ),

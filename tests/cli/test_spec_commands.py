@@ -135,7 +135,10 @@ def test_a_piped_list_is_not_wrapped(capsys: Capture, monkeypatch: pytest.Monkey
     ("words", "expected"),
     [
         ("rlctl train -p rloo", {"rloo-seq-is", "rloo-uncorrected"}),
-        ("rlctl train actor.lr_", {"actor.lr_scheduler_type=", "actor.lr_warmup_steps="}),
+        (
+            "rlctl train actor.lr_",
+            {"actor.lr_ess_scaling=", "actor.lr_scheduler_type=", "actor.lr_warmup_steps="},
+        ),
         ("rlctl explain data.tra", {"data.train_files", "data.train_batch_size"}),
         ("rlctl presets show embed", {"embedded"}),
         ("rlctl watch runs/p/", {"runs/p/a"}),

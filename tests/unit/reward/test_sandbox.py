@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def test_output_and_files_are_limited():
 
 @needs_landlock
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
-    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     output("open('left', 'w').write('x')")
     run_program("open('left', 'w').write('x')\nwhile True: pass", Limits(0.5, 256))
     assert list(tmp_path.iterdir()) == []

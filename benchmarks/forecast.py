@@ -341,7 +341,7 @@ def _coverage_table(parts: dict[str, list[Run]]) -> str:
 #: `on_forecast` of the repetitions: the rules alone, and with forecasts.
 ARMS, SLOW_SEEDS = ("warn", "scale_lr", "checkpoint_and_stop"), (1, 2)
 #: Runs of the plan that are repeated at most, the first ones.
-REPEATED = 12
+REPEATED = 3
 
 
 def repetitions(runs: Iterable[Run], directory: Path) -> list[tuple[Planned, Path]]:

@@ -33,7 +33,7 @@ MIN_VALUES, MAX_POINTS = 12, 24
 #: Probability that the level is reached within the interval.
 COVERAGE = 0.8
 #: Standard error of the future slope as a share of the slope, and the standard errors by which a slope must
-#: differ from 0. The first is fitted to runs (docs/explanation/forecast-validation.md), on development causes.
+#: differ from 0. The first is fitted to development runs, see docs/explanation/forecast-validation.md.
 SLOPE_WANDER, SLOPE_ERRORS = 0.65, 4.0
 #: Standard errors that a half's slope and the newest values may be off the line; a share of the slope may
 #: always.

@@ -47,7 +47,7 @@ def model_card(run_dir: Path, step: int) -> str:
     parts = [
         f"---\n{yaml.safe_dump(about, sort_keys=False)}---",
         f"# {_text(base or Path(spec.model.path).name)}, trained by reinforcement learning",
-        f"Trained with [rlctl](https://pypi.org/project/rlctl/) for {trained}: preset "
+        f"Trained with rlctl for {trained}: preset "
         f"{_text(state.preset or 'none')}, advantages {spec.algorithm.adv_estimator}, "
         f"learning rate {spec.actor.lr:g}, seed {spec.trainer.seed}.",
         "## Data",

@@ -53,11 +53,7 @@ def cached_directory(entry: Path, build: Callable[[Path], None], *, what: str) -
         what = f"another process has been building {what} for {_LOCK_TIMEOUT_MINUTES} minutes"
         raise RunFailure(what, where=f"{entry}.lock") from error
     except OSError as error:
-        raise EnvironmentFailure(
-            f"{what} cannot be cached: {error.strerror or error}",
-            where=str(entry.parent),
-            fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
-        ) from error
+        raise cache_failure(f"{what} cannot be cached", entry.parent, error) from error
     return entry
 
 
@@ -88,7 +84,16 @@ def _is_complete(entry: Path) -> bool:
 
 def _fingerprint(path: Path) -> str:
     size = path.stat().st_size
-    return f"{size} bytes" if size > _HASHED else hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{size} bytes" if size > _HASHED else sha256_of(path)
+
+
+def cache_failure(what: str, place: Path, error: OSError) -> EnvironmentFailure:
+    """`what` that could not be written to the cache at `place`."""
+    return EnvironmentFailure(
+        f"{what}: {error.strerror or error}",
+        where=str(place),
+        fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
+    )
 
 
 def sha256_of(path: Path) -> str:

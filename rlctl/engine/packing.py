@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Largest difference the probe may show, relative: room for bfloat16, none for a wrong mask.
+#: Largest difference the probe may show, relative: above the error of bfloat16, below that of a wrong mask.
 _TOLERANCE = 0.05
 
 
@@ -101,18 +101,18 @@ def _units(prompts: list[int], reads: list[int], is_new: list[bool], width: int)
 
 
 def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
-    """Each unit, longest first, in the first bin that has room."""
+    """Each unit, longest first, in the first bin with enough space."""
     bins: list[list[_Unit]] = []
-    room: list[int] = []
+    free: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.length):
-        for place, left in enumerate(room):
+        for place, left in enumerate(free):
             if unit.length <= left:
                 bins[place].append(unit)
-                room[place] -= unit.length
+                free[place] -= unit.length
                 break
         else:
             bins.append([unit])
-            room.append(width - unit.length)
+            free.append(width - unit.length)
     return bins
 
 

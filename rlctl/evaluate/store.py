@@ -19,9 +19,9 @@ from typing import IO, Any, Self
 
 from filelock import FileLock, Timeout
 
-from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.errors import RunFailure
 from rlctl.evaluate.samples import Pair, Response
-from rlctl.files import replacing, write_text
+from rlctl.files import cache_failure, replacing, write_text
 
 DIRECTORY = "evaluations"
 RESPONSES_FILE = "responses.jsonl"
@@ -162,8 +162,4 @@ class ResponseStore:
         try:
             yield
         except OSError as error:
-            raise EnvironmentFailure(
-                f"responses cannot be stored: {error.strerror or error}",
-                where=str(self.directory),
-                fix="free some space there, or set RLCTL_CACHE to a directory that can be written",
-            ) from error
+            raise cache_failure("responses cannot be stored", self.directory, error) from error

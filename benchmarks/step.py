@@ -1,6 +1,7 @@
 """Samples per second and memory of one training step: this project against TRL's RLOOTrainer.
 
     python benchmarks/step.py [--trl-python PYTHON] [--json FILE] [--threads 1] [--rounds 3] [--steps 12]
+    python benchmarks/step.py --llm [--trl-python PYTHON] [--json FILE] [--threads 2] [--rounds 1] [--steps 3]
 
 Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses,
 at most as long as the embedded preset allows, float32 on the CPU, the same attention code, the same
@@ -13,6 +14,10 @@ between the ends of two steps, after warm-up; the figures are medians over all r
 stand beside the wall's, for a machine that is not quiet. Memory: peak resident set of the process,
 and its rise over the level just before the first step.
 
+`--llm`: SmolLM2-135M-Instruct on sums asked in words, as `make train-llm` trains it (16 prompts × 8 responses
+of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), beside TRL's RLOOTrainer
+and GRPOTrainer. The reward is the last number of the response on TRL's side, the grader `maths` on ours.
+
 `--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
 `--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
 larger step (a random model of about ten million parameters, 64 responses of 256 tokens).
@@ -24,6 +29,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,16 +39,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-PROMPTS, SAMPLES = 128, 8
-WARM_UP = 3
+SAMPLES = 8
 SIDES = ("rlctl", "rlctl, 2 updates", "trl")
+LLM_SIDES = ("rlctl", "trl", "trl, GRPO")
 
 
 class Clock(list):
     """Takes the time whenever something is appended: this is how the loop's steps are timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
         super().__init__()
+        self.warm_up = warm_up
         self.times: list[tuple[float, float]] = []
         self.tick()
 
@@ -54,7 +61,7 @@ class Clock(list):
         self.times.append((time.perf_counter(), time.process_time()))
 
     def steps(self) -> dict[str, list[float]]:
-        pairs = list(zip(self.times, self.times[1:], strict=False))[WARM_UP:]
+        pairs = list(zip(self.times, self.times[1:], strict=False))[self.warm_up :]
         return {"wall": [b[0] - a[0] for a, b in pairs], "cpu": [b[1] - a[1] for a, b in pairs]}
 
 
@@ -67,7 +74,9 @@ def memory(key: str) -> float:
 # --- this project ---------------------------------------------------------------------------------
 
 
-def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, Any]:
+def run_rlctl(
+    preset: str, overrides: list[str], *, warm_up: int, steps: int, correction: bool = False
+) -> dict[str, Any]:
     """Train; `correction` adds the seconds spent in it per step."""
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.spec.load import load_spec
@@ -75,19 +84,22 @@ def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, A
     from rlctl.train.loop import train
     from rlctl.train.setup import building
     from rlctl.train.stop import listening
+    from rlctl.train.watchdog import Watchdog
 
-    total = [f"trainer.total_training_steps={steps + WARM_UP}", "trainer.logger=[]"]
-    spec = load_spec(["rloo-seq-is"], [], [*overrides, *total]).spec
+    total = [f"trainer.total_training_steps={steps + warm_up}", "trainer.logger=[]"]
+    spec = load_spec([preset], [], [*overrides, *total]).spec
     spent = time_correction() if correction else []
     ranks = join_ranks()
     with tempfile.TemporaryDirectory() as run_dir, listening() as stop:
-        with building(spec, Path(run_dir), ranks, stop, Startup(is_shown=False), resume=False) as run:
+        watchdog = Watchdog(0, 1, Path(run_dir), timeout_s=1800.0)  # not started
+        startup = Startup(is_shown=False)
+        with building(spec, Path(run_dir), ranks, stop, startup, watchdog, resume=False) as run:
             before = memory("VmRSS")
-            run.history = clock = Clock()
+            run.history = clock = Clock(warm_up)
             train(run)
         leave_ranks()
     phases = {key for key in clock[-1] if key.startswith("timing_s/")}
-    timed = clock[WARM_UP:]
+    timed = clock[warm_up:]
     return {
         **clock.steps(),
         "phases": {key.removeprefix("timing_s/"): [row[key] for row in timed] for key in phases},
@@ -95,7 +107,7 @@ def run_rlctl(overrides: list[str], steps: int, correction: bool) -> dict[str, A
         "rise_mib": memory("VmHWM") - before,
         "mean_length": statistics.fmean(row["response_length/mean"] for row in timed),
         "reward": clock[0]["critic/score/mean"],
-        "correction": sum(spent) / (steps + WARM_UP),
+        "correction": sum(spent) / (steps + warm_up),
     }
 
 
@@ -130,18 +142,25 @@ def time_correction() -> list[float]:
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def run_trl(job: dict[str, Any], steps: int) -> dict[str, Any]:
+def run_trl(job: dict[str, Any], steps: int, is_grpo: bool) -> dict[str, Any]:
     """The same step by TRL; imports nothing of this project, whose dependencies may be missing here."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import RLOOConfig, RLOOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    clock, lengths, means = Clock(), [], []
+    clock, lengths, means = Clock(job["warm_up"]), [], []
+
+    def answer(completion: Any) -> str:
+        """A response in plain text; of a conversation, the last number of the reply."""
+        if isinstance(completion, str):
+            return completion
+        numbers = re.findall(r"-?\d+", completion[-1]["content"])
+        return numbers[-1] if numbers else ""
 
     def exact(
-        completions: list[str], ground_truth: list[str], completion_ids: list[Any], **_: Any
+        completions: list[Any], ground_truth: list[str], completion_ids: list[Any], **_: Any
     ) -> list[float]:
-        scores = [float(a == b) for a, b in zip(completions, ground_truth, strict=True)]
+        scores = [float(answer(a) == b) for a, b in zip(completions, ground_truth, strict=True)]
         lengths.append(statistics.fmean(map(len, completion_ids)))
         means.append(statistics.fmean(scores))
         return scores
@@ -157,25 +176,26 @@ def run_trl(job: dict[str, Any], steps: int) -> dict[str, Any]:
 
     timer = Timer()
     with tempfile.TemporaryDirectory() as output:
-        config = RLOOConfig(
+        config = (GRPOConfig if is_grpo else RLOOConfig)(
             output_dir=output,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
+            per_device_train_batch_size=job["micro_batch"],
+            gradient_accumulation_steps=job["prompts"] * SAMPLES // job["micro_batch"],
             num_generations=SAMPLES,
             max_completion_length=job["max_response_length"],
             temperature=1.0,
             beta=0.0,
             learning_rate=job["lr"],
             lr_scheduler_type="constant",
-            max_steps=steps + WARM_UP,
+            max_steps=steps + job["warm_up"],
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
             model_init_kwargs={"attn_implementation": job["attention"], "dtype": "float32"},
         )
-        trainer = RLOOTrainer(
+        trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
             model=job["model"],
             reward_funcs=exact,
             args=config,
@@ -188,7 +208,7 @@ def run_trl(job: dict[str, Any], steps: int) -> dict[str, Any]:
         **clock.steps(),
         "peak_mib": memory("VmHWM"),
         "rise_mib": memory("VmHWM") - timer.before,
-        "mean_length": statistics.fmean(lengths[WARM_UP:]),
+        "mean_length": statistics.fmean(lengths[job["warm_up"] :]),
         "reward": means[0],
     }
 
@@ -196,23 +216,42 @@ def run_trl(job: dict[str, Any], steps: int) -> dict[str, Any]:
 # --- side by side ---------------------------------------------------------------------------------
 
 
-def describe_job(where: Path) -> Path:
-    """What TRL needs to know, in a file."""
+def describe_job(where: Path, is_llm: bool) -> Path:
+    """What both sides need to know, in a file."""
     import pyarrow.parquet as pq
 
+    from rlctl.named_models import model_directory
     from rlctl.spec.load import load_spec
     from rlctl.tiny.embedded import ensure_embedded
 
-    spec = load_spec(["rloo-seq-is"], [], []).spec
-    task = ensure_embedded(spec.trainer.seed)
-    rows = pq.read_table(task.train_file).to_pylist()
+    overrides: list[str] = []
+    if is_llm:
+        from examples import sums
+        from rlctl.data.write import write_rows
+
+        write_rows(where / "train.parquet", "train", sums.rows(sums.split()[0]))
+        preset, overrides = "smollm2-135m-sums", [f"data.train_files={where / 'train.parquet'}"]
+        prompts, micro_batch, warm_up = 16, 32, 1
+    else:
+        preset, prompts, micro_batch, warm_up = "rloo-seq-is", 128, 128 * SAMPLES, 3
+    spec = load_spec([preset], [], overrides).spec
+    task = None if is_llm else ensure_embedded(spec.trainer.seed)
+    rows = pq.read_table(where / "train.parquet" if task is None else task.train_file).to_pylist()
     job = {
-        "model": str(task.model_dir),
+        "model": model_directory(spec.model.path) if task is None else str(task.model_dir),
+        "preset": preset,
+        "overrides": overrides,
+        "prompts": prompts,
+        "micro_batch": micro_batch,
+        "warm_up": warm_up,
         "max_response_length": spec.data.max_response_length,
         "lr": spec.actor.lr,
         "attention": spec.model.attn_implementation,
         "rows": [
-            {"prompt": row["prompt"][0]["content"], "ground_truth": row["reward_model"]["ground_truth"]}
+            {
+                "prompt": row["prompt"] if is_llm else row["prompt"][0]["content"],
+                "ground_truth": row["reward_model"]["ground_truth"],
+            }
             for row in rows
         ],
     }
@@ -235,26 +274,27 @@ def in_a_process(python: str, threads: int, *arguments: str) -> dict[str, Any]:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """All sides in turns; per side the steps of all rounds together."""
     trl = options.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
-    sides = SIDES if trl else SIDES[:2]
+    sides = [x for x in (LLM_SIDES if options.llm else SIDES) if trl or not x.startswith("trl")]
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as where:
-        job = describe_job(Path(where))
+        job = describe_job(Path(where), options.llm)
         for _ in range(options.rounds):
             for side in sides:
-                python = trl if side == "trl" else sys.executable
+                python = trl if side.startswith("trl") else sys.executable
                 arguments = ["--side", side, "--job", str(job), "--steps", str(options.steps)]
                 rounds[side].append(in_a_process(python, options.threads, *arguments))
-    return {side: merged(found) for side, found in rounds.items()}
+        samples = json.loads(job.read_text())["prompts"] * SAMPLES
+    return {side: merged(found, samples) for side, found in rounds.items()}
 
 
-def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps of all rounds."""
+def merged(rounds: list[dict[str, Any]], samples: int) -> dict[str, Any]:
+    """Medians over the steps of all rounds; `samples` in a step."""
     found = {key: statistics.median(x for one in rounds for x in one[key]) for key in ("wall", "cpu")}
     found |= {
         key: statistics.median(one[key] for one in rounds)
         for key in ("peak_mib", "rise_mib", "mean_length", "reward")
     }
-    found["samples_per_s"] = PROMPTS * SAMPLES / found["wall"]
+    found["samples_per_s"] = samples / found["wall"]
     if "phases" in rounds[0]:
         found["phases"] = {
             phase: statistics.median(x for one in rounds for x in one["phases"][phase])
@@ -270,7 +310,7 @@ def show(report: dict[str, Any]) -> None:
     for side, x in report.items():
         if side != "ratio":
             print(
-                f"{side:>18}{x['samples_per_s']:10.0f}{x['wall']:10.3f}{x['cpu']:10.3f}{x['peak_mib']:10.0f}"
+                f"{side:>18}{x['samples_per_s']:10.1f}{x['wall']:10.3f}{x['cpu']:10.3f}{x['peak_mib']:10.0f}"
                 f"{x['rise_mib']:10.0f}{x['mean_length']:10.2f}{x['reward']:10.2f}"
             )
     for side, ratios in report.get("ratio", {}).items():
@@ -290,7 +330,8 @@ def ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
             "speed by CPU seconds": trl["cpu"] / report[side]["cpu"],
             "peak memory": report[side]["peak_mib"] / trl["peak_mib"],
         }
-        for side in SIDES[:2]
+        for side in report
+        if not side.startswith("trl")
     }
 
 
@@ -338,8 +379,9 @@ def larger_model(where: Path) -> list[str]:
 def correction_share(options: argparse.Namespace) -> dict[str, Any]:
     report = {}
     with tempfile.TemporaryDirectory() as where:
+        job = ["--job", str(describe_job(Path(where), is_llm=False))]
         cases: list[tuple[str, list[str]]] = [
-            *((side, ["--side", side, "--steps", str(options.steps)]) for side in SIDES[:2]),
+            *((side, ["--side", side, "--steps", str(options.steps), *job]) for side in SIDES[:2]),
             ("larger", ["--side", SIDES[0], "--steps", "2", "--larger", where]),
         ]
         for name, case in cases:
@@ -362,14 +404,17 @@ def correction_share(options: argparse.Namespace) -> dict[str, Any]:
 
 def one_side(options: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own."""
-    if options.side == "trl":
-        return run_trl(json.loads(options.job.read_text()), options.steps)
+    timing = {"steps": options.steps, "correction": options.correction}
     if options.larger:
-        overrides = larger_model(options.larger)
-    else:
-        overrides = [f"actor.ppo_mini_batch_size={PROMPTS // (2 if '2' in options.side else 1)}"]
-        overrides.append(f"actor.ppo_micro_batch_size_per_gpu={PROMPTS * SAMPLES}")
-    return run_rlctl(overrides, options.steps, options.correction)
+        return run_rlctl("rloo-seq-is", larger_model(options.larger), warm_up=3, **timing)
+    job = json.loads(options.job.read_text())
+    if options.side.startswith("trl"):
+        return run_trl(job, options.steps, is_grpo="GRPO" in options.side)
+    prompts, micro_batch = job["prompts"], job["micro_batch"]
+    updates = 2 if "2" in options.side else 1
+    overrides = [f"actor.ppo_mini_batch_size={prompts // updates}"]
+    overrides.append(f"actor.ppo_micro_batch_size_per_gpu={micro_batch}")
+    return run_rlctl(job["preset"], [*job["overrides"], *overrides], warm_up=job["warm_up"], **timing)
 
 
 def main() -> None:
@@ -379,6 +424,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
+    parser.add_argument("--llm", action="store_true", help="SmolLM2-135M instead of the embedded model")
     parser.add_argument("--correction", action="store_true", help="the correction's share instead of TRL")
     for hidden in ("--side", "--answer"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -64,7 +64,7 @@ def mismatch(
         MismatchFormat, typer.Option("--format", help="For people or for programs.")
     ] = MismatchFormat.TEXT,
 ) -> None:
-    """EngineSample with the rollout engine, score with the trainer, and find out why the two differ.
+    """Sample with the rollout engine, score with the trainer, and find out why the two differ.
 
     rlctl diagnose mismatch --model Qwen/Qwen2.5-0.5B-Instruct --engine vllm --engine-dtype bf16
 

@@ -1,0 +1,213 @@
+"""The gap between engine and trainer on a real language model, over response lengths 16 to 512.
+
+    python benchmarks/mismatch_length.py [--out FILE.json] [--plot FILE.svg] [--n 4] [--threads 2]
+
+SmolLM2-135M-Instruct answers the built-in questions of `rlctl diagnose mismatch`, `--n` times each, at
+temperature 1, up to 512 tokens. Every engine samples once; the trainer scores the same tokens in fp32 and in
+bf16 with the code that training runs. Statistics at length T are those of the first T tokens of the responses
+that have as many, so that every sequence at T is as long. Beside the measured sequence ESS stands exp(−T σ²),
+which it would be if the log-ratios of a sequence were independent and normal with the standard deviation σ
+measured at the same T (the mean of exp(2x) is exp(2σ²) there, the squared mean of exp(x) is exp(σ²)).
+
+Classes of tokens, each with its share of Σ r²: what the token is (digits, words, the rest of a word,
+punctuation, white space, end of the response), and how sure the trainer was of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from rlctl.engine.model import load_policy
+from rlctl.mismatch.gap import measure
+from rlctl.mismatch.prompts import as_prompts, question_rows, token_ids
+from rlctl.mismatch.score import EngineSample, VariantScorer
+from rlctl.mismatch.scoring_variant import OWN, SamplingSettings, ScoringVariant
+from rlctl.named_models import model_directory
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import ResponseSampler, Sampling
+from rlctl.rollout.vllm import VLLMRollout
+
+MODEL = "smollm2-135m"
+LENGTHS = (16, 32, 64, 128, 256, 512)
+ENGINES = (("vllm", "fp32", 1.0), ("vllm", "bf16", 1.0), ("hf", "int8", 1.0), ("vllm", "bf16", 0.9))
+SURE = ((0.0, "p < 0.5"), (0.5, "0.5 ≤ p < 0.9"), (0.9, "0.9 ≤ p < 0.99"), (0.99, "p ≥ 0.99"))
+
+
+def token_class(text: str) -> str:
+    """Which class a token is of, by its text."""
+    if not text:
+        return "end or special"
+    stripped = text.strip()
+    if not stripped:
+        return "white space"
+    if stripped.isdigit():
+        return "digit"
+    if any(x.isalpha() for x in stripped):
+        return "start of a word" if text[0].isspace() else "rest of a word"
+    return "punctuation"
+
+
+def started(running: ExitStack, name: str, dtype: Any, model: Any, tokenizer: Any) -> ResponseSampler:
+    """An engine, ended with `running`."""
+    if name == "hf":
+        return HFRollout(model, tokenizer, model.device, dtype=dtype)
+    length = max(map(len, token_ids(question_rows(), tokenizer))) + LENGTHS[-1]
+    engine = VLLMRollout(model_directory(MODEL), tokenizer, dtype=dtype, max_model_len=length)
+    running.callback(engine.close)
+    return engine
+
+
+def sampled(engine: ResponseSampler, model: Any, tokenizer: Any, top_p: float, n: int) -> VariantScorer:
+    """Responses of the engine, ready to be scored by the trainer."""
+    rows = question_rows()
+    own = token_ids(rows, tokenizer)
+    prompts = as_prompts(own, rows, tokenizer.eos_token_id)
+    rollouts = engine.generate(
+        prompts, Sampling(LENGTHS[-1], top_p=top_p), n=n, step_seed=1, num_groups_total=len(rows)
+    )
+    width = rollouts.input_ids.shape[1] - rollouts.responses.shape[1]
+    sample = EngineSample(
+        n=n,
+        prompts=[ids for ids in own for _ in range(n)],
+        responses=rollouts.responses,
+        mask=rollouts.response_mask,
+        reported=rollouts.rollout_log_probs,
+        attended=rollouts.attention_mask[:, width:],
+    )
+    return VariantScorer(model, sample, {OWN: sample.prompts}, {}, tokenizer.eos_token_id)
+
+
+def by_length(trainer: Tensor, engine: Tensor, mask: Tensor) -> list[dict[str, Any]]:
+    """Statistics of the first T tokens of the responses that have as many."""
+    found = []
+    for length in LENGTHS:
+        rows = mask[:, :length].all(1) if mask.shape[1] >= length else torch.zeros(len(mask)).bool()
+        if rows.sum() < 8:
+            break
+        gap = measure(trainer[rows, :length], engine[rows, :length], mask[rows, :length])
+        found.append(
+            {"length": length, "responses": int(rows.sum()), "predicted": math.exp(-length * gap.std**2)}
+            | asdict(gap)
+        )
+    return found
+
+
+def by_class(trainer: Tensor, scorer: VariantScorer, tokenizer: Any) -> dict[str, dict[str, float]]:
+    """Of every class of tokens: its share of the tokens, its share of Σ r², and its mean |r|."""
+    mask, reported = scorer.sample.mask, scorer.sample.reported
+    squared = (trainer - reported)[mask].double() ** 2
+    texts = tokenizer.batch_decode(scorer.sample.responses[mask][:, None], skip_special_tokens=True)
+    kinds = [token_class(text) for text in texts]
+    probability = trainer[mask].exp()
+    sure = [next(name for low, name in reversed(SURE) if p >= low) for p in probability.tolist()]
+    found = {}
+    for names in (kinds, sure):
+        for name in sorted(set(names)):
+            here = torch.tensor([x == name for x in names])
+            found[name] = {
+                "tokens": float(here.double().mean()),
+                "squared": float(squared[here].sum() / squared.sum()),
+                "abs_mean": float(squared[here].sqrt().mean()),
+            }
+    return found
+
+
+def measured(n: int) -> Iterator[dict[str, Any]]:
+    """One record per engine and trainer precision."""
+    model, tokenizer = load_policy(
+        model_directory(MODEL),
+        revision=None,
+        trust_remote_code=False,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+    )
+    model.eval().requires_grad_(False)
+    plain = ScoringVariant(SamplingSettings(1.0))
+    for name, dtype, top_p in ENGINES:
+        with ExitStack() as running:
+            scorer = sampled(started(running, name, dtype, model, tokenizer), model, tokenizer, top_p, n)
+        for precision in ("fp32", "bf16"):
+            trainer = scorer.log_probs(plain if precision == "fp32" else replace(plain, dtype=precision))
+            yield {
+                "engine": f"{name} {dtype}" + (f", top-p {top_p}" if top_p < 1 else ""),
+                "trainer": precision,
+                "lengths": by_length(trainer, scorer.sample.reported, scorer.sample.mask),
+                "classes": by_class(trainer, scorer, tokenizer),
+            }
+
+
+def show(record: dict[str, Any]) -> None:
+    """The record as two tables in Markdown."""
+    print(f"\n**{record['engine']}, trainer {record['trainer']}**\n")
+    print("| T | responses | mean r | σ | k3 | token ESS | sequence ESS | exp(−T σ²) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for x in record["lengths"]:
+        print(
+            f"| {x['length']} | {x['responses']} | {x['mean']:.1e} | {x['std']:.1e} | {x['k3']:.1e} "
+            f"| {x['ess_token']:.4f} | {x['ess_sequence']:.3f} | {x['predicted']:.3f} |"
+        )
+    print("\n| tokens | share of tokens | share of Σ r² | mean \\|r\\| |\n|---|---|---|---|")
+    for name, x in record["classes"].items():
+        print(f"| {name} | {x['tokens']:.1%} | {x['squared']:.1%} | {x['abs_mean']:.1e} |", flush=True)
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Sequence ESS against length, measured and predicted; a panel per precision of the trainer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axis, precision in zip(axes, ("fp32", "bf16"), strict=True):
+        for record in (x for x in records if x["trainer"] == precision):
+            lengths = [x["length"] for x in record["lengths"]]
+            (line,) = axis.plot(
+                lengths, [x["ess_sequence"] for x in record["lengths"]], "o-", label=record["engine"]
+            )
+            axis.plot(lengths, [x["predicted"] for x in record["lengths"]], ":", color=line.get_color())
+        axis.set(
+            xscale="log", xticks=LENGTHS, xlabel="response length (tokens)", title=f"trainer {precision}"
+        )
+        axis.set_xticklabels([str(x) for x in LENGTHS])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("sequence ESS; dotted: exp(−T σ²)")
+    axes[0].set_ylim(0, 1.03)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the figures to this file, JSON")
+    parser.add_argument("--plot", type=Path, help="draw the sequence ESS to this file")
+    parser.add_argument("--n", type=int, default=4, help="responses per question, of which there are 16")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    records = []
+    for record in measured(options.n):
+        records.append(record)
+        show(record)
+        if options.out:
+            options.out.write_text(json.dumps(records, indent=1) + "\n")
+    if options.plot:
+        plot(records, options.plot)
+
+
+if __name__ == "__main__":
+    main()

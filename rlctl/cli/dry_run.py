@@ -64,7 +64,10 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
     """A path that a preset names is an example: only a warning until the run starts."""
     origin = loaded.origins.get(problem.key)
-    return replace(problem, severity="warning") if origin and origin.layer == "preset" else problem
+    if not origin or origin.layer != "preset":
+        return problem
+    fix = f"an example's path: `rlctl presets show {origin.name}` says how to write it; or {problem.key}=FILE"
+    return replace(problem, severity="warning", fix=fix)
 
 
 def show(value: object) -> str:

@@ -5,11 +5,23 @@ The fields check types and ranges themselves. The checks here find mistakes that
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rlctl.errors import Problem
 from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.spec import check_algorithm, check_rollout  # register their checks  # noqa: F401
-from rlctl.spec.check_base import BATCH_KEYS, CHECKS, ESTIMATOR, LEAVE_OUT, Problems, error, reads, warning
+from rlctl.spec.check_base import (
+    BATCH_KEYS,
+    CHECKS,
+    ESTIMATOR,
+    LEAVE_OUT,
+    Problems,
+    error,
+    fitting_batch,
+    reads,
+    warning,
+)
 from rlctl.spec.embedded import PROMPT_LENGTH, RESPONSE_LENGTH
 from rlctl.spec.model import ALL_LINEAR
 from rlctl.spec.parts import param_problems
@@ -20,15 +32,25 @@ from rlctl.user_code import is_file_function
 UNUSUAL_LR = 1e-4
 
 
-def check_spec(spec: RunSpec, *, skip: frozenset[str] = frozenset()) -> list[Problem]:
+def check_spec(
+    spec: RunSpec,
+    *,
+    skip: frozenset[str] = frozenset(),
+    is_meant: Callable[[Problem, tuple[str, ...]], bool] = lambda warning, keys: False,
+) -> list[Problem]:
     """Every contradiction in `spec`, errors and warnings.
 
     Args:
         spec: a validated spec.
         skip: keys without a usable value (they hold defaults now). Checks that read one of them are skipped.
+        is_meant: whether to leave out a warning, given the keys that its check reads.
     """
     return [
-        problem for check, keys in CHECKS.items() if not skip.intersection(keys) for problem in check(spec)
+        problem
+        for check, keys in CHECKS.items()
+        if not skip.intersection(keys)
+        for problem in check(spec)
+        if problem.severity == "error" or not is_meant(problem, keys)
     ]
 
 
@@ -48,13 +70,18 @@ def prompts_are_given(spec: RunSpec) -> Problems:
 @reads("model.path", "data.train_files", "data.max_prompt_length", "data.max_response_length")
 def embedded_task_fits(spec: RunSpec) -> Problems:
     """The lengths of the built-in task are fixed: a shorter limit leaves nothing to train on."""
-    if not spec.is_embedded or spec.data.train_files:
-        return
-    needs = {"max_prompt_length": PROMPT_LENGTH, "max_response_length": RESPONSE_LENGTH}
-    for name, tokens in needs.items():
-        if (limit := getattr(spec.data, name)) < tokens:
+    for name, (limit, tokens) in _lengths(spec).items():
+        if limit < tokens:
             what = f"the built-in task needs {tokens} tokens, the limit is {limit}"
             yield error(f"data.{name}", what, f"set it to {tokens} or more")
+
+
+def _lengths(spec: RunSpec) -> dict[str, tuple[int, int]]:
+    """Key of `data` → its limit in tokens, and what the built-in task needs of it."""
+    is_fixed = spec.is_embedded and not spec.data.train_files
+    needed = (PROMPT_LENGTH, RESPONSE_LENGTH) if is_fixed else (0, 0)
+    limits = {key: getattr(spec.data, key) for key in ("max_prompt_length", "max_response_length")}
+    return {key: (limit, tokens) for (key, limit), tokens in zip(limits.items(), needed, strict=True)}
 
 
 @reads("model.path", "data.val_files", "trainer.test_freq")
@@ -66,7 +93,7 @@ def validation_is_possible(spec: RunSpec) -> Problems:
         yield error("trainer.test_freq", what, "set data.val_files, or test_freq: -1")
     if given and not wanted:
         what = "never read, because trainer.test_freq is -1"
-        yield warning("data.val_files", what, "set trainer.test_freq, for example to 10")
+        yield warning("data.val_files", what, f"set trainer.test_freq: 10, or {LEAVE_OUT}")
 
 
 @reads("trainer.save_freq", "trainer.test_freq")
@@ -92,18 +119,15 @@ def batch_divides(spec: RunSpec) -> Problems:
         faults.append(f"{mini} prompts cannot be shared equally by {world} ranks")
     if not faults:
         return
-    # A value that meets all three, so that correcting one fault makes no other.
-    fits = [size for size in range(world, batch + 1, world) if batch % size == 0]
+    fitting, near = fitting_batch(spec)  # meets all three, so that correcting one fault makes no other
     if key == "data.train_batch_size":
-        fix = f"use a multiple of {world}, for example {-(-batch // world) * world}"
-    elif fits:
-        near = min(fits, key=lambda size: abs(size - mini))
+        fix = f"use a multiple of {world}, for example {fitting}"
+    elif fitting == batch:
         of_world = f" that is a multiple of {world}" if world > 1 else ""
         fix = f"use a divisor of {batch}{of_world}, for example {near}"
     else:
-        whole = -(-batch // world) * world
-        fix = f"no value fits {batch} prompts on {world} ranks: set data.train_batch_size to a multiple of "
-        fix += f"{world} too, for example {whole} with mini-batches of {world}"
+        fix = f"set data.train_batch_size: {fitting} and actor.ppo_mini_batch_size: {near}: no value fits "
+        fix += f"{batch} prompts on {world} ranks"
     for what in faults:
         yield error(key, what, fix)
 
@@ -167,7 +191,8 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
         yield error("model.target_modules", what, "name layers, or write all-linear")
     if not model.lora_rank and model.target_modules != [ALL_LINEAR]:
         what = "has no effect: model.lora_rank is 0, all weights are trained"
-        yield warning("model.target_modules", what, "set model.lora_rank, 16 for example")
+        fix = f"{LEAVE_OUT}, or set model.lora_rank: 16" if model.target_modules else LEAVE_OUT
+        yield warning("model.target_modules", what, fix)
 
 
 @reads("engine.offload_base", "engine.zero_stage", "model.lora_rank", "rollout.name", "rollout.merge_lora")
@@ -176,22 +201,28 @@ def base_can_be_offloaded(spec: RunSpec) -> Problems:
     if not spec.engine.offload_base:
         return
     if not (spec.syncs_adapter and not spec.has_rollout_servers and spec.rollout.free_cache_engine):
-        what = "only frozen weights can lie on the host while a colocated vLLM samples with the adapter"
-        fix = "set model.lora_rank and rollout.name=vllm, leave merge_lora and free_cache_engine as they are"
-        yield error("engine.offload_base", what, fix)
+        what = (
+            "only frozen weights can lie on the host, while a colocated vLLM samples with the adapter: this "
+        )
+        what += "needs model.lora_rank, rollout.name: vllm, and merge_lora and free_cache_engine as they are"
+        yield error("engine.offload_base", what, LEAVE_OUT)
     elif spec.engine.zero_stage == 3:
-        what = "ZeRO-3 moves weights itself"
-        yield error("engine.offload_base", what, "set engine.zero_stage to 2 or less, or engine.offload: all")
+        what = "ZeRO-3 moves weights itself; engine.offload: all puts them on the host"
+        can_be_lower = spec.engine.offload != "all"
+        yield error("engine.offload_base", what, f"{LEAVE_OUT}{', or set zero_stage: 2' * can_be_lower}")
 
 
-@reads("engine.offload", "engine.zero_stage")
+@reads("engine.offload", "engine.zero_stage", "engine.offload_base")
 def offload_has_a_stage(spec: RunSpec) -> Problems:
     """DeepSpeed can offload only what a ZeRO stage shards."""
     needs = {"none": 0, "optimizer": 1, "all": 3}[spec.engine.offload]
     if spec.engine.zero_stage < needs:
         what = f"{spec.engine.offload} needs engine.zero_stage {needs} or above"
         what += f", this is {spec.engine.zero_stage}"
-        yield error("engine.offload", what, f"set engine.zero_stage: {max(needs, 2)}")
+        fix = f"set engine.zero_stage: {max(needs, 2)}"
+        if needs == 3 and spec.engine.offload_base:
+            fix = "set engine.offload: optimizer and engine.zero_stage: 2, which offload_base needs"
+        yield error("engine.offload", what, fix)
 
 
 _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
@@ -200,7 +231,7 @@ _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu
 @reads(*_BUDGETS, "data.max_prompt_length", "data.max_response_length")
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must hold the longest prompt with the longest response."""
-    longest = spec.data.max_prompt_length + spec.data.max_response_length
+    longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
     budgets = (spec.actor.ppo_max_token_len_per_gpu, spec.critic.ppo_max_token_len_per_gpu)
     for key, budget in zip(_BUDGETS, budgets, strict=True):
         if budget is not None and budget < longest:

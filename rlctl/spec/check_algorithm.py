@@ -13,10 +13,12 @@ from rlctl.spec.check_base import (
     LOSS,
     Problems,
     error,
+    fitting_batch,
     is_changed,
     reads,
     warning,
 )
+from rlctl.spec.keys import value_of
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.parts import param_problems
 from rlctl.spec.resolve import (
@@ -75,7 +77,7 @@ def weight_band_holds_one(spec: RunSpec) -> Problems:
     lower, upper = correction_rules(correction).weight.band()
     if not lower <= 1.0 <= upper:
         what = f"the band [{lower:g}, {upper:g}] does not contain 1, the weight of on-policy data"
-        yield warning(IS_THRESHOLD_KEY, what, "choose bounds with 1 between them")
+        yield warning(IS_THRESHOLD_KEY, what, "choose bounds with 1 between them, for example 0.5_2.0")
 
 
 @reads(ESTIMATOR, "rollout.n")
@@ -108,7 +110,7 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
     for key, is_set in {"enable": critic.enable is True, "path": critic.path is not None}.items():
         if is_set:
             what = f"the spec names a critic, but {estimator} reads no values"
-            yield error(f"critic.{key}", what, "set algorithm.adv_estimator: gae, or leave it out")
+            yield error(f"critic.{key}", what, f"{LEAVE_OUT}, or set algorithm.adv_estimator: gae")
     if spec.trainer.critic_warmup:
         yield error("trainer.critic_warmup", f"{estimator} has no critic to warm up", LEAVE_OUT)
 
@@ -116,7 +118,7 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
 @reads(ESTIMATOR, "critic.ppo_mini_batch_size", *BATCH_KEYS)
 def critic_batch_is_whole(spec: RunSpec) -> Problems:
     """The actor's mini-batches decide which rank has which rows; the critic's must consist of whole ones."""
-    mini, actor, batch = spec.critic_mini_batch_size, spec.ppo_mini_batch_size, spec.data.train_batch_size
+    mini, (batch, actor) = spec.critic_mini_batch_size, fitting_batch(spec)
     if not spec.trains_critic or not spec.critic.ppo_mini_batch_size:
         return
     if mini % actor or batch % mini:
@@ -159,11 +161,11 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
         yield error("actor.kl_loss_coef", zero, "0.001 is usual")
     if spec.ref.path is not None and not spec.needs_reference:
         what = "a reference policy without a KL penalty is never read"
-        fix = "set actor.use_kl_loss: true or algorithm.use_kl_in_reward: true, or leave it out"
+        fix = f"{LEAVE_OUT}, or set actor.use_kl_loss: true or algorithm.use_kl_in_reward: true"
         yield error("ref.path", what, fix)
     if control.type == "adaptive" and not in_reward:
         what = "an adaptive coefficient controls the KL in the reward, which is off"
-        fix = "set algorithm.use_kl_in_reward: true, or leave it out"
+        fix = f"{LEAVE_OUT}, or set algorithm.use_kl_in_reward: true"
         yield error("algorithm.kl_ctrl.type", what, fix)
     for switch, is_on, keys in (
         ("actor.use_kl_loss", in_loss, ("actor.kl_loss_coef", "actor.kl_loss_type")),
@@ -175,7 +177,7 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
     ):
         for key in keys:
             if not is_on and is_changed(spec, key):
-                fix = f"set {switch}: true, or leave it out"
+                fix = f"{LEAVE_OUT}, or set {switch}: true" if value_of(spec, key) else LEAVE_OUT
                 yield warning(key, f"has no effect: {switch} is false", fix)
     if "rollout_log_probs" in KL_ESTIMATORS.part(spec.algorithm.kl_penalty).needs:
         what = (
@@ -224,7 +226,9 @@ def gspo_clip_is_narrow(spec: RunSpec) -> Problems:
     for key, clip in zip((*_CLIPS, "actor.clip_ratio"), clips, strict=True):
         if clip is not None and clip >= 0.05:
             what = f"{clip:g} bounds a geometric mean over the whole response, which rarely changes that much"
-            yield warning(key, what, "the paper's are 3e-4 below and 4e-4 above")
+            yield warning(
+                key, what, "set actor.clip_ratio_low: 3e-4 and actor.clip_ratio_high: 4e-4, as in the paper"
+            )
 
 
 @reads(_BYPASS, LOSS, _IS)

@@ -44,3 +44,13 @@ def warning(key: str, what: str, fix: str) -> Problem:
 def is_changed(spec: RunSpec, key: str) -> bool:
     """Whether the value at `key` differs from its default."""
     return bool(value_of(spec, key) != value_of(RunSpec(), key))
+
+
+def fitting_batch(spec: RunSpec) -> tuple[int, int]:
+    """Prompts of a batch and of the actor's mini-batch, changed as little as makes both fit the ranks."""
+    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
+    whole = -(-batch // world) * world
+    if not spec.actor.ppo_mini_batch_size:
+        return whole, whole
+    fits = [size for size in range(world, batch + 1, world) if batch % size == 0]
+    return (batch, min(fits, key=lambda size: abs(size - mini))) if fits else (whole, world)

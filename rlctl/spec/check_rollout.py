@@ -59,7 +59,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     validation = spec.rollout.val_kwargs
     if validation.n > 1 and validation.temperature == 0.0:
         what = f"all {validation.n} greedy responses to a validation prompt would be the same (temperature 0)"
-        fix = "sample at a temperature above 0, such as 1.0, or set rollout.val_kwargs.n=1"
+        fix = "use a temperature above 0, for example 1.0, or set rollout.val_kwargs.n: 1"
         yield error("rollout.val_kwargs.temperature", what, fix)
 
 
@@ -79,17 +79,17 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     use_servers = "set rollout.mode: server and rollout.name: vllm"
     if rollout.mode not in engine.modes:
         what = f"{rollout.name} has no mode {rollout.mode}, only {_listed(engine.modes)}"
-        fix = "set rollout.name: vllm, or mode: colocated" if rollout.mode == "server" else "set mode: server"
+        fix = "set mode: colocated, or rollout.name: vllm" if rollout.mode == "server" else "set mode: server"
         yield error("rollout.mode", what, fix)
     if rollout.dtype is not None and rollout.dtype not in engine.dtypes:
         what = f"{rollout.name} samples in {_listed(engine.dtypes)}"
         yield error("rollout.dtype", what, f"write {', '.join(sorted(engine.dtypes))} or null")
     if rollout.tensor_model_parallel_size > 1 and not has_servers:
         what = "an engine over several GPUs needs separate processes"
-        yield error("rollout.tensor_model_parallel_size", what, f"{use_servers}, or 1")
+        yield error("rollout.tensor_model_parallel_size", what, f"use 1, or {use_servers}")
     if rollout.server != ServerSpec() and not has_servers:
         what = "has no effect: no engine runs in a separate process"
-        yield warning("rollout.server", what, f"{use_servers}, or leave it out")
+        yield warning("rollout.server", what, f"{LEAVE_OUT}, or {use_servers}")
     if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
         what = f"not an address of a server: {', '.join(unclear)}"
         yield error("rollout.server.urls", what, "write http://host:port")
@@ -114,14 +114,11 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
     if rollout.staleness:
         what = "rollout.staleness sets the exact age of a batch, rollout.max_staleness the largest"
         yield error("rollout.staleness", what, "set one of them to 0")
-    if rollout.mode in engine.modes and rollout.mode not in engine.samples_while_training:
-        what = (
-            f"{rollout.name}, {rollout.mode}, and the trainer run in turn: it cannot sample during training"
-        )
-        other = (
-            "set rollout.mode: server, or 0" if "server" in engine.samples_while_training else "set it to 0"
-        )
-        yield error("rollout.max_staleness", what, other)
+    if rollout.mode not in engine.samples_while_training:
+        has_servers = "server" in engine.samples_while_training
+        what = f"{rollout.name} and the trainer run in turn: it cannot sample during training"
+        servers = f"rollout.mode: server{'' if has_servers else ' and rollout.name: vllm'}"
+        yield error("rollout.max_staleness", what, f"set it to 0, or {servers}")
 
 
 @reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.server.urls")
@@ -130,7 +127,7 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
     if given and not spec.rollout_engine.takes_engine_kwargs:
         what = f"has no effect: rollout.name is {spec.rollout.name}"
-        yield error(key, what, "set rollout.name: vllm, or leave it out")
+        yield error(key, what, f"{LEAVE_OUT}, or set rollout.name: vllm")
     elif given and spec.rollout.server.urls:
         what = "has no effect on servers that run already"
         yield error(key, what, "start them with these options, and leave it out")
@@ -163,7 +160,10 @@ def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
     """vLLM applies adapters up to a rank; `merge_lora` needs an adapter that vLLM would apply."""
     largest = VLLM_LORA_RANKS[-1]
     if spec.syncs_adapter and spec.model.lora_rank > largest:
-        what, fix = f"vLLM applies adapters up to rank {largest}", "use no more, or rollout.merge_lora: true"
+        what, fix = (
+            f"vLLM applies adapters up to rank {largest}",
+            f"use {largest} or less, or set rollout.merge_lora: true",
+        )
         yield error("model.lora_rank", what, fix)
     elif spec.rollout.merge_lora and not (spec.rollout_engine.applies_adapters and spec.model.lora_rank):
         why = f"{spec.rollout.name} always merges" if spec.model.lora_rank else "model.lora_rank is 0"

@@ -134,7 +134,7 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
             if other is not rule and other.implies(rule, horizon) and is_later:
                 lines.append(
                     f"{rule.name} never rejects anything: {other.name} implies it ({rule.name} accepts all "
-                    f"that {other.name} accepts). Leave one of them out, or change a threshold."
+                    f"that {other.name} accepts). It is only measured."
                 )
                 break
     return lines

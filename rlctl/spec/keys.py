@@ -111,8 +111,30 @@ def advice_for(key: str) -> str | None:
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
             return advice
-    nearest = nearest_key(key)
-    return f"did you mean `{nearest}`?" if nearest else None
+    if nearest := nearest_key(key):
+        return f"did you mean `{nearest}`?"
+    section = key.rpartition(".")[0]
+    if section not in known_sections():
+        return None
+    below = [known.removeprefix(f"{section}.") for known in known_leaves() if known.startswith(f"{section}.")]
+    return f"the keys of `{section}` are {', '.join(below)}"
+
+
+def advice_among(word: str, names: Iterable[str]) -> str:
+    """What to write instead of `word` where only `names` may stand."""
+    near = _closest(word, names, cutoff=0.6)
+    return f"did you mean `{near}`?" if near else f"write one of {', '.join(names)}"
+
+
+def fields_of_items(key: str) -> list[str]:
+    """Names of the fields that each item of the list at `key` has; empty where items are plain values."""
+
+    def items(annotation: Any) -> list[str]:
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            return list(annotation.model_fields)
+        return [name for part in get_args(annotation) for name in items(part)]
+
+    return items(known_leaves()[key].annotation)
 
 
 def nearest_key(key: str) -> str | None:
@@ -130,6 +152,8 @@ def nearest_key(key: str) -> str | None:
     siblings = {known.rpartition(".")[2]: known for known in leaves if known.rpartition(".")[0] == parent}
     if sibling := _closest(leaf, siblings, cutoff=0.6):
         return siblings[sibling]
+    if parent in known_sections():  # the section is right: a key of another one is no typing error
+        return None
     names = {known.rpartition(".")[2]: known for known in leaves}
     return _closest(short, leaves, cutoff=0.75) or names.get(_closest(leaf, names, cutoff=0.75) or "")
 

@@ -23,7 +23,9 @@ from rlctl.spec.check import check_spec
 from rlctl.spec.hardware import native_dtype
 from rlctl.spec.keys import (
     accepts,
+    advice_among,
     advice_for,
+    fields_of_items,
     known_leaves,
     known_sections,
     leaf_of,
@@ -61,6 +63,8 @@ class Origin:
 
 
 DEFAULT = Origin("default")
+#: Layers that nobody asked for.
+_NEUTRAL = {"default", "hardware", "embedded"}
 #: The key whose default depends on the machine.
 _DTYPE = "engine.dtype"
 
@@ -137,11 +141,19 @@ def load_spec(
     problems += _unknown_keys(entries)
     spec, invalid = _validate(known)
     problems += invalid
-    # A contradiction with an unreadable value is not reported.
-    found = check_spec(spec, skip=left_open.union(problem.key for problem in invalid))
     origins = dict.fromkeys(known_leaves(), DEFAULT) | {
         leaf: entry.origin for key, entry in entries.items() if (leaf := leaf_of(key))
     }
+
+    def is_meant(warning: Problem, keys: tuple[str, ...]) -> bool:
+        """What one shipped preset decides by itself, its comments explain: it does not warn about itself."""
+        deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
+        is_shipped = len(deciding) == 1 and deciding <= all_presets().keys()
+        return is_shipped and origins.get(warning.key, DEFAULT).layer in {"preset", "embedded"}
+
+    # A contradiction with an unreadable value is not reported.
+    skip = left_open.union(problem.key for problem in invalid)
+    found = check_spec(spec, skip=skip, is_meant=is_meant)
     problems += [_located(problem, origins) for problem in found]
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
@@ -247,17 +259,22 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
         try:
             return RunSpec.model_validate(_nested(good)), problems
         except ValidationError as error:
-            bad = {_key_of(details["loc"]): details for details in reversed(error.errors())}
+            bad: dict[str, dict[str, Any]] = {}  # key → item of a list, or "" → the first of its errors
+            for details in error.errors():
+                key = _key_of(details["loc"])
+                bad.setdefault(key, {}).setdefault(_within(key, details["loc"]), details)
             if not bad.keys() & good.keys():  # a broken default is a bug
                 raise
             for key in sorted(bad, key=list(known_leaves()).index):
                 entry = good.pop(key)
-                problems.append(_invalid(key, entry, bad[key]))
+                problems += [_invalid(key, entry, details) for details in bad[key].values()]
 
 
 def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
     """One of pydantic's errors in plain words."""
     what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+    within = _within(key, details["loc"])
+    got = details["input"] if within else entry.leaf.value
     fix = None
     if details["type"] == "string_pattern_mismatch":
         what = (
@@ -265,14 +282,12 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
         )
     elif details["type"] == "literal_error":
         options = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        close = difflib.get_close_matches(str(entry.leaf.value), options, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(str(got), options, n=1, cutoff=0.5)
         fix = f"did you mean `{close[0]}`?" if close else None
     elif details["type"] == "part_error":
         return _problem(key, entry, what, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list
-        what = "unknown key"
-    within = _within(key, details["loc"])
-    got = details["input"] if within else entry.leaf.value
+        what, fix = "unknown key", advice_among(str(details["loc"][-1]), fields_of_items(key))
     shown = "null" if got is None else repr(got)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     return _problem(key, entry, f"{within}{what}, got {shown}", fix)

@@ -33,7 +33,6 @@ _PREFIX = "algorithm.rollout_correction."
 IS_THRESHOLD_KEY = f"{_PREFIX}rollout_is_threshold"
 RS_KEY = f"{_PREFIX}rollout_rs"
 RS_THRESHOLD_KEY = f"{_PREFIX}rollout_rs_threshold"
-_THRESHOLD_FIX = "for example 2.5, or 0.6_1.6 where both bounds make sense"
 
 #: One or two positive numbers: `2.0` is (2.0,), `0.6_1.6` is (0.6, 1.6).
 Numbers = tuple[float, ...]
@@ -143,22 +142,33 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
         return ()
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
-    if len(thresholds) != len(names):
-        problems.append(_count_mismatch(names, thresholds))
-        thresholds = []
-    rules = []
+    rules: dict[str, RejectRule] = {}
+    fitting: dict[str, str] = {}  # criterion → its threshold, or one that it could have
+    faults: list[str] = []  # of the thresholds
+    is_doubled = False
     unread = dict(spec.rollout_rs_params)
+    if len(thresholds) != len(names):
+        given = f"{len(thresholds)} given for {len(names)} criteria" if thresholds else "missing"
+        faults.append(f"{given}; rollout_rs names {', '.join(names)}")
+        thresholds = []
     for position, name in enumerate(names):
         criterion = _criterion(name, spec, unread, problems)
         if name in names[:position]:
-            problems.append(Problem("error", RS_KEY, f"`{name}` is named twice", "keep one of them"))
-        elif thresholds and criterion is not None:
-            rule = _reject_rule(name, thresholds[position], criterion, problems)
-            rules += [rule] if rule else []
+            is_doubled = True
+        elif criterion is not None:
+            rule = _reject_rule(name, thresholds[position], criterion, faults) if thresholds else None
+            rules |= {name: rule} if rule else {}
+            fitting[name] = thresholds[position] if rule else criterion.example(name)
+    # Both keys as they could be written: what corrects one must fit the other.
+    fix = f"for example {','.join(fitting.values())}" if fitting else "name a criterion in rollout_rs"
+    problems += [Problem("error", RS_THRESHOLD_KEY, fault, fix) for fault in faults]
+    if is_doubled:
+        both = f"write rollout_rs: {','.join(fitting)} and rollout_rs_threshold: {','.join(fitting.values())}"
+        problems.append(Problem("error", RS_KEY, "a criterion is named twice", both))
     for param in unread:
         what, fix = "no criterion of rollout_rs has this parameter", "leave it out"
         problems.append(Problem("error", f"{_PREFIX}rollout_rs_params.{param}", what, fix))
-    return tuple(rules)
+    return tuple(rules.values())
 
 
 def _criterion(
@@ -190,9 +200,7 @@ def registered_criteria() -> list[str]:
     return [name for name in REJECTION_CRITERIA if name not in BASIC_STATISTICS]
 
 
-def _reject_rule(
-    name: str, threshold: str, criterion: _Criterion, problems: list[Problem]
-) -> RejectRule | None:
+def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[str]) -> RejectRule | None:
     """The rule, unless its threshold is impossible or would reject on-policy data.
 
     Of a statistic that does not bound ρ, the latter cannot be known here.
@@ -200,24 +208,13 @@ def _reject_rule(
     try:
         rule = criterion.rule(name, parse_threshold(threshold))
     except _ThresholdError as error:
-        example = REJECTION_CRITERIA.part(criterion.statistic).thresholds or ("2.5",)
-        fix = f"for example {example[0]}" if not criterion.is_basic else _THRESHOLD_FIX
-        problems.append(Problem("error", RS_THRESHOLD_KEY, f"{name}: {error}", fix))
+        faults.append(f"{name}: {error}")
         return None
     lower, upper = rule.band()
     if lower <= 1.0 <= upper:
         return rule
-    what = f"{name}: {threshold} leaves out ρ = 1, so it would reject even on-policy data"
-    problems.append(Problem("error", RS_THRESHOLD_KEY, what, "choose bounds with 1 between them"))
+    faults.append(f"{name}: {threshold} leaves out ρ = 1, so it would reject even on-policy data")
     return None
-
-
-def _count_mismatch(names: list[str], thresholds: list[str]) -> Problem:
-    what = f"{len(thresholds)} given for {len(names)} criteria ({', '.join(names)})"
-    if not thresholds:
-        what = f"missing, but rollout_rs names {', '.join(names)}"
-    example = "for example 0.6_1.6" if names == ["token_k1"] else "for example 0.6_1.6,2.5"
-    return Problem("error", RS_THRESHOLD_KEY, what, f"one per criterion, comma separated, {example}")
 
 
 def _unknown_criterion(name: str, dialect: str) -> Problem:
@@ -271,9 +268,10 @@ class _Criterion:
         reduction: Reduction = "none" if part.unit == "token" else "given"
         return cls(part.name, reduction, _largest_or_both, part.unit, params=params)
 
-    @property
-    def is_basic(self) -> bool:
-        return self.statistic in BASIC_STATISTICS
+    def example(self, name: str) -> str:
+        """A threshold that makes a rule."""
+        tried = (*REJECTION_CRITERIA.part(self.statistic).thresholds, "0.1", "2.5")
+        return next(text for text in tried if _reject_rule(name, text, self, []))
 
     def rule(self, name: str, numbers: Numbers) -> RejectRule:
         lower, upper = self.bounds(numbers)

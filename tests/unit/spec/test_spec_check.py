@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from rlctl.errors import SpecError
@@ -320,26 +318,6 @@ def test_checks_name_keys_that_exist():
     for check, keys in CHECKS.items():
         assert set(keys) <= known_leaves().keys(), check.__name__
         assert check.__doc__
-
-
-@pytest.mark.parametrize(
-    "sizes", [(128, 48, 2), (96, 20, 4), (96, 200, 8), (60, 7, 3), (64, 24, 16), (30, 4, 4), (100, None, 8)]
-)
-def test_a_suggested_mini_batch_meets_every_constraint_at_once(sizes: tuple[int, int | None, int]) -> None:
-    """The suggestion is taken, and nothing is wrong any more."""
-    batch, mini, world = sizes
-    values = {"data.train_batch_size": batch, "trainer.n_gpus_per_node": world}
-    values |= {"actor.ppo_mini_batch_size": mini} if mini else {}
-    with pytest.raises(SpecError) as caught:
-        load_spec([], [], [f"{key}={value}" for key, value in values.items()])
-    problem = caught.value.problems[0]
-    assert problem.fix is not None
-    [first, *more] = re.findall(r"example (\d+)(?: with mini-batches of (\d+))?", problem.fix)[0]
-    if any(more):
-        values |= {"data.train_batch_size": int(first), "actor.ppo_mini_batch_size": int(more[0])}
-    else:
-        values[problem.key] = int(first)
-    load_spec([], [], [f"{key}={value}" for key, value in values.items()])
 
 
 @pytest.mark.parametrize(("hidden", "found"), [(False, {"rollout.name": "warning"}), (True, {})])

@@ -84,6 +84,19 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
     assert any("not of the form key=value" in problem.what for problem in found.values())
 
 
+def test_every_wrong_item_of_a_list_is_reported_and_compared_with_what_stands_there(tmp_path):
+    terms = "reward:\n  terms:\n    - {name: mathss}\n    - {name: maths, wieght: 2}\n"
+    with pytest.raises(SpecError) as raised:
+        load_spec([], [write(tmp_path / "a.yaml", terms)], ["trainer.logger=[console,mlfow,wanb]"])
+    fixes = {problem.what.partition(":")[0]: problem.fix for problem in raised.value.problems}
+    assert fixes == {
+        "item 1, name": "did you mean `maths`?",
+        "item 2, wieght": "did you mean `weight`?",
+        "item 2": "did you mean `mlflow`?",
+        "item 3": "did you mean `wandb`?",
+    }
+
+
 def test_no_contradiction_is_reported_about_unreadable_values():
     found = problems_of([], [], ["rollout.n=many", "actor.ppo_mini_batch_size=x", "data.train_batch_size=7"])
     assert set(found) == {"rollout.n", "actor.ppo_mini_batch_size"}
@@ -112,6 +125,11 @@ def test_no_contradiction_is_reported_about_unreadable_values():
         ("num_generations", "`rollout.n`"),
         ("actor.lr.value", "`actor.lr`"),
         ("clip_ratio_hi", "`actor.clip_ratio_high`"),
+        ("rollout.val_kwargs.temprature", "`rollout.val_kwargs.temperature`"),
+        # nothing here is close: a key that only shares the section's name is no better than its neighbours
+        ("trainer.guardrails.enabel", "mode"),
+        ("trainer.guardrails.enabel", "keys of `trainer.guardrails` are"),
+        ("rollot.temperature", "`rollout.temperature`"),
     ],
 )
 def test_unknown_keys_get_advice(key, words):

@@ -63,13 +63,29 @@ def test_every_combination_is_accepted_and_fits_its_cards(hardware: str, monkeyp
         {*with_and_without_critic, *product(["llama3-8b"], of_kind("algorithms"))}
     ):
         loaded = load_spec([model, hardware, algorithm], [], [*PROMPTS, *SHORTER.get(hardware, [])])
-        # Some algorithms warn of themselves; together nothing is added.
-        assert {warning.key for warning in loaded.warnings} <= keys(algorithm), (model, algorithm)
+        assert loaded.warnings == [], (model, algorithm)
         spec = loaded.spec
         if not (spec.trains_critic and hardware in WITHOUT_CRITIC):
             training, sampling = peaks(spec, CARDS[hardware])
             assert training < SHARE_THAT_FITS * CARDS[hardware], (model, algorithm, training)
             assert sampling < SHARE_THAT_FITS * CARDS[hardware], (model, algorithm, sampling)
+
+
+@pytest.mark.parametrize("name", all_presets())
+def test_a_preset_does_not_warn_about_itself(name: str) -> None:
+    prompts = [] if "data.train_files" in keys(name) or name not in of_kind("models") else PROMPTS
+    assert load_spec([name], [], prompts).warnings == []
+
+
+def test_the_same_values_as_ones_own_are_warned_about(tmp_path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(all_presets()["grpo-token-is-multi-rs"].path.read_text())
+    rollout_is = "algorithm.rollout_correction.rollout_is"
+    assert [warning.key for warning in load_spec([], [own], []).warnings] == [rollout_is]
+    # one's own value together with a preset's
+    assert [found.key for found in load_spec(["grpo-rs-only"], [], [f"{rollout_is}=token"]).warnings] == [
+        rollout_is
+    ]
 
 
 def peaks(spec: RunSpec, card: float) -> tuple[float, float]:

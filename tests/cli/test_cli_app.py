@@ -84,7 +84,7 @@ def test_a_critic_nobody_reads_is_refused(capsys):
     err = " ".join(capsys.readouterr().err.split())
     assert "critic.enable" in err
     assert "trainer.critic_warmup" in err
-    assert "set algorithm.adv_estimator: gae, or leave it out" in err
+    assert "leave it out, or set algorithm.adv_estimator: gae" in err
 
 
 def test_all_mistakes_at_once_with_places(capsys, tmp_path):

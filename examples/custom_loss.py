@@ -7,11 +7,9 @@
 
 from __future__ import annotations
 
-import torch
 from pydantic import BaseModel, Field
-from torch import Tensor
 
-from rlctl.algos.losses import TokenLoss
+from rlctl.algos.losses import LossInputs, TokenLoss
 from rlctl.algos.rules import LossRule
 from rlctl.registry import POLICY_LOSSES
 
@@ -31,17 +29,8 @@ class SoftPPO(BaseModel, extra="forbid"):
     unbiased=True,
     experimental=True,
 )
-def soft_ppo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
-    """(B, T) loss per token, with gradient through `log_probs`; 0.0 outside `loss_mask`."""
-    ratio = torch.where(loss_mask, log_probs - old_log_probs, 0.0).clamp(-20.0, 20.0).exp()
-    values = -(ratio * advantages - 0.5 * rule.params.beta * (ratio - 1.0).square())
-    if weights is not None:
-        values = values * torch.where(loss_mask, weights, 0.0)
-    return TokenLoss(torch.where(loss_mask, values, 0.0))
+def soft_ppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
+    """(B, T) loss per token, with gradient through `inputs.log_probs`."""
+    ratio = inputs.ratio
+    penalty = 0.5 * rule.params.beta * (ratio - 1.0).square()
+    return TokenLoss(-(ratio * inputs.advantages - penalty))

@@ -17,6 +17,7 @@ No torch: modules that define parts import it through `rlctl.lazy`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,12 +97,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
         module: where the built-in parts are defined: modules, or packages of which every module is read;
             separated by spaces.
         plural: of `kind`, where it is irregular.
+        takes: names of the arguments that every part gets; empty: parts differ.
     """
 
     _prefix = ""  # of the user's file that is being imported: all registries', it may define parts of several
 
-    def __init__(self, kind: str, *, key: str, module: str, plural: str = "") -> None:
-        self.kind, self.key, self.module = kind, key, module
+    def __init__(self, kind: str, *, key: str, module: str, plural: str = "", takes: str = "") -> None:
+        self.kind, self.key, self.module, self.takes = kind, key, module, takes
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
         self.group = "rlctl." + plural.replace(" ", "_")
         self._parts: dict[str, Part] = {}
@@ -213,6 +215,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                     what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
                     fix = f"fix or uninstall {point.dist.name if point.dist else point.value}"
                     raise UsageError(what, where=point.value, fix=fix) from error
+                self._check(function, point.value)
                 if name not in self._parts:
                     self.register(name)(function)
 
@@ -221,10 +224,21 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Registry._prefix = f"{file}:"
         try:
             function = load_function(name, key=self.key)
+            self._check(function, name)
             if name not in self._parts:
                 self.register(function_name)(function)
         finally:
             Registry._prefix = ""
+
+    def _check(self, function: Callable[..., Any], where: str) -> None:
+        names = self.takes.split()
+        try:
+            if names:
+                inspect.signature(function).bind(*names)
+        except TypeError as error:
+            what = f"a {self.kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {error}"
+            fix = f"def {getattr(function, '__name__', 'function')}({', '.join(names)})"
+            raise UsageError(what, where=where, fix=fix) from error
 
 
 @cache
@@ -247,23 +261,34 @@ POLICY_LOSSES = Registry(
     "policy loss",
     key="algorithm.rollout_correction.loss_type",
     module="rlctl.algos.losses rlctl.algos.more_losses rlctl.algos.batch_losses",
+    takes="rule inputs",
 )
 CORRECTION_WEIGHTS = Registry(
     "correction weight",
     key="algorithm.rollout_correction.rollout_is",
     module="rlctl.algos.correction_weights",
+    takes="log_ratio params",
 )
 REJECTION_CRITERIA = Registry(
     "rejection criterion",
     plural="rejection criteria",
     key="algorithm.rollout_correction.rollout_rs",
     module="rlctl.algos.rejection_criteria",
+    takes="log_ratio params",
 )
 METRIC_CONVENTIONS = Registry(
     "metric convention", key="algorithm.rollout_correction.dialect", module="rlctl.algos.verl_metrics"
 )
-KL_ESTIMATORS = Registry("kl estimator", key="actor.kl_loss_type", module="rlctl.algos.kl")
+KL_ESTIMATORS = Registry(
+    "kl estimator",
+    key="actor.kl_loss_type",
+    module="rlctl.algos.kl",
+    takes="log_probs ref_log_probs rollout_log_probs",
+)
 ADVANTAGE_ESTIMATORS = Registry(
-    "advantage estimator", key="algorithm.adv_estimator", module="rlctl.algos.estimators"
+    "advantage estimator",
+    key="algorithm.adv_estimator",
+    module="rlctl.algos.estimators",
+    takes="inputs",
 )
 DIAGNOSIS_RULES = Registry("diagnosis rule", key="--rules", module="rlctl.diagnose.rules")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlctl.algos.kl import k3
-from rlctl.algos.losses import TokenLoss, WholeBatch, clipped_surrogate, log_ratio, weighted
+from rlctl.algos.losses import LossInputs, TokenLoss, WholeBatch, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
@@ -25,7 +25,7 @@ _RATIO = frozenset({"old_log_probs"})
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     """(Σr)² / (n Σr²) over tokens; 1 without tokens."""
-    ratio = torch.where(batch.mask, batch.log_ratio.exp(), 0.0).double()
+    ratio = torch.where(batch.mask, batch.ratio, 0.0).double()
     total, squares, n = batch.total(
         [float(ratio.sum()), float(ratio.square().sum()), float(batch.mask.sum())]
     )
@@ -41,20 +41,12 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     unbiased=True,
     experimental=True,
 )
-def p3o(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. No numbers to choose."""
     ess: float = rule.of_batch
-    kept, old = (torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach()))
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
-    values = (1.0 - ess) * k3(kept, old) - ratio.clamp(max=ess) * advantages * kept
-    return TokenLoss(weighted(values, weights, loss_mask), (ratio > ess) & loss_mask)
+    ratio = inputs.ratio.detach()
+    policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
+    return TokenLoss(policy + (1.0 - ess) * k3(inputs.log_probs, inputs.old_log_probs), ratio > ess)
 
 
 class M2poParams(LossParams):
@@ -88,22 +80,13 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     unbiased=True,
     experimental=True,
 )
-def m2po(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """One bound for the whole mini-batch: few tokens are dropped while it is near π_old."""
-    log_r = log_ratio(log_probs, old_log_probs, loss_mask)
+    log_r = inputs.log_ratio
     fixed = log_r.detach()
-    dropped = (
-        loss_mask & _pushed_out(fixed, advantages) & (fixed.square().double() > rule.of_batch * (1.0 + 1e-6))
-    )
-    values = -advantages * torch.where(dropped, 0.0, log_r.exp())
-    return TokenLoss(weighted(values, weights, loss_mask), dropped)
+    is_far = fixed.square().double() > rule.of_batch * (1.0 + 1e-6)
+    dropped = is_far & _pushed_out(fixed, inputs.advantages)
+    return TokenLoss(-inputs.advantages * torch.where(dropped, 0.0, log_r.exp()), dropped)
 
 
 class BapoParams(LossParams):
@@ -130,7 +113,7 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     """First the lower bound rises, then the upper one, until contributions balance or both end."""
     p: BapoParams = rule.params
     lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
-    ratio = batch.log_ratio.exp().double()
+    ratio = batch.ratio.double()
     good, bad = batch.advantages.double().clamp(min=0.0), -batch.advantages.double().clamp(max=0.0)
     gains = [float((ratio.clamp(max=bound) * good).sum()) for bound in uppers]
     losses = [float((ratio.clamp(min=bound) * bad).sum()) for bound in lowers]
@@ -155,24 +138,10 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     unbiased=True,
     experimental=True,
 )
-def bapo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Bounds of the ratio itself, [0.6, 1.2] at the start; `clip_ratio_c` as in `ppo_clip`."""
-    lower_bound, upper_bound = rule.of_batch
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    values, clipped = clipped_surrogate(ratio, advantages, lower_bound, upper_bound)
-    dual = None
-    if rule.clip_c is not None:
-        bound = -rule.clip_c * advantages
-        dual = (advantages < 0) & (values > bound) & loss_mask
-        values = torch.where(dual, bound, values)
-    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask, dual)
+    lower, upper = rule.of_batch
+    return clipped_surrogate(inputs.ratio, inputs.advantages, lower, upper, rule.clip_c)
 
 
 class KlCovParams(LossParams):
@@ -208,18 +177,10 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, 
     unbiased=True,
     experimental=True,
 )
-def kl_cov(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Covariance is what lowers entropy. Equal covariances are penalised together."""
     *means, least = rule.of_batch
-    log_r = log_ratio(log_probs, old_log_probs, loss_mask)
-    held = torch.where(loss_mask, log_probs.detach(), 0.0)
-    penalised = loss_mask & (_covariance(held, advantages, tuple(means)) >= least)
-    values = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0) - advantages * log_r.exp()
-    return TokenLoss(weighted(values, weights, loss_mask), penalised)
+    log_r = inputs.log_ratio
+    penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means)) >= least
+    penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
+    return TokenLoss(penalty - inputs.advantages * log_r.exp(), penalised)

@@ -1,15 +1,9 @@
 """Policy losses: per-token values (B, T), to be aggregated by `rlctl.algos.aggregate`.
 
-Every loss is `loss(rule, log_probs, old_log_probs, advantages, loss_mask, weights) -> TokenLoss`, registered
-by its name (`rlctl.registry`). One that forms a ratio π_θ/π_old says so: `needs={"old_log_probs"}`.
-
-- `log_probs`: π_θ with gradient; `old_log_probs`: π_old, a constant; both (B, T), nats;
-- `advantages` (B, T), constants; `loss_mask` (B, T) bool, the tokens that count;
-- `weights`: importance weights (B, T), constants that multiply the loss; None means 1.
-
-r = π_θ/π_old is formed from a log-ratio clamped to ±20; sg(·) passes its value and no gradient.
-Positions outside `loss_mask` are replaced before any arithmetic that mixes or differentiates them, so
-that NaN there reaches neither value nor gradient.
+Every loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). One that forms a
+ratio r = π_θ/π_old says so: `needs={"old_log_probs"}`. `policy_loss` calls it, multiplies the values by the
+importance weights w, which are constants, and drops what lies outside the mask. sg(·) passes its value and
+no gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +24,38 @@ _CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
 @dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss may read; 0.0 outside the mask, so that NaN there reaches neither value nor gradient.
+
+    Attributes:
+        log_probs: (B, T) log π_θ of the tokens, nats, with gradient.
+        old_log_probs: (B, T) log π_old, a constant; in bypass mode that of π_rollout.
+        advantages: (B, T), constants.
+        mask: (B, T) bool, the tokens that count.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, T): log r, clamped to ±20; 0.0 outside the mask."""
+        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+    @property
+    def ratio(self) -> Tensor:
+        """(B, T): r = π_θ/π_old; 1.0 outside the mask."""
+        return self.log_ratio.exp()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLoss:
     """A loss before aggregation.
 
     Attributes:
-        values: (B, T) per-token loss, 0.0 outside the loss mask.
+        values: (B, T) per-token loss; of what a registered loss returns, any number outside the mask.
         clipped: (B, T) bool, where the clip was in force (None: the loss has no clip).
         clipped_lower: (B, T) bool, where the second bound was: `ppo_clip`'s dual clip, `dppo`'s
             truncated ratio (None: there is none).
@@ -45,28 +66,41 @@ class TokenLoss:
     clipped_lower: Tensor | None = None
 
 
+def policy_loss(
+    rule: LossRule,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    weights: Tensor | None,
+) -> TokenLoss:
+    """w times the loss of every token, 0.0 outside the mask.
+
+    Args:
+        rule: which loss, and its parameters.
+        log_probs, old_log_probs, advantages, loss_mask: as in `LossInputs`; read within the mask only.
+        weights: (B, T) importance weights w; None means 1. No gradient flows into them.
+    """
+    new, old, given = (
+        torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach(), advantages)
+    )
+    loss: TokenLoss = POLICY_LOSSES[rule.name](rule, LossInputs(new, old, given, loss_mask))
+    values = loss.values if weights is None else loss.values * torch.where(loss_mask, weights.detach(), 0.0)
+    clipped, lower = (x if x is None else x & loss_mask for x in (loss.clipped, loss.clipped_lower))
+    return TokenLoss(torch.where(loss_mask, values, 0.0), clipped, lower)
+
+
 @dataclass(frozen=True, slots=True)
-class WholeBatch:
-    """What a loss can ask of the whole mini-batch: this rank's rows, and exchanges with all ranks.
+class WholeBatch(LossInputs):
+    """What a loss can ask of the whole mini-batch: this rank's rows, all constants, and exchanges.
 
     Attributes:
-        log_probs, old_log_probs, advantages: (B, T), constants, 0.0 outside the mask.
-        mask: (B, T) bool, the tokens that count.
         total: figures of this rank → their sums over all ranks.
         everyones: (N,) values of this rank → those of all ranks, in any order.
     """
 
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    mask: Tensor
     total: Callable[[list[float]], list[float]]
     everyones: Callable[[Tensor], Tensor]
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """(B, T): log r, clamped; 0.0 outside the mask."""
-        return log_ratio(self.log_probs, self.old_log_probs, self.mask)
 
     @classmethod
     def of(
@@ -94,21 +128,13 @@ class WholeBatch:
     source="Williams 1992",
     unbiased=True,
 )
-def reinforce(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE with importance weights: −w · A · log π_θ. Reads neither rule nor π_old.
 
     Source: Williams 1992; with w = π_θ/π_rollout the gradient is that of the expected reward under
     π_θ (the reference guide's bypass mode).
     """
-    values = -advantages * torch.where(loss_mask, log_probs, 0.0)
-    return TokenLoss(weighted(values, weights, loss_mask))
+    return TokenLoss(-inputs.advantages * inputs.log_probs)
 
 
 @POLICY_LOSSES.register(
@@ -119,14 +145,7 @@ def reinforce(
     options=_CLIP | {"actor.clip_ratio_c"},
     unbiased=True,
 )
-def ppo_clip(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
     With `clip_c`, where A < 0 it is −w · max(that min, clip_c·A): a ratio that ran away upwards no
@@ -135,15 +154,9 @@ def ppo_clip(
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
     (dual clip); unequal halves: Yu et al. 2025, "DAPO", eq. 10.
     """
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    values, clipped = clipped_surrogate(ratio, advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
-    lower = None
-    if rule.clip_c is not None:
-        bound = -rule.clip_c * advantages
-        lower = (advantages < 0) & (values > bound)
-        values = torch.where(lower, bound, values)
-        lower = lower & loss_mask
-    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask, lower)
+    return clipped_surrogate(
+        inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high, rule.clip_c
+    )
 
 
 @POLICY_LOSSES.register(
@@ -154,14 +167,7 @@ def ppo_clip(
     options=_CLIP,
     unbiased=True,
 )
-def gspo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's surrogate with one ratio per sequence: s = exp(mean_t log r_t), clipped as a whole.
 
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
@@ -171,13 +177,12 @@ def gspo(
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eqs. 5, 7 and 13.
     """
-    with torch.no_grad():
-        gap = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
-        mean_gap = gap.sum(-1, keepdim=True) / loss_mask.sum(-1, keepdim=True).clamp(min=1)
-    own = torch.where(loss_mask, log_probs - log_probs.detach(), 0.0)
-    ratio = (mean_gap + own).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    values, clipped = clipped_surrogate(ratio, advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
-    return TokenLoss(weighted(values, weights, loss_mask), clipped & loss_mask)
+    fixed = inputs.log_probs.detach()
+    length = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean_gap = (fixed - inputs.old_log_probs).sum(-1, keepdim=True) / length
+    log_s = mean_gap + inputs.log_probs - fixed
+    ratio = log_s.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return clipped_surrogate(ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high)
 
 
 @POLICY_LOSSES.register(
@@ -188,24 +193,16 @@ def gspo(
     options=_CLIP,
     unbiased=True,
 )
-def cispo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio: −w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ.
 
     The clip bounds a token's weight; no token loses its gradient.
 
     Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` binds).
     """
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    ratio = inputs.ratio.detach()
     held = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
-    values = -held * advantages * torch.where(loss_mask, log_probs, 0.0)
-    return TokenLoss(weighted(values, weights, loss_mask), (held != ratio) & loss_mask)
+    return TokenLoss(-held * inputs.advantages * inputs.log_probs, held != ratio)
 
 
 @POLICY_LOSSES.register(
@@ -216,24 +213,17 @@ def cispo(
     options={"actor.tau_pos", "actor.tau_neg"},
     unbiased=True,
 )
-def sapo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """A smooth gate instead of a clip: −w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg.
 
     At r = 1 the gate's slope is 1, the gradient that of REINFORCE; it fades on both sides.
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
     """
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    tau = torch.full_like(ratio, rule.tau_neg).masked_fill(advantages > 0, rule.tau_pos)
+    ratio = inputs.ratio
+    tau = torch.full_like(ratio, rule.tau_neg).masked_fill(inputs.advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
-    return TokenLoss(weighted(-gate * advantages, weights, loss_mask))
+    return TokenLoss(-gate * inputs.advantages)
 
 
 @POLICY_LOSSES.register(
@@ -244,14 +234,7 @@ def sapo(
     options=_CLIP | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
 )
-def dppo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE in a trust region of divergence: −w · sg(M · min(r, clip_c)) · A · log π_θ.
 
     M is 0 for a token that the update would push further out: A > 0 and π_θ above π_old by more than
@@ -261,30 +244,30 @@ def dppo(
 
     Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO-Binary).
     """
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
-    kept, old = (torch.where(loss_mask, x, 0.0) for x in (log_probs, old_log_probs.detach()))
-    distance = _binary_divergence(rule, kept.detach(), old)
-    rising = (advantages > 0) & (kept > old) & (distance > rule.clip_high)
-    falling = (advantages < 0) & (kept < old) & (distance > rule.clip_low)
-    clipped = (rising | falling) & loss_mask
+    ratio = inputs.ratio.detach()
+    new, old, advantages = inputs.log_probs.detach(), inputs.old_log_probs, inputs.advantages
+    distance = _binary_divergence(rule, new, old)
+    rising = (advantages > 0) & (new > old) & (distance > rule.clip_high)
+    falling = (advantages < 0) & (new < old) & (distance > rule.clip_low)
+    clipped = rising | falling
     lower = None
     if rule.clip_c is not None:
-        lower = (ratio > rule.clip_c) & loss_mask & ~clipped
+        lower = (ratio > rule.clip_c) & ~clipped
         ratio = ratio.clamp(max=rule.clip_c)
-    values = -torch.where(clipped, 0.0, ratio) * advantages * kept
-    return TokenLoss(weighted(values, weights, loss_mask), clipped, lower)
+    return TokenLoss(-torch.where(clipped, 0.0, ratio) * advantages * inputs.log_probs, clipped, lower)
 
 
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """(B, T): log r, clamped; 0.0 outside the mask."""
-    gap = torch.where(loss_mask, log_probs - old_log_probs.detach(), 0.0)
-    return gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-
-
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, lower: float, upper: float) -> tuple[Tensor, Tensor]:
-    """The pessimistic of the free and the clipped surrogate, and where it is the clipped one."""
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, lower: float, upper: float, clip_c: float | None = None
+) -> TokenLoss:
+    """The pessimistic of −r·A and −clip(r, lower, upper)·A; with `clip_c` at most −clip_c·A where A < 0."""
     free, held = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
-    return torch.maximum(free, held), held > free
+    values, clipped = torch.maximum(free, held), held > free
+    if clip_c is None:
+        return TokenLoss(values, clipped)
+    bound = -clip_c * advantages
+    runaway = (advantages < 0) & (values > bound)
+    return TokenLoss(torch.where(runaway, bound, values), clipped, runaway)
 
 
 def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -297,10 +280,3 @@ def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor)
     return (
         old * (old_log_probs - log_probs) + old_rest * (old_rest.clamp(min=tiny) / rest.clamp(min=tiny)).log()
     )
-
-
-def weighted(values: Tensor, weights: Tensor | None, loss_mask: Tensor) -> Tensor:
-    """Apply detached weights; zero outside the mask even where a weight is not finite."""
-    if weights is not None:
-        values = values * torch.where(loss_mask, weights.detach(), 0.0)
-    return torch.where(loss_mask, values, 0.0)

@@ -1,16 +1,16 @@
 """Policy losses of 2025 and 2026 that are not yet proven on real runs; each row depends on itself only.
 
-Signature and symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In
+Symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In
 bypass mode π_old is π_rollout, μ in the papers. "From NAME's code" says that the formula was read there.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import TokenLoss, log_ratio, weighted
+from rlctl.algos.losses import LossInputs, TokenLoss
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
@@ -43,21 +43,14 @@ class VespoParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def vespo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The weight is 1 at W = 1 and falls to 0 on both sides: as W^k below, exponentially above."""
     p: VespoParams = rule.params
-    log_w = _log_product(log_probs, old_log_probs, loss_mask)
+    log_w, advantages = _log_product(inputs), inputs.advantages
     k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
     rate = torch.full_like(advantages, p.lambda_neg).masked_fill(advantages >= 0, p.lambda_pos)
     phi = (k * log_w + rate * (1.0 - log_w.exp())).exp()
-    return TokenLoss(_score(phi, log_probs, advantages, loss_mask, weights))
+    return TokenLoss(-phi * advantages * inputs.log_probs)
 
 
 @POLICY_LOSSES.register(
@@ -68,22 +61,14 @@ def vespo(
     unbiased=True,
     experimental=True,
 )
-def topr(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Good responses are imitated whatever π_θ thinks of them; bad ones count less as they become unlikely.
 
     The paper's sign is that of the reward, here of the advantage.
     """
-    log_w = _log_product(log_probs, old_log_probs, loss_mask)
-    tapered = torch.where(advantages < 0, log_w.clamp(max=0.0).exp(), 1.0)
-    clipped = (advantages < 0) & (log_w > 0) & loss_mask
-    return TokenLoss(_score(tapered, log_probs, advantages, loss_mask, weights), clipped)
+    log_w, is_bad = _log_product(inputs), inputs.advantages < 0
+    tapered = torch.where(is_bad, log_w.clamp(max=0.0).exp(), 1.0)
+    return TokenLoss(-tapered * inputs.advantages * inputs.log_probs, is_bad & (log_w > 0))
 
 
 class DispoParams(LossParams):
@@ -104,22 +89,14 @@ class DispoParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def dispo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Four regimes, each with its own bound: reinforced or discouraged, more or less likely than before."""
     p: DispoParams = rule.params
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp().detach()
+    ratio = inputs.ratio.detach()
     good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
     bad = ratio.clamp(1.0 - p.low_neg, 1.0 + p.high_neg)
-    held = torch.where(advantages > 0, good, bad)
-    values = _score(held, log_probs, advantages, loss_mask, weights)
-    return TokenLoss(values, (held != ratio) & loss_mask)
+    held = torch.where(inputs.advantages > 0, good, bad)
+    return TokenLoss(-held * inputs.advantages * inputs.log_probs, held != ratio)
 
 
 class CtpoParams(LossParams):
@@ -141,29 +118,19 @@ class CtpoParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def ctpo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The gradient of R_t is that of token t alone. The dual clip of negative advantages grows as well."""
     p: CtpoParams = rule.params
-    token = log_ratio(log_probs, old_log_probs, loss_mask)
+    token, advantages = inputs.log_ratio, inputs.advantages
     own = token - token.detach()
     log_r = token.detach().cumsum(-1).clamp(-LOG_RATIO_CLAMP, 10.0) + own
-    scale = loss_mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
+    scale = inputs.mask.cumsum(-1).clamp(min=1).to(log_r.dtype) ** p.power
     free = -advantages * log_r.exp()
     held = -advantages * torch.minimum(torch.maximum(log_r, -p.low * scale), p.high * scale).exp()
     values = torch.maximum(free, held)
     bound = -advantages * (p.dual * scale).exp()
     lower = (advantages < 0) & (values > bound)
-    clipped = (held > free) & loss_mask
-    return TokenLoss(
-        weighted(torch.where(lower, bound, values), weights, loss_mask), clipped, lower & loss_mask
-    )
+    return TokenLoss(torch.where(lower, bound, values), held > free, lower)
 
 
 class GmpoParams(LossParams):
@@ -182,23 +149,14 @@ class GmpoParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def gmpo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Under `seq-mean-token-mean` it is GMPO's. As in `gspo`, token t carries its share of the gradient."""
     p: GmpoParams = rule.params
-    token = log_ratio(log_probs, old_log_probs, loss_mask)
+    token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
     held = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
-    length = loss_mask.sum(-1, keepdim=True).clamp(min=1)
-    mean = torch.where(loss_mask, held.detach(), 0.0).sum(-1, keepdim=True) / length
-    values = -advantages * (mean + held - held.detach()).exp()
-    return TokenLoss(weighted(values, weights, loss_mask), (held != token) & loss_mask)
+    mean = held.detach().sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    return TokenLoss(-advantages * (mean + held - held.detach()).exp(), held != token)
 
 
 class DrpoParams(LossParams):
@@ -216,19 +174,11 @@ class DrpoParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def drpo(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Where the gradient changes its sign, π_θ differs from π_old by ε in probability, not by a ratio."""
-    ratio = log_ratio(log_probs, old_log_probs, loss_mask).exp()
-    old = torch.where(loss_mask, old_log_probs.detach(), 0.0).exp()
-    penalty = advantages.abs() * old * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
-    return TokenLoss(weighted(penalty - advantages * ratio, weights, loss_mask))
+    ratio = inputs.ratio
+    distance = inputs.old_log_probs.exp() * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
+    return TokenLoss(inputs.advantages.abs() * distance - inputs.advantages * ratio)
 
 
 class DroParams(LossParams):
@@ -246,19 +196,10 @@ class DroParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def dro(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def dro(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """No ratio multiplies the advantage: off-policy it pulls back to π_old instead."""
-    gap = log_ratio(log_probs, old_log_probs, loss_mask)
-    kept = torch.where(loss_mask, log_probs, 0.0)
-    values = 0.5 * rule.params.beta * gap.square() - advantages * kept
-    return TokenLoss(weighted(values, weights, loss_mask))
+    penalty = 0.5 * rule.params.beta * inputs.log_ratio.square()
+    return TokenLoss(penalty - inputs.advantages * inputs.log_probs)
 
 
 class SamplerPenaltyParams(LossParams):
@@ -281,29 +222,20 @@ class SamplerPenaltyParams(LossParams):
     unbiased=True,
     experimental=True,
 )
-def sampler_penalty(
-    rule: LossRule,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> TokenLoss:
+def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The penalty holds for masked tokens too: it draws them back."""
     p: SamplerPenaltyParams = rule.params
-    gap = log_ratio(log_probs, old_log_probs, loss_mask)
-    new, old = (torch.where(loss_mask, x.detach(), 0.0).exp() for x in (log_probs, old_log_probs))
+    gap, advantages = inputs.log_ratio, inputs.advantages
+    new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
     threshold = p.threshold or (0.2 if p.region == "dppo" else 0.1)
-    outside = torch.zeros_like(loss_mask)
+    outside = torch.zeros_like(inputs.mask)
     if p.region == "dppo":
         outside = torch.where(advantages > 0, new - old > threshold, old - new > threshold)
     elif p.region == "ipo":
         outside = (new - old).abs() > threshold
     elif p.region == "kpop":
         outside = symmetric_binary_kl(new, old) > threshold
-    clipped = outside & loss_mask
-    values = p.tau * gap.square() - torch.where(clipped, 0.0, advantages * gap.exp())
-    return TokenLoss(weighted(values, weights, loss_mask), clipped)
+    return TokenLoss(p.tau * gap.square() - torch.where(outside, 0.0, advantages * gap.exp()), outside)
 
 
 def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
@@ -313,12 +245,6 @@ def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
     return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)
 
 
-def _log_product(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+def _log_product(inputs: LossInputs) -> Tensor:
     """(B, 1) log W, clamped; a constant."""
-    gap = log_ratio(log_probs, old_log_probs, loss_mask).detach()
-    return gap.sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-
-
-def _score(factor: Tensor, log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, weights: Any) -> Tensor:
-    """−w · factor · A · log π_θ."""
-    return weighted(-factor * advantages * torch.where(loss_mask, log_probs, 0.0), weights, loss_mask)
+    return inputs.log_ratio.detach().sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import WholeBatch
+from rlctl.algos.losses import WholeBatch, policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.bench.worlds import World
 from rlctl.registry import POLICY_LOSSES
@@ -148,8 +148,7 @@ class _Factors:
         done = correct(train, rollout, mask, rules, advantages=advantages, age=age)
         weights = None if self._loss.has_ratio or done.weights is None else done.weights.double()
         leaf = train.clone().requires_grad_()
-        loss = POLICY_LOSSES[self._loss.name]
-        values = loss(self._loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
+        values = policy_loss(self._loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
         (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
         return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
 

@@ -10,13 +10,12 @@ from torch import Tensor
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction_records import Correction
 from rlctl.algos.kl import kl_loss
-from rlctl.algos.losses import TokenLoss
+from rlctl.algos.losses import TokenLoss, policy_loss
 from rlctl.algos.metric_sums import MetricSums
 from rlctl.algos.rules import LossRule
 from rlctl.batch import TrainBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
-from rlctl.registry import POLICY_LOSSES
 from rlctl.train.settings import UpdateSettings
 
 
@@ -55,7 +54,7 @@ def actor_loss(
     weights = correction.weights if settings.weights_are_applied else None
     if weights is not None:
         weights = weights / normalizers.factor
-    policy = POLICY_LOSSES[settings.loss.name](
+    policy = policy_loss(
         normalizers.loss, output.log_probs, micro.old_log_probs, micro.advantages, loss_mask, weights
     )
     loss = pg_loss = mean(policy.values)

@@ -9,6 +9,7 @@ import torch
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import Batch, factor_and_metrics, loss_rule, make_batch, weight_rules
@@ -72,7 +73,7 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
     loss_mask = batch.mask & correction.keep_mask
     given = (batch.rollout_log_probs, batch.advantages, loss_mask)
     rule = loss_rule(loss_type, log_probs, *given, clip_high=0.3, clip_c=3.0)
-    loss = POLICY_LOSSES[loss_type](rule, log_probs, *given, correction.weights)
+    loss = policy_loss(rule, log_probs, *given, correction.weights)
     if loss.clipped is not None:
         assert not (loss.clipped & ~loss_mask).any()
     total = aggregate(loss.values, batch.mask, Denominators(20.0, 6.0), mode, horizon=6)
@@ -108,7 +109,7 @@ def test_nothing_survives(level, convention, why: str) -> None:
 
     log_probs = batch.log_probs.clone().requires_grad_()
     weights = None if found.weights is None else found.weights / factor
-    loss = POLICY_LOSSES["reinforce"](
+    loss = policy_loss(
         LossRule("reinforce"),
         log_probs,
         batch.rollout_log_probs,

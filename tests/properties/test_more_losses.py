@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlctl.algos.advantages import maxrl
 from rlctl.algos.correction import correct
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, WeightRule
 from rlctl.registry import POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.algorithm import RolloutCorrectionSpec
@@ -39,7 +40,7 @@ def tokens_of(name: str, seed: int) -> tuple[list[list[Token]], Tensor, Tensor]:
     fixed = batch.log_probs.double()
     leaf = fixed.clone().requires_grad_()
     given = (batch.rollout_log_probs.double(), advantages.double(), batch.mask)
-    values = POLICY_LOSSES[name](loss_rule(name, fixed, *given), leaf, *given, None).values
+    values = policy_loss(loss_rule(name, fixed, *given), leaf, *given, None).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
     rows = [
         [
@@ -154,9 +155,7 @@ def test_the_regions_of_the_sampler_penalty_are_the_criteria(region: str, thresh
     kept = batch.correct(correction_rules(spec)).keep_mask
     rule = loss_rule("sampler_penalty")
     rule = replace(rule, params=rule.params.model_copy(update={"region": region, "threshold": threshold}))
-    loss = POLICY_LOSSES["sampler_penalty"](
-        rule, batch.log_probs, batch.rollout_log_probs, batch.advantages, batch.mask, None
-    )
+    loss = policy_loss(rule, batch.log_probs, batch.rollout_log_probs, batch.advantages, batch.mask, None)
     assert torch.equal(loss.clipped, batch.mask & ~kept)
     assert loss.clipped.any()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import correct, normalization_factor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, spread
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from rlctl.algos.token_advantages import whiten, whitening_sums
@@ -125,7 +126,7 @@ def values_and_gradient(
     known = [(whole or given)[key] for key in ("log_probs", *keys)]
     leaf = given["log_probs"].clone().requires_grad_()
     rest = [given[key] for key in (*keys, "weights")]
-    values = POLICY_LOSSES[name](loss_rule(name, *known), leaf, *rest).values
+    values = policy_loss(loss_rule(name, *known), leaf, *rest).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradient
 
@@ -276,7 +277,7 @@ def test_an_unbiased_loss_has_the_gradient_of_the_expected_reward(name: str) -> 
     every = torch.ones_like(advantages, dtype=torch.bool)
     given = (log_probs.detach(), advantages, every)
     rule = loss_rule(name, log_probs, *given)
-    loss = POLICY_LOSSES[name](rule, log_probs, *given, None)
+    loss = policy_loss(rule, log_probs, *given, None)
     (gradient,) = torch.autograd.grad((chance * loss.values.sum(-1)).sum(), logits)
     torch.testing.assert_close(-gradient, true_gradient())
 

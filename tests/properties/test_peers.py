@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import LossRule
-from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from tests.properties.batches import loss_rule
@@ -57,7 +57,7 @@ def ours(batch: Batch, loss: LossRule, mode: str, correction: dict[str, Any] | N
     found = correct(batch.old, batch.rollout, batch.mask, correction_rules(spec), advantages=batch.advantages)
     kept = batch.mask & found.keep_mask
     weights = None if correction is None else found.weights
-    tokens = POLICY_LOSSES[loss.name](loss, batch.log_probs, batch.old, batch.advantages, kept, weights)
+    tokens = policy_loss(loss, batch.log_probs, batch.old, batch.advantages, kept, weights)
     return aggregate(tokens.values, batch.mask, batch.counts, mode, horizon=HORIZON)
 
 

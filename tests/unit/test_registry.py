@@ -47,13 +47,17 @@ class Soft(BaseModel, extra="forbid"):
 
 
 @POLICY_LOSSES.register(label="Mine", needs={"old_log_probs"}, params=Soft)
-def with_params(rule, log_probs, old_log_probs, advantages, loss_mask, weights):
-    return TokenLoss(torch.where(loss_mask, -rule.params.beta * advantages * log_probs, 0.0))
+def with_params(rule, inputs):
+    return TokenLoss(-rule.params.beta * inputs.advantages * inputs.log_probs)
 
 
-def plain(rule, log_probs, old_log_probs, advantages, loss_mask, weights):
+def plain(rule, inputs):
     """A loss without decoration."""
-    return TokenLoss(torch.where(loss_mask, -advantages * log_probs, 0.0))
+    return TokenLoss(-inputs.advantages * inputs.log_probs)
+
+
+def of_six(rule, log_probs, old_log_probs, advantages, loss_mask, weights):
+    return None
 
 
 NOT_A_FUNCTION = 3
@@ -198,6 +202,7 @@ def test_a_criterion_of_another_shape_than_it_says_is_refused(mine: str) -> None
     [
         ([f"{LOSS}=ppoclip"], LOSS, "did you mean `ppo_clip`"),
         ([f"{LOSS}=missing.py:f"], LOSS, "no such file"),
+        ([f"{LOSS}=mine.py:of_six"], LOSS, "def of_six(rule, inputs)"),
         ([f"{LOSS}=mine.py:absent"], LOSS, "no such function"),
         ([f"{LOSS}=mine.py:NOT_A_FUNCTION"], LOSS, "is not a function"),
         ([f"{LOSS}=mine.py:with_params", f"{PARAMS}.beta=-1"], f"{PARAMS}.beta", "greater than 0"),

@@ -17,6 +17,7 @@ from rlctl.algos.advantages import grpo, opo, remax, rloo
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.kl import KLController, kl_estimate
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.token_advantages import (
     gae,
@@ -27,7 +28,7 @@ from rlctl.algos.token_advantages import (
     whitening_sums,
 )
 from rlctl.algos.value_loss import value_loss
-from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.registry import ADVANTAGE_ESTIMATORS
 from tests.properties.batches import loss_rule, make_batch
 from tests.reference import verl_helper
 
@@ -88,7 +89,7 @@ def test_policy_losses(name: str, weighted: bool) -> None:
         theirs, metrics = verl.get_policy_loss_fn(name)(
             old, log_probs, advantages, mask.float(), mode, config, weights
         )
-        found = POLICY_LOSSES[rule.name](rule, log_probs, old, advantages, mask, weights)
+        found = policy_loss(rule, log_probs, old, advantages, mask, weights)
         counts = Denominators(float(mask.sum()), float(mask.any(-1).sum()))
         ours = aggregate(found.values, mask, counts, mode, horizon=HORIZON)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -108,9 +109,9 @@ EXPERIMENTAL = {
 
 @pytest.mark.parametrize("name", EXPERIMENTAL)
 def test_experimental_losses(name: str) -> None:
-    ours, mode, policy_loss = EXPERIMENTAL[name]
+    ours, mode, settings = EXPERIMENTAL[name]
     config = SimpleNamespace(
-        policy_loss=SimpleNamespace(**policy_loss),
+        policy_loss=SimpleNamespace(**settings),
         clip_ratio=0.4,
         clip_ratio_low=None,
         clip_ratio_high=None,
@@ -123,7 +124,7 @@ def test_experimental_losses(name: str) -> None:
         log_probs.requires_grad_()
         theirs, _ = verl.get_policy_loss_fn(name)(old, log_probs, advantages, mask.float(), mode, config)
         given = (old, advantages, mask)
-        found = POLICY_LOSSES[ours](loss_rule(ours, log_probs, *given), log_probs, *given, None)
+        found = policy_loss(loss_rule(ours, log_probs, *given), log_probs, *given, None)
         counts = Denominators(float(mask.sum()), float(mask.any(-1).sum()))
         own = aggregate(found.values, mask, counts, mode, horizon=HORIZON)
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
-from rlctl.algos.losses import TokenLoss
+from rlctl.algos.losses import TokenLoss, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.registry import POLICY_LOSSES
 from tests.properties.batches import Batch, make_batch
@@ -44,7 +44,7 @@ def compute(
     rule: LossRule, log_probs: Tensor, batch: Batch, loss_mask: Tensor, weights: Tensor | None
 ) -> TokenLoss:
     advantages = batch.advantages.masked_fill(~loss_mask, math.nan)
-    return POLICY_LOSSES[rule.name](rule, log_probs, batch.rollout_log_probs, advantages, loss_mask, weights)
+    return policy_loss(rule, log_probs, batch.rollout_log_probs, advantages, loss_mask, weights)
 
 
 def by_reference(rule, log_probs, batch: Batch, loss_mask, weights) -> list[list[tuple[float, bool, bool]]]:
@@ -127,7 +127,7 @@ def test_neither_weights_nor_old_log_probs_receive_gradient(rule: LossRule) -> N
     batch, loss_mask, weights = make_inputs(0)
     log_probs, old = (x.clone().requires_grad_() for x in (batch.log_probs, batch.rollout_log_probs))
     weights.requires_grad_()
-    loss = POLICY_LOSSES[rule.name](rule, log_probs, old, batch.advantages, loss_mask, weights)
+    loss = policy_loss(rule, log_probs, old, batch.advantages, loss_mask, weights)
     assert torch.autograd.grad(loss.values.sum(), [weights, old], allow_unused=True) == (None, None)
 
 
@@ -135,7 +135,7 @@ def test_neither_weights_nor_old_log_probs_receive_gradient(rule: LossRule) -> N
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(rule: LossRule) -> None:
     batch, loss_mask, weights = make_inputs(1)
     log_probs = batch.log_probs.clone().requires_grad_()
-    loss = POLICY_LOSSES[rule.name](rule, log_probs, batch.log_probs, batch.advantages, loss_mask, weights)
+    loss = policy_loss(rule, log_probs, batch.log_probs, batch.advantages, loss_mask, weights)
     (gradient,) = torch.autograd.grad(loss.values.sum(), log_probs)
     expected = torch.where(loss_mask, -weights * batch.advantages, 0.0)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
@@ -149,7 +149,7 @@ def test_ratios_out_of_all_bounds_leave_numbers(rule: LossRule) -> None:
     old = torch.tensor([[-1e-9, -100.0, 0.0, 0.0, -90.0]])
     for advantage in (1.0, -1.0):
         every = torch.ones(1, 5, dtype=torch.bool)
-        loss = POLICY_LOSSES[rule.name](rule, log_probs, old, torch.full((1, 5), advantage), every, None)
+        loss = policy_loss(rule, log_probs, old, torch.full((1, 5), advantage), every, None)
         (gradient,) = torch.autograd.grad(loss.values.sum(), log_probs)
         assert loss.values.isfinite().all()
         assert gradient.isfinite().all()
@@ -160,7 +160,7 @@ def row_loss(rule: LossRule, ratios: list[float], advantages: list[float]) -> tu
     old = torch.full((1, len(ratios)), 0.1).log()
     log_probs = (torch.tensor([ratios]).log() + old).requires_grad_()
     every = torch.ones(1, len(ratios), dtype=torch.bool)
-    loss = POLICY_LOSSES[rule.name](rule, log_probs, old, torch.tensor([advantages]), every, None)
+    loss = policy_loss(rule, log_probs, old, torch.tensor([advantages]), every, None)
     return loss, torch.autograd.grad(loss.values.sum(), log_probs)[0]
 
 
@@ -200,7 +200,7 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     rule = RULES["gspo"]
     log_probs = batch.log_probs.clone().requires_grad_()
     old, spread = batch.rollout_log_probs, advantages.expand_as(log_probs)
-    values = POLICY_LOSSES["gspo"](rule, log_probs, old, spread, loss_mask, None).values
+    values = policy_loss(rule, log_probs, old, spread, loss_mask, None).values
     total = aggregate(values, loss_mask, whole(loss_mask), "seq-mean-token-mean", horizon=HORIZON)
     (gradient,) = torch.autograd.grad(total, log_probs)
 

@@ -26,6 +26,7 @@ larger step (a random model of about ten million parameters, 64 responses of 256
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -82,7 +83,7 @@ def run_rlctl(
     from rlctl.spec.load import load_spec
     from rlctl.track.startup import Startup
     from rlctl.train.loop import train
-    from rlctl.train.setup import building
+    from rlctl.train.setup import build
     from rlctl.train.stop import listening
     from rlctl.train.watchdog import Watchdog
 
@@ -93,7 +94,8 @@ def run_rlctl(
     with tempfile.TemporaryDirectory() as run_dir, listening() as stop:
         watchdog = Watchdog(0, 1, Path(run_dir), timeout_s=1800.0)  # not started
         startup = Startup(is_shown=False)
-        with building(spec, Path(run_dir), ranks, stop, startup, watchdog, resume=False) as run:
+        with contextlib.ExitStack() as stack:
+            run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=False)
             before = memory("VmRSS")
             run.history = clock = Clock(warm_up)
             train(run)

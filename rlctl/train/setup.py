@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,27 +38,7 @@ from rlctl.train.sync import confirm_sync
 from rlctl.train.watchdog import Watchdog
 
 
-@contextlib.contextmanager
-def building(
-    spec: RunSpec,
-    run_dir: Path,
-    ranks: Ranks,
-    stop: StopRequest,
-    startup: Startup,
-    watchdog: Watchdog,
-    *,
-    resume: bool,
-) -> Iterator[Run]:
-    """Build the run on this rank, and show how far that is; leaving closes what needs closing.
-
-    Raises:
-        UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
-    """
-    with contextlib.ExitStack() as stack:
-        yield _build(spec, run_dir, ranks, stop, startup, watchdog, stack, resume=resume)
-
-
-def _build(
+def build(
     spec: RunSpec,
     run_dir: Path,
     ranks: Ranks,
@@ -70,6 +49,11 @@ def _build(
     *,
     resume: bool,
 ) -> Run:
+    """Build the run on this rank, and show how far that is; leaving `stack` closes what needs closing.
+
+    Raises:
+        UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
+    """
     torch.manual_seed(spec.trainer.seed)
     model_path, train_files, val_files = _sources(spec, ranks)
     startup.phase(f"loading {spec.model.path} and starting the engines")

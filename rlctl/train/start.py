@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +126,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
-        from rlctl.train.setup import building
+        from rlctl.train.setup import build
         from rlctl.train.summary import write_summary
 
         try:
@@ -137,7 +138,8 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                 ranks = join_ranks(seconds(spec.trainer.hang_timeout))
                 stop.at_once = False
                 spec = _with_main_dtype(spec, ranks)
-                with building(spec, Path(run_dir), ranks, stop, startup, watchdog, resume=is_resumed) as run:
+                with contextlib.ExitStack() as stack:
+                    run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
                     early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting
                     run.callbacks.extend(callbacks if ranks.is_main else ())
                     if not early:

@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast test-lowest check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
+.PHONY: help train train-llm test test-fast test-llm test-lowest check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties
+
+test-llm: setup-dev  ## Every way to train on a real language model: many minutes
+	RLCTL_LLM=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/integration/test_llm.py tests/integration/test_llm_configurations.py
 
 test-lowest:  ## The fast tests on the lowest versions of all dependencies (in .venv-lowest)
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest

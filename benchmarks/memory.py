@@ -100,6 +100,7 @@ PASSES = [
     Case(rows=2, response=1504, overrides=(FP32,)),
     Case(overrides=(FP32, EAGER)),
     Case(overrides=(BF16, EAGER)),
+    Case("llama", 30, 576, 1536, 9, 3, 49152, rows=32, prompt=48, response=10),  # as SmolLM2-135M, untied
     Case(layers=8, overrides=(FP32, AGAIN)),
     Case(layers=8, overrides=(BF16, AGAIN)),
     Case(layers=8, rows=4, overrides=(FP32, AGAIN, EAGER)),

@@ -35,6 +35,12 @@ KEPT = {
     "interventions": "guardrails/interventions",
     "skipped": "guardrails/skipped",
 }
+#: Metrics kept of every step.
+SERIES = {
+    "paid": "filter_groups/tokens_paid",
+    "length": "response_length/mean",
+    "score_paid": "filter_groups/score_paid_mean",
+}
 WINDOW = 5  # steps averaged before a reward is called reached
 
 
@@ -63,12 +69,14 @@ class Outcome:
         means: of `KEPT` over the steps.
         error: why it ended early; empty if it did not.
         validation: mean validation reward of the final policy; None if the run did not validate at its end.
+        series: of `SERIES` and `validation`, a value per step, None where the step has none.
     """
 
     rewards: list[float]
     means: dict[str, float] = field(default_factory=dict)
     error: str = ""
     validation: float | None = None
+    series: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def first(self) -> float:
@@ -148,8 +156,11 @@ def _run(context: Any, job: Job) -> Outcome:
     means = {name: middle[name](row.get(key, 0.0) for row in steps) for name, key in KEPT.items() if steps}
     if process.exitcode and not error:
         error = f"exit code {process.exitcode}"
-    final = [value for key, value in (steps[-1] if steps else {}).items() if VALIDATION.fullmatch(key)]
-    return Outcome([row[REWARD] for row in steps], means, error, final[0] if final and not error else None)
+    series = {name: [row.get(key) for row in steps] for name, key in SERIES.items()}
+    found = [[value for key, value in row.items() if VALIDATION.fullmatch(key)] for row in steps]
+    series["validation"] = [values[0] if values else None for values in found]
+    final = series["validation"][-1] if found and not error else None
+    return Outcome([row[REWARD] for row in steps], means, error, final, series)
 
 
 def _train(job: Job, run_dir: Path) -> None:

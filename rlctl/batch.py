@@ -7,9 +7,11 @@ Log-probs are nats in float32 at the sampling temperature; index t is response t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from rlctl.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +43,56 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Of each response token: the tokens that truncation (top-p, top-k, min-p) left to sample from.
+
+    Example: two tokens sampled from {3, 7} and {5} have `counts` [[2, 1]] and `ids` [3, 7, 5].
+    """
+
+    counts: Tensor  # (B, T) int32, 0: all of the vocabulary, or no sampled token
+    ids: Tensor  # (Σ counts,) int32: the sets one after the other, row by row
+
+    def __getitem__(self, rows: Rows) -> KeptTokens:
+        """Some rows, in the order given."""
+        counts = self.counts[rows]
+        every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
+        return KeptTokens(counts, self._taken(every[rows].flatten(), counts.flatten()))
+
+    def at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Where (B, t) `mask` is True, t ≤ T: sizes of the N sets (N,), and the sets one after the other."""
+        rows, columns = mask.nonzero(as_tuple=True)
+        counts = self.counts[rows, columns]
+        return counts, self._taken(rows * self.counts.shape[1] + columns, counts)
+
+    def _taken(self, places: Tensor, counts: Tensor) -> Tensor:
+        """The sets at these places of the flattened (B, T), of these sizes."""
+        sizes = self.counts.flatten().long()
+        starts = (sizes.cumsum(0) - sizes)[places] - (counts.cumsum(0) - counts)
+        offsets = starts.repeat_interleave(counts.long())
+        return self.ids[offsets + torch.arange(len(offsets), device=offsets.device)]
+
+    def without(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) bool: `mask` is True, and the set lacks the token at this place."""
+        counts, ids = self.at(mask)
+        owner = torch.arange(len(counts), device=ids.device).repeat_interleave(counts.long())
+        found = counts == 0
+        found[owner[ids == tokens[mask][owner]]] = True
+        return torch.zeros_like(mask).masked_scatter(mask, ~found)
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """The rows of all parts, as wide as the widest."""
+        width = max(part.counts.shape[1] for part in parts)
+        pad = torch.nn.functional.pad
+        counts = [pad(part.counts, (0, width - part.counts.shape[1])) for part in parts]
+        return cls(torch.cat(counts), torch.cat([part.ids for part in parts]))
+
+    def to(self, device: Any) -> KeptTokens:
+        """The same on another device."""
+        return KeptTokens(self.counts.to(device), self.ids.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInputs:
     """What a forward pass reads, whichever model makes it: B rows that end with T response columns."""
 
@@ -48,6 +100,7 @@ class ModelInputs:
     attention_mask: Tensor  # (B, L) bool: what is not padding
     position_ids: Tensor  # (B, L) int64
     scored: Tensor  # (B, T) bool: response positions whose token the model is asked about
+    kept: KeptTokens | None = None  # what log-probs are normalised over; None: the vocabulary
 
     @property
     def responses(self) -> Tensor:
@@ -56,9 +109,9 @@ class ModelInputs:
 
     def pick(self, rows: Rows) -> ModelInputs:
         """Some rows, in the order given; of a slice as views, nothing copied."""
-        return ModelInputs(
-            self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows], self.scored[rows]
-        )
+        kept = None if self.kept is None else self.kept[rows]
+        ids, mask, positions = self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows]
+        return ModelInputs(ids, mask, positions, self.scored[rows], kept)
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -83,11 +136,53 @@ class Rollouts:
     response_texts: tuple[str, ...]
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
+    kept: KeptTokens | None = None  # with exact sampling: what each token was sampled from
+    prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / chance of the prompt
+
+    def pick(self, rows: slice) -> Rollouts:
+        """Some rows."""
+        return self._each(lambda value: value[rows])
+
+    def to(self, device: Any) -> Rollouts:
+        """The same on another device."""
+        return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
+
+    def _each(self, change: Callable[[Any], Any]) -> Rollouts:
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        values: dict[str, Any] = {name: None if x is None else change(x) for name, x in given}
+        return Rollouts(**values)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
+        """The rows of all parts, padded to the longest prompt and the longest response."""
+        prompt = max(part.prompt_mask.shape[1] for part in parts)
+        length = max(part.responses.shape[1] for part in parts)
+
+        def padded(part: Rollouts, value: Tensor) -> Tensor:
+            right = length - part.responses.shape[1]
+            is_whole = value.shape[1] == part.input_ids.shape[1]  # prompt and response
+            left = prompt - part.prompt_mask.shape[1] if is_whole else 0
+            return torch.nn.functional.pad(value, (left, right))
+
+        def together(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            if values[0] is None:
+                return None
+            if isinstance(values[0], tuple):
+                return tuple(item for value in values for item in value)
+            if isinstance(values[0], KeptTokens):
+                return KeptTokens.joined(values)
+            if values[0].ndim == 2:
+                values = [padded(part, value) for part, value in zip(parts, values, strict=True)]
+            return torch.cat(values)
+
+        return cls(**{f.name: together(f.name) for f in fields(cls)})
 
     @property
     def inputs(self) -> ModelInputs:
         """For the forward pass of any model."""
-        return ModelInputs(self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
+        columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
+        return ModelInputs(*columns, self.kept)
 
     @property
     def prompt_mask(self) -> Tensor:
@@ -142,6 +237,7 @@ class TrainBatch:
     values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
     returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
     age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
+    kept: KeptTokens | None = None  # see `Rollouts`
 
     @property
     def valid_mask(self) -> Tensor:
@@ -151,7 +247,8 @@ class TrainBatch:
     @property
     def inputs(self) -> ModelInputs:
         """For the forward pass of any model."""
-        return ModelInputs(self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
+        columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
+        return ModelInputs(*columns, self.kept)
 
     def pick(self, rows: Rows) -> TrainBatch:
         """Some rows, in the order given; of a slice as views, nothing copied."""

@@ -241,6 +241,20 @@ def _rewards() -> Iterator[Metric]:
     yield Metric("reward/<term>/num_errors", "samples", f"{failed}; {several}")
     spread = "fraction of groups whose rewards are all equal: they teach nothing to what compares siblings"
     yield Metric("reward/zero_spread_groups", "fraction", spread, {"trl": "frac_reward_zero_std"})
+    for name, unit, what in (
+        ("rounds", "rounds", "rounds of sampling that the batch took"),
+        ("samples_paid", "samples", "responses sampled for the batch, used or not"),
+        ("samples_used", "samples", "responses trained on"),
+        ("tokens_paid", "tokens", "response tokens sampled for the batch"),
+        ("tokens_used", "tokens", "response tokens trained on"),
+        ("paid_per_used", "ratio", "tokens sampled per token trained on"),
+        ("dead_fraction", "fraction", "sampled groups whose rewards are all equal"),
+        ("dead_used", "groups", "dead groups that the batch was filled up with"),
+        ("live_unused", "groups", "groups whose rewards differ that were sampled and not needed"),
+        ("prompts_skipped", "prompts", "prompts that the curriculum passed over"),
+        ("score_paid_mean", "reward", "mean score of all samples paid; critic/score/mean is of those used"),
+    ):
+        yield Metric(f"filter_groups/{name}", unit, f"dynamic sampling: {what}")
 
 
 def _lengths() -> Iterator[Metric]:

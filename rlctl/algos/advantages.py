@@ -95,12 +95,21 @@ def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, scores.double() - baseline_scores.double(), 0.0).float()
 
 
-def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups whose valid rewards are all equal (they teach nothing), and groups in all; two () float64."""
+def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """(B,) bool: the row's group has valid rewards that differ; comparing siblings then teaches something."""
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
     squares, _ = _group_sums((rewards - sums / counts.clamp(min=1)).square(), group_ids, valid)
-    members = torch.ones_like(rewards)
-    _, all_counts = _group_sums(members, group_ids, torch.ones_like(valid))
+    return squares > 1e-12
+
+
+def live_probability(rate: float, n: int) -> float:
+    """Of a group of n responses whose rewards are 1 with probability `rate`, else 0: that they differ."""
+    return 1.0 - rate**n - (1.0 - rate) ** n
+
+
+def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups whose valid rewards are all equal (they teach nothing), and groups in all; two () float64."""
+    _, all_counts = _group_sums(torch.ones_like(scores.double()), group_ids, torch.ones_like(valid))
     share = 1.0 / all_counts  # each group's members add up to one group
-    return torch.where(squares <= 1e-12, share, 0.0).sum(), share.sum()
+    return torch.where(has_spread(scores, group_ids, valid), 0.0, share).sum(), share.sum()

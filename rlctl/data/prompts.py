@@ -113,6 +113,11 @@ class PromptDataset:
         order: list[int] = _permutation(len(self), seed, epoch)[chosen].tolist()
         return order
 
+    def row_at(self, position: int, *, seed: int, shuffle: bool) -> int:
+        """The prompt at a place of the epochs one after the other, in the orders of `batch_indices`."""
+        epoch, place = divmod(position, len(self))
+        return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
+
     def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
         """The prompts at `indices` as one left-padded batch (N, P), P the longest among them.
 

@@ -27,6 +27,8 @@ CHECKPOINTS = "checkpoints"
 #: Of a checkpoint: where the adapter lies.
 ADAPTER = "adapter"
 
+#: Of a checkpoint's `draws/`: with dynamic sampling, which prompts are used up.
+DRAWS_FILE = "prompts.json"
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
@@ -69,6 +71,11 @@ class Checkpoint:
     def critic_dir(self) -> Path:
         """What the critic's `load` reads; empty without a critic."""
         return self.path / "critic"
+
+    @property
+    def draws_file(self) -> Path:
+        """Which prompts are used up; missing without dynamic sampling."""
+        return self.path / "draws" / DRAWS_FILE
 
     @property
     def waiting_dir(self) -> Path:

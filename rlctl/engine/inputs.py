@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -28,12 +27,21 @@ def used_columns(inputs: ModelInputs) -> ModelInputs:
         inputs.attention_mask[:, columns],
         inputs.position_ids[:, columns],
         inputs.scored[:, :horizon],
+        inputs.kept,
     )
 
 
 def arguments_of(inputs: ModelInputs) -> dict[str, Tensor]:
     """The same as keyword arguments of a module: engines around modules handle tensors, not records."""
-    return {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "position_ids", "scored")}
+
+
+def kept_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
+    """What the scored tokens' log-probs are normalised over, where it is not the vocabulary."""
+    if inputs.kept is None:
+        return {}
+    counts, ids = inputs.kept.at(inputs.scored)
+    return {"kept_counts": counts, "kept_ids": ids}
 
 
 def widened(values: Tensor, inputs: ModelInputs) -> Tensor:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlctl.engine.inputs import arguments_of, body_inputs, body_of, scored_states, used_columns, widened
+from rlctl.engine.inputs import (
+    arguments_of,
+    body_inputs,
+    body_of,
+    kept_arguments,
+    scored_states,
+    used_columns,
+    widened,
+)
 from rlctl.engine.packing import can_pack
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.prefix import can_share_prefix
@@ -61,6 +69,8 @@ class PolicyModule(nn.Module):
         scored: Tensor,
         num_chunks: int = 1,
         *,
+        kept_counts: Tensor | None = None,
+        kept_ids: Tensor | None = None,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
     ) -> tuple[Tensor, ...]:
@@ -69,6 +79,8 @@ class PolicyModule(nn.Module):
         Args:
             input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
             num_chunks: pieces the output head is run in, see `chunks_needed`.
+            kept_counts, kept_ids: of the N scored tokens in row order, what their distribution is restricted
+                to and renormalised over, see `KeptTokens.at`; None: nothing.
             entropy_grad: let gradient through the entropy too.
             sum_pi_squared: also give the collision probability of the next-token distribution.
 
@@ -96,7 +108,8 @@ class PolicyModule(nn.Module):
             entropy_grad=entropy_grad,
             sum_pi_squared=sum_pi_squared,
         )
-        found = _walk(look, states, responses[scored], num_chunks)
+        kept = () if kept_counts is None or kept_ids is None else (kept_counts, kept_ids)
+        found = _walk(look, states, responses[scored], num_chunks, *kept)
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         return tuple(empty.masked_scatter(scored, values) for values in found)
 
@@ -126,27 +139,36 @@ def policy_output(
     num_tokens = int(inputs.scored.sum())
     if in_step_with:
         num_tokens = int(in_step_with.max(num_tokens))
-    columns = arguments_of(used_columns(inputs))
+    used = used_columns(inputs)
+    columns = arguments_of(used) | kept_arguments(used)
     found = run(**columns, num_chunks=policy.chunks_needed(num_tokens), **asked)
     return PolicyOutput(*(widened(values, inputs) for values in found))
 
 
 def _walk(
-    look: Callable[[Tensor, Tensor], tuple[Tensor, ...]], states: Tensor, tokens: Tensor, num_chunks: int
+    look: Callable[..., tuple[Tensor, ...]],
+    states: Tensor,
+    tokens: Tensor,
+    num_chunks: int,
+    kept_counts: Tensor | None = None,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """`look` chunk by chunk over (N, H) states and (N,) tokens; its (N,) answers."""
+    given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks)]
+    if kept_counts is not None and kept_ids is not None:
+        counts = kept_counts.tensor_split(num_chunks)
+        given += [counts, torch.split(kept_ids, [int(part.sum()) for part in counts])]
     if num_chunks == 1:
-        return look(states, tokens)
-    parts = [
-        checkpoint(look, s, t, use_reentrant=False)
-        for s, t in zip(states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), strict=True)
-    ]
+        return look(states, tokens, *(parts[0] for parts in given[2:]))
+    parts = [checkpoint(look, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
     return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
 def _look_at_tokens(
     states: Tensor,
     tokens: Tensor,
+    kept_counts: Tensor | None = None,
+    kept_ids: Tensor | None = None,
     *,
     head: Any,
     temperature: float,
@@ -154,6 +176,8 @@ def _look_at_tokens(
     sum_pi_squared: bool,
 ) -> tuple[Tensor, ...]:
     logits = head(states).float() / temperature
+    if kept_counts is not None and kept_ids is not None:
+        logits.masked_fill_(_dropped(kept_counts, kept_ids, logits), torch.finfo(logits.dtype).min)
     log_total = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
@@ -163,6 +187,14 @@ def _look_at_tokens(
         return chosen, entropy
     probs = probs.detach()
     return chosen, entropy, torch.linalg.vecdot(probs, probs)
+
+
+def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+    """(N, V) bool: tokens outside of each set; of an empty set, which stands for the vocabulary, none."""
+    rows = torch.arange(len(counts), device=counts.device)
+    dropped = (counts > 0)[:, None].expand_as(logits).clone()
+    dropped[rows.repeat_interleave(counts.long()), ids.long()] = False
+    return dropped
 
 
 def _identity(states: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
     what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was asked for", _EXPLICIT
     if reported.cut.is_like(asked.cut):
         what = f"the engine samples with {asked.cut}, as asked; the trainer scores the whole distribution"
-        fix = "sample without truncation: it biases every ratio by the mass cut off"
+        fix = "sample without truncation, or set rollout.exact_sampling: the mass cut off biases every ratio"
     yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
 
 

@@ -24,6 +24,9 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
         n: responses per prompt.
         tokenizer: decodes responses.
         policy_version: optimizer updates behind the sampling weights.
+
+    Raises:
+        RunFailure: a sampled token is not among those that the engine says it was sampled from.
     """
     responses, lengths = sampled.tokens, sampled.lengths
     device = responses.device
@@ -32,6 +35,13 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
     group_ids = prompts.group_ids.to(device).repeat_interleave(n)
     is_sampled = torch.arange(responses.shape[1], device=device) < lengths[:, None]
     attention_mask = torch.cat([prompt_mask, is_sampled], dim=1)
+    kept = sampled.kept and sampled.kept.to(device)
+    if kept and (wrong := kept.without(responses, is_sampled)).any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise RunFailure(
+            f"token {column + 1} of response {row + 1} is not among the tokens that the rollout engine kept",
+            where="rollout.exact_sampling",
+        )
     ended = sampled.finish_reason == FINISH_REASONS.index("stop")
     return Rollouts(
         input_ids=torch.cat([prompt_ids, responses], dim=1),
@@ -49,6 +59,7 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
         response_texts=_decode(tokenizer, responses, lengths - ended.long()),
         extra_infos=_repeat(prompts.extra_infos, n),
         messages=_repeat(prompts.messages, n),
+        kept=kept,
     )
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
-from rlctl.errors import EnvironmentFailure
+from rlctl.batch import FINISH_REASONS, KeptTokens, Prompts, Rollouts
+from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout.assemble import assemble, end_ids, synced
 from rlctl.rollout.protocol import Sampled, Sampling
 
 #: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
+#: Probability that the tokens listed at one position may lack of 1, by rounding.
+_MISSING = 1e-5
+#: Log-prob below which the servers' JSON means minus infinity.
+_NEVER = -9000.0
 #: What helps where vLLM cannot run an adapter.
 MERGE_LORA = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
 
@@ -44,11 +49,19 @@ class Completion:
         token_ids: what the policy sampled, end of sequence included.
         log_probs: of each token under the distribution it was drawn from.
         finish_reason: vLLM's; what is not in `FINISH_REASONS` counts as `abort`.
+        likeliest: at each token, the log-probs of the likeliest tokens of its distribution.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: str | None
+    likeliest: Sequence[Mapping[int, float]] = ()
+
+    def kept(self) -> list[list[int]]:
+        """Of each token, the tokens it was drawn from; [] where those listed are not all of them."""
+        listed = [[(t, p) for t, p in entry.items() if p > _NEVER] for entry in self.likeliest]
+        is_whole = [sum(math.exp(p) for _, p in entry) >= 1.0 - _MISSING for entry in listed]
+        return [[t for t, _ in entry] if ok else [] for entry, ok in zip(listed, is_whole, strict=True)]
 
 
 class CompletionRollout(ABC):
@@ -82,7 +95,7 @@ class CompletionRollout(ABC):
         Greedy log-probs are those at temperature 1.
 
         Raises:
-            RunFailure: the engine failed; carries its words.
+            RunFailure: the engine failed; carries its words. Or it never says all that it sampled from.
         """
         del num_groups_total  # seeds are made from each prompt's own place
         policy_version = synced(self._policy_version)
@@ -94,7 +107,10 @@ class CompletionRollout(ABC):
             for row, group in zip(rows, prompts.group_ids.tolist(), strict=True)
             for _ in range(n // each)
         ]
-        sampled = self._tensors(self._complete(requests, sampling))
+        completions = self._complete(requests, sampling)
+        sampled = self._tensors(completions)
+        if sampling.with_kept:
+            sampled = _with_kept(sampled, completions)
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
     @abstractmethod
@@ -117,8 +133,12 @@ class CompletionRollout(ABC):
             "max_tokens": sampling.max_response_length,
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,
-            "logprobs": 0,  # of the sampled token alone
+            # 0: of the sampled token alone. Equally likely tokens may be more than top_k: ask for twice that.
+            "logprobs": self._listed(sampling) if sampling.with_kept else 0,
         }
+
+    def _listed(self, sampling: Sampling) -> int:
+        return min(listed_tokens(sampling.top_k), len(self._tokenizer))
 
     def _tensors(self, completions: list[Completion]) -> Sampled:
         """Completions padded on the right."""
@@ -132,8 +152,38 @@ class CompletionRollout(ABC):
         lengths = torch.tensor([len(completion.token_ids) for completion in completions])
         known = {reason: place for place, reason in enumerate(FINISH_REASONS)}
         reasons = [known.get(completion.finish_reason or "", known["abort"]) for completion in completions]
-        tensors = (responses, log_probs, lengths, torch.tensor(reasons, dtype=torch.int8))
-        return Sampled(*(tensor.to(self._device) for tensor in tensors))
+        finish_reason, device = torch.tensor(reasons, dtype=torch.int8), self._device
+        return Sampled(
+            responses.to(device), log_probs.to(device), lengths.to(device), finish_reason.to(device)
+        )
+
+
+def listed_tokens(top_k: int) -> int:
+    """Log-probs per token that vLLM is asked for, to learn which tokens `top_k` kept."""
+    return 2 * top_k
+
+
+def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
+    """A response with a token whose set is not known in full counts as aborted: it is not trained on.
+
+    Raises:
+        RunFailure: that is so of every response.
+    """
+    sets = [completion.kept() for completion in completions]
+    whole = torch.tensor([all(row) for row in sets], device=sampled.lengths.device)
+    if not whole.any():
+        raise RunFailure(
+            "the log-probs that the engine lists never add up to a probability of 1",
+            where="rollout.exact_sampling",
+            fix="lower rollout.top_k; servers that you started need --logprobs-mode processed_logprobs",
+        )
+    counts = torch.zeros(sampled.tokens.shape, dtype=torch.int32)
+    for row, kept in enumerate(sets):
+        counts[row, : len(kept)] = torch.tensor([len(tokens) for tokens in kept], dtype=torch.int32)
+    ids = torch.tensor([t for kept in sets for tokens in kept for t in tokens], dtype=torch.int32)
+    abort = FINISH_REASONS.index("abort")
+    reasons = torch.where(whole, sampled.finish_reason, abort).to(torch.int8)
+    return replace(sampled, finish_reason=reasons, kept=KeptTokens(counts, ids).to(sampled.tokens.device))
 
 
 def vllm_missing(error: Exception) -> EnvironmentFailure:

@@ -87,6 +87,7 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
         starts_with_policy=True,
         checks_syncs=False,
         samples_while_training=frozenset({"colocated"}),
+        reports_kept="always",
     ),
 )
 def hf(context: EngineContext) -> RolloutEngine:
@@ -113,6 +114,7 @@ def hf(context: EngineContext) -> RolloutEngine:
         frees_memory=True,
         forms_batches=True,
         min_temperature=0.01,  # it raises lower ones to this, with a warning in its log
+        reports_kept="top_k",
     ),
 )
 def vllm(context: EngineContext) -> RolloutEngine:
@@ -143,7 +145,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleeps=rollout.free_cache_engine,
         device=context.device,
-        engine_kwargs=rollout.engine_kwargs,
+        engine_kwargs=_engine_kwargs(spec),
     )
 
 
@@ -221,8 +223,17 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         start_timeout=rollout.server.start_timeout,
         answer_timeout=rollout.server.answer_timeout,
         max_restarts=rollout.server.max_restarts,
-        more_arguments=tuple(as_arguments(rollout.engine_kwargs)),
+        more_arguments=tuple(as_arguments(_engine_kwargs(spec))),
     )
+
+
+def _engine_kwargs(spec: RunSpec) -> dict[str, Any]:
+    """vLLM's own arguments, and with exact sampling how many log-probs it may be asked for."""
+    from rlctl.rollout.completions import listed_tokens
+
+    rollout = spec.rollout
+    limit = {"max_logprobs": listed_tokens(rollout.top_k)} if rollout.exact_sampling else {}
+    return limit | rollout.engine_kwargs
 
 
 def _address(spec: RunSpec) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from rlctl.batch import FINISH_REASONS, Prompts, Rollouts
+from rlctl.batch import FINISH_REASONS, KeptTokens, Prompts, Rollouts
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
 from rlctl.rollout.protocol import Policy, Sampled, Sampling
@@ -85,6 +85,9 @@ class HFRollout:
             log_probs=torch.cat([_widen(chunk.log_probs, width, 0.0) for chunk in chunks]),
             lengths=torch.cat([chunk.lengths for chunk in chunks]),
             finish_reason=torch.cat([chunk.finish_reason for chunk in chunks]),
+            kept=KeptTokens.joined([chunk.kept for chunk in chunks if chunk.kept])
+            if sampling.with_kept
+            else None,
         )
         return assemble(prompts, sampled, n=n, tokenizer=self._tokenizer, policy_version=policy_version)
 
@@ -107,7 +110,7 @@ class HFRollout:
     ) -> Sampled:
         """Responses of one chunk; T ends with its longest row."""
         prompt_length = prompt_ids.shape[1]
-        sampler = RecordingSampler(uniforms, prompt_length, sampling.greedy, self._eos_ids)
+        sampler = RecordingSampler(uniforms, prompt_length, sampling, self._eos_ids)
         config = GenerationConfig(
             max_new_tokens=sampling.max_response_length,
             do_sample=False,  # the sampler has already chosen
@@ -129,6 +132,7 @@ class HFRollout:
             finish_reason=torch.where(
                 sampler.stopped, FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
             ).to(torch.int8),
+            kept=sampler.kept(responses.shape[1]),
         )
 
     @torch.no_grad()

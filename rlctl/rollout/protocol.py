@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Prompts, Rollouts
+    from rlctl.batch import KeptTokens, Prompts, Rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Sampling:
         min_p: drop tokens below this share of the likeliest one's probability; 0: none.
         greedy: take the likeliest token instead of drawing one. The log-probs reported are still
             those of the distribution described above.
+        with_kept: also report the tokens that top_k, top_p and min_p left, see `KeptTokens`.
     """
 
     max_response_length: int
@@ -34,6 +35,7 @@ class Sampling:
     top_k: int = -1
     min_p: float = 0.0
     greedy: bool = False
+    with_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,14 @@ class Sampled:
         lengths: (B,) int64 tokens the policy sampled, end of sequence included; the engine knows, nobody
             searches the tokens for an end.
         finish_reason: (B,) int8, places in `rlctl.batch.FINISH_REASONS`.
+        kept: what each token was drawn from, where `Sampling.with_kept` asks for it.
     """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
     finish_reason: Tensor
+    kept: KeptTokens | None = None
 
 
 class ResponseSampler(Protocol):

@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rlctl.batch import KeptTokens
 from rlctl.rollout.protocol import Sampling
 
 #: Probabilities become integers in units of 2⁻⁴⁴, whose sums are exact in any order.
@@ -36,7 +37,9 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         stopped: (B,) bool, the row has chosen an end of sequence.
     """
 
-    def __init__(self, uniforms: Tensor, prompt_length: int, greedy: bool, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, uniforms: Tensor, prompt_length: int, sampling: Sampling, end_ids: Sequence[int]
+    ) -> None:
         """Take (B, T) float64 `uniforms` in [0, 1); `prompt_length` counts padding."""
         self.log_probs = torch.zeros(uniforms.shape, dtype=torch.float32, device=uniforms.device)
         self.lengths = torch.zeros(len(uniforms), dtype=torch.int64, device=uniforms.device)
@@ -44,11 +47,16 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self._end_ids = torch.tensor(list(end_ids), device=uniforms.device)
         self._uniforms = uniforms
         self._prompt_length = prompt_length
-        self._greedy = greedy
+        self._greedy = sampling.greedy
+        self._with_kept = sampling.with_kept
+        self._sizes = torch.zeros(uniforms.shape, dtype=torch.int32, device=uniforms.device)
+        self._sets: list[Tensor] = []  # of each step, (2, kept): flattened places in (B, T), tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Replace (B, V) `scores` in place by zero at the chosen token and -inf elsewhere."""
         position = input_ids.shape[1] - self._prompt_length
+        if self._with_kept:
+            self._keep(position, scores)
         log_probs = scores.float().log_softmax(dim=-1)
         if self._greedy:
             tokens = log_probs.argmax(dim=-1, keepdim=True)
@@ -58,6 +66,21 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self.lengths += ~self.stopped
         self.stopped |= torch.isin(tokens.squeeze(1), self._end_ids)
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
+
+    def _keep(self, position: int, scores: Tensor) -> None:
+        """What rows that have not ended draw from; nothing of a row whose scores are all finite."""
+        kept = scores > -torch.inf
+        kept &= ~(self.stopped | kept.all(-1))[:, None]
+        self._sizes[:, position] = kept.sum(-1)
+        rows, tokens = kept.nonzero(as_tuple=True)
+        self._sets.append(torch.stack([rows * self._sizes.shape[1] + position, tokens]).int())
+
+    def kept(self, length: int) -> KeptTokens | None:
+        """What each of the first `length` tokens was drawn from, if that was asked for."""
+        if not self._with_kept:
+            return None
+        places, tokens = torch.cat(self._sets, dim=1)
+        return KeptTokens(self._sizes[:, :length], tokens[places.argsort(stable=True)])
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:

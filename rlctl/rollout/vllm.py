@@ -270,7 +270,9 @@ def _settle_environment() -> None:
 def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     entries = zip(tokens, output.logprobs, strict=True)
-    return Completion(tokens, [entry[token].logprob for token, entry in entries], output.finish_reason)
+    log_probs = [entry[token].logprob for token, entry in entries]
+    likeliest = [{token: listed.logprob for token, listed in entry.items()} for entry in output.logprobs]
+    return Completion(tokens, log_probs, output.finish_reason, likeliest)
 
 
 def _generation_config(model_path: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -141,6 +141,7 @@ class VLLMServerRollout(CompletionRollout):
 
             async def ask(url: str, request: Request) -> httpx.Response:
                 body = {"model": self._newest.model, "prompt": request.prompt_ids, "return_token_ids": True}
+                body["return_tokens_as_token_ids"] = sampling.with_kept
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
@@ -322,4 +323,11 @@ async def _until_silent(url: str, patience: float) -> None:
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice.get("finish_reason"))
+    logprobs = choice["logprobs"]
+    entries = logprobs.get("top_logprobs") or []
+    likeliest = [
+        {int(name.removeprefix("token_id:")): value for name, value in entry.items()}
+        for entry in entries
+        if entry and next(iter(entry)).startswith("token_id:")
+    ]
+    return Completion(choice["token_ids"], logprobs["token_logprobs"], choice.get("finish_reason"), likeliest)

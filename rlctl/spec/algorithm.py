@@ -79,6 +79,27 @@ class KLCtrlSpec(Section):
     """Responses over which `adaptive` may change the coefficient by at most a fifth."""
 
 
+def _score_name(value: object) -> object:
+    """verl's other names of the grader's score."""
+    return {"acc": "score", "seq_reward": "score"}.get(value, value) if isinstance(value, str) else value
+
+
+class FilterGroupsSpec(Section):
+    """Dynamic sampling: train on groups whose rewards differ, and sample until there are enough of them."""
+
+    enable: bool = False
+    """Sample further prompts in place of groups whose rewards are all equal (DAPO)."""
+    metric: Annotated[Literal["score"], BeforeValidator(_score_name)] = "score"
+    """What must differ within a group: the graders' score (`acc` and `seq_reward` are verl's aliases)."""
+    max_num_gen_batches: int = Field(default=0, ge=0)
+    """Rounds of sampling per batch, at most; then dead groups fill it up. 0: until there are enough."""
+    curriculum: bool = False
+    """Draw a prompt at its turn with the probability that rewards will differ, by its last group; then divide
+    its advantages by that probability."""
+    curriculum_floor: float = Field(default=0.2, gt=0, le=1)
+    """Smallest such probability: the largest factor of an advantage is its inverse."""
+
+
 class AlgorithmSpec(Section):
     """From rewards to advantages, and the correction of off-policy data."""
 
@@ -98,6 +119,7 @@ class AlgorithmSpec(Section):
     kl_penalty: Annotated[str, Registered(KL_ESTIMATORS), KLNames] = "k1"
     """Estimator of that KL: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
+    filter_groups: FilterGroupsSpec = FilterGroupsSpec()
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()
 
     def estimator_needs(self, what: str) -> bool:

@@ -30,6 +30,7 @@ from rlctl.spec.resolve import (
 )
 from rlctl.spec.run_spec import RunSpec
 
+_FILTER = "algorithm.filter_groups"
 _BYPASS, _DIALECT = f"{CORRECTION}bypass_mode", f"{CORRECTION}dialect"
 _IS, _IS_BOUND = f"{CORRECTION}rollout_is", f"{CORRECTION}rollout_is_bound"
 _RULES = (_DIALECT, _IS, IS_THRESHOLD_KEY, _IS_BOUND, RS_KEY, RS_THRESHOLD_KEY)
@@ -57,6 +58,38 @@ def _is_corrected(spec: RunSpec) -> bool:
 def rules_are_clear(spec: RunSpec) -> Problems:
     """Criteria must exist in their dialect; thresholds must fit them and accept on-policy data."""
     yield from correction_problems(spec.algorithm.rollout_correction)
+
+
+@reads(
+    f"{_FILTER}.enable",
+    f"{_FILTER}.curriculum",
+    ESTIMATOR,
+    "rollout.n",
+    "rollout.staleness",
+    "rollout.max_staleness",
+    "actor.use_kl_loss",
+    "actor.entropy_coeff",
+)
+def groups_can_be_filtered(spec: RunSpec) -> Problems:
+    """Dynamic sampling grades while it samples, and needs siblings to compare."""
+    options, rollout, estimator = spec.algorithm.filter_groups, spec.rollout, spec.algorithm.adv_estimator
+    key = f"{_FILTER}.enable"
+    if not options.enable:
+        if options.curriculum:
+            yield warning(f"{_FILTER}.curriculum", f"has no effect without {key}", f"set {key}: true")
+        return
+    for name in ("staleness", "max_staleness"):
+        if getattr(rollout, name):
+            what = f"grades decide what is sampled, and rollout.{name} samples batches before their turn"
+            yield error(key, what, f"set it to false, or rollout.{name}: 0")
+    if not spec.algorithm.estimator_needs("group_ids"):
+        what = f"{estimator} does not compare siblings: a group of equal rewards teaches it something too"
+        yield error(key, what, "set it to false, or use an estimator that does, such as rloo")
+    elif rollout.n == 1:
+        yield error(key, "a group of one response has no spread", "set rollout.n to 2 or more")
+    if spec.actor.use_kl_loss or spec.actor.entropy_coeff:
+        what = "KL loss and entropy bonus are then taken on prompts of medium difficulty only"
+        yield warning(key, what, "set actor.use_kl_loss: false and actor.entropy_coeff: 0, as DAPO does")
 
 
 @reads(_DIALECT, RS_KEY, RS_THRESHOLD_KEY)

@@ -14,10 +14,11 @@ from rlctl.spec.rollout import VLLM_LORA_RANKS, ServerSpec
 from rlctl.spec.run_spec import RunSpec
 
 
-@reads("rollout.top_p", "rollout.top_k", "rollout.min_p")
+@reads("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.exact_sampling", "rollout.name")
 def distribution_is_complete(spec: RunSpec) -> Problems:
-    """The trainer's log-probs are over the full vocabulary; truncated samples differ by the mass cut off."""
-    rollout = spec.rollout
+    """The trainer's log-probs are over the full vocabulary; truncated samples differ by the mass cut off.
+    `exact_sampling` restricts them to what the engine kept: it must be able to say that."""
+    rollout, can = spec.rollout, spec.rollout_engine.reports_kept
     truncated = {
         "top_p": (rollout.top_p < 1.0, "1.0"),
         "top_k": (rollout.top_k > 0, "-1"),
@@ -25,9 +26,24 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
     }
     what = "samples come from a truncated distribution, the trainer's log-probs from the full one: "
     what += "every ratio ρ is biased by the mass cut off"
+    fix = "" if can == "never" else ", or set rollout.exact_sampling: true"
+    if can == "top_k" and rollout.top_k < 1:
+        fix += " and rollout.top_k"
     for name, (is_truncated, neutral) in truncated.items():
-        if is_truncated:
-            yield warning(f"rollout.{name}", what, f"set it to {neutral} for training")
+        if is_truncated and not rollout.exact_sampling:
+            yield warning(f"rollout.{name}", what, f"set it to {neutral} for training{fix}")
+    key = "rollout.exact_sampling"
+    if not rollout.exact_sampling:
+        return
+    if not any(is_truncated for is_truncated, _ in truncated.values()):
+        what = "has no effect: rollout.top_p, top_k and min_p leave every token to sample from"
+        yield warning(key, what, LEAVE_OUT)
+    elif can == "never":
+        what = f"rollout.name: {rollout.name} does not report which tokens it kept to sample from"
+        yield error(key, what, "set rollout.name: hf, or sample with top_p=1, top_k=-1 and min_p=0")
+    elif can == "top_k" and rollout.top_k < 1:
+        what = f"{rollout.name} lists a bounded number of tokens, and rollout.top_k: -1 bounds none"
+        yield error(key, what, "set rollout.top_k, for example to 50; or rollout.name: hf")
 
 
 @reads("rollout.temperature")

@@ -107,6 +107,11 @@ def notes(spec: RunSpec) -> list[str]:
     if not rules.reject:
         lines.append("Nothing is rejected.")
     lines += _implied(rules.reject, spec.data.max_response_length)
+    if spec.rollout.exact_sampling:
+        lines.append(
+            "Exact sampling: π_θ, π_old and π_ref are renormalised over the tokens that top_p, top_k and "
+            "min_p left when each token was sampled."
+        )
     if correction.bypass_mode:
         lines.append(
             "Bypass mode: π_old is the rollout's own; ρ = π_θ / π_rollout, computed at every update."

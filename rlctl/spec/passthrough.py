@@ -32,6 +32,7 @@ VLLM_OWNERS = {
     "max_lora_rank": _LORA,
     "generation_config": "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p",
     "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
+    "max_logprobs": "rollout.top_k and rollout.exact_sampling",
     "served_model_name": "rlctl names the model of its servers",
     "host": "rlctl chooses the address of its servers",
     "port": "rlctl chooses the address of its servers",

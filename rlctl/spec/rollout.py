@@ -30,6 +30,8 @@ class EngineCapabilities:
         frees_memory: with `rollout.free_cache_engine` it gives its GPU memory back between calls.
         forms_batches: it takes any number of prompts at once and forms its own batches.
         min_temperature: the lowest at which it samples as asked.
+        reports_kept: whether it can say which tokens top_p, top_k and min_p left: `never`, `top_k` (where
+            rollout.top_k bounds their number) or `always`.
     """
 
     modes: frozenset[str] = frozenset({"colocated"})
@@ -42,6 +44,7 @@ class EngineCapabilities:
     frees_memory: bool = False
     forms_batches: bool = False
     min_temperature: float = 0.0
+    reports_kept: Literal["never", "top_k", "always"] = "never"
 
 
 class DataSpec(Section):
@@ -110,11 +113,14 @@ class RolloutSpec(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; log-probs of rollout and trainer are computed at it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; below 1 every ratio is biased by the mass cut off."""
+    """Nucleus sampling; below 1 every ratio is biased by the mass cut off, unless `exact_sampling`."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample from the k likeliest tokens; -1: all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens below this share of the likeliest one's probability."""
+    exact_sampling: bool = False
+    """Renormalise the trainer's log-probs (π_θ, π_old, π_ref) over the tokens that top_p, top_k and min_p
+    left to sample from, so that both policies are of one kind."""
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
     """Sequences generated at once on one rank; null: all of the batch."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None

@@ -18,7 +18,7 @@ from rlctl.track.open_run import in_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Rollouts
+    from rlctl.batch import KeptTokens, Rollouts
 
 ROLLOUTS_DIR = "rollouts"
 
@@ -42,6 +42,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"rlctl.rollouts": "1"},
 )
+#: With exact sampling, of each token: the tokens it was sampled from; empty: all of the vocabulary.
+KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
 
 #: A part is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
@@ -57,10 +59,12 @@ class RolloutWriter:
     Args:
         run_dir: existing run directory.
         max_per_step: responses kept per step; whole groups only, at least one. 0: none, -1: all.
+        exact_sampling: rollouts say what their tokens were sampled from.
     """
 
-    def __init__(self, run_dir: Path, max_per_step: int) -> None:
+    def __init__(self, run_dir: Path, max_per_step: int, *, exact_sampling: bool = False) -> None:
         self.directory = run_dir / ROLLOUTS_DIR
+        self._schema = SCHEMA.append(KEPT) if exact_sampling else SCHEMA
         self._max = max_per_step
         self._batches: list[pa.RecordBatch] = []
         self._steps: list[int] = []
@@ -108,7 +112,11 @@ class RolloutWriter:
             "rollout_is_weights": weights,
             "keep_mask": keep_mask.bool(),
         }
-        self._batches.append(_record_batch(step, rows, rollouts, rewards, per_token))
+        batch = _record_batch(step, rows, rollouts, rewards, per_token)
+        if rollouts.kept:
+            picked = rollouts.group_ids.new_tensor(rows)
+            batch = batch.append_column(KEPT, _kept(rollouts.kept[picked], rollouts.response_mask[rows]))
+        self._batches.append(batch.cast(self._schema))
         self._steps.append(step)
         if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
             self.flush()
@@ -123,9 +131,8 @@ class RolloutWriter:
             return
         try:
             self.directory.mkdir(exist_ok=True)
-            _write(
-                self.directory, self._steps[0], self._steps[-1], pa.Table.from_batches(self._batches, SCHEMA)
-            )
+            table = pa.Table.from_batches(self._batches, self._schema)
+            _write(self.directory, self._steps[0], self._steps[-1], table)
         except OSError as error:
             raise _failure(self.directory, error) from error
         self._batches, self._steps = [], []
@@ -148,7 +155,7 @@ class RolloutWriter:
                 match = _PART.fullmatch(path.name)
                 if match is None:
                     continue
-                if problem := _damage(path):
+                if problem := _damage(path, self._schema):
                     path.rename(path.with_name(f"{path.name}.damaged"))
                     notes.append(f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and set aside")
                     continue
@@ -156,7 +163,7 @@ class RolloutWriter:
                 if int(match[2]) <= step:
                     continue
                 if int(match[1]) <= step:
-                    table = pq.read_table(path, schema=SCHEMA)
+                    table = pq.read_table(path, schema=self._schema)
                     kept = table.filter(pc.field("step") <= step)
                     _write(self.directory, int(match[1]), step, kept)
                 path.unlink()
@@ -167,10 +174,10 @@ class RolloutWriter:
         return notes
 
 
-def _damage(path: Path) -> str:
+def _damage(path: Path, schema: pa.Schema) -> str:
     """What keeps a part from being read; empty if nothing does."""
     try:
-        if not pq.ParquetFile(path).schema_arrow.equals(SCHEMA):
+        if not pq.ParquetFile(path).schema_arrow.equals(schema):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return str(error).partition("\n")[0]
@@ -235,6 +242,14 @@ def _record_batch(
         **{name: tokens(name) for name in per_token},
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _kept(kept: KeptTokens, mask: Tensor) -> pa.ListArray:
+    """What each response token was sampled from."""
+    counts, ids = (x.cpu() for x in kept.at(mask))
+    ends = pa.array([0, *counts.cumsum(0).tolist()], pa.int32())
+    sets = pa.ListArray.from_arrays(ends, pa.array(ids.numpy()))
+    return pa.ListArray.from_arrays(pa.array([0, *mask.sum(1).cumsum(0).tolist()], pa.int32()), sets)
 
 
 def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:

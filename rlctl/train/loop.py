@@ -19,6 +19,7 @@ import torch
 
 from rlctl.reward.build import refuse_errors
 from rlctl.train.batch_metrics import batch_metrics, batch_sums
+from rlctl.train.filter_groups import live_batch
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.kl_reward import with_kl_in_reward
 from rlctl.train.notices import Notices, step_warnings
@@ -35,7 +36,7 @@ from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
-    from rlctl.batch import ScoredBatch, TrainBatch
+    from rlctl.batch import Rollouts, ScoredBatch, TrainBatch
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import RewardResult
     from rlctl.train.update import Updated
@@ -56,11 +57,7 @@ def train(run: Run) -> None:
         hold = step <= spec.trainer.critic_warmup
         metrics: dict[str, float] = {}
         with timer("step"):
-            with timer("gen"):
-                rollouts = run.stream.take(step)
-            baseline = greedy_baseline(run, step, rollouts, timer)
-            with timer("reward"):
-                rewards = run.reward.score(rollouts)
+            rollouts, rewards, baseline = sample_and_grade(run, step, timer, metrics)
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
@@ -116,6 +113,24 @@ def train(run: Run) -> None:
             break
 
 
+def sample_and_grade(
+    run: Run, step: int, timer: StepTimer, metrics: dict[str, float]
+) -> tuple[Rollouts, RewardResult, RewardResult | None]:
+    """This rank's responses, their grades, and for ReMax those of the greedy responses.
+
+    With dynamic sampling what the batch cost goes into `metrics`.
+    """
+    if run.draws is not None:
+        rollouts, rewards, paid = live_batch(run, step, run.draws, timer)
+        metrics |= paid
+        return rollouts, rewards, greedy_baseline(run, step, rollouts, timer)
+    with timer("gen"):
+        rollouts = run.stream.take(step)
+    baseline = greedy_baseline(run, step, rollouts, timer)
+    with timer("reward"):
+        return rollouts, run.reward.score(rollouts), baseline
+
+
 def describe_batch(
     run: Run, scored: ScoredBatch, batch: TrainBatch, rewards: RewardResult, baseline: RewardResult | None
 ) -> dict[str, float]:
@@ -152,7 +167,9 @@ def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
 
 
 def epoch_of(run: Run, step: int) -> float:
-    """Passes over the data completed before this step's batch."""
+    """Passes over the data completed before this step's batch; with dynamic sampling, after it."""
+    if run.draws is not None:
+        return float(run.draws.position // len(run.train_prompts))
     return float((step - 1) // run.train_prompts.steps_per_epoch(run.spec.data.train_batch_size))
 
 

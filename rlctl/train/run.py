@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
+    from rlctl.train.prompt_draws import PromptDraws
     from rlctl.train.stop import StopRequest
     from rlctl.train.stream import RolloutStream
 
@@ -45,6 +46,7 @@ class Run:
     kl: KLController  # of the penalty in the reward, for the next batch
     total_steps: int
     start_step: int = 0
+    draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far
     stopped_because: str = ""  # the guardrails' reason to end it early
     history: list[dict[str, float]] = field(default_factory=list)

@@ -76,4 +76,5 @@ def sampling_of(spec: RunSpec) -> Sampling:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
+        with_kept=rollout.exact_sampling,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.engine.checkpoint import (
     ADAPTER,
     CHECKPOINTS,
+    DRAWS_FILE,
     TrainerState,
     begin,
     bytes_of_newest,
@@ -91,6 +92,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     if run.rollout_writer:  # what a resume will not repeat must be on disk
         run.rollout_writer.flush()
     has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
+    has["draws"] = run.draws is not None
     if ranks.is_main:
         with writing(root, step):
             _require_space(run, step)
@@ -110,6 +112,8 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     if ranks.is_main:
         with writing(root, step):
             run.tokenizer.save_pretrained(partial / "model")
+            if run.draws is not None:
+                run.draws.save(partial / "draws" / DRAWS_FILE)
     # What a rank did not hash as it wrote it lies on the main rank's machine: its ranks share the work.
     own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
     known = dict(ranks.exchange(own))

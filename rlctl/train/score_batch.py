@@ -137,7 +137,9 @@ def with_advantages(
         policy_version: optimizer updates that the trained policy has had.
     """
     found = estimate(scored, algorithm, ranks)
-    rollouts = scored.rollouts
+    rollouts, advantages = scored.rollouts, found.advantages
+    if rollouts.prompt_weights is not None:
+        advantages = advantages * rollouts.prompt_weights[:, None]
     return TrainBatch(
         input_ids=rollouts.input_ids,
         attention_mask=rollouts.attention_mask,
@@ -147,9 +149,10 @@ def with_advantages(
         sample_mask=scored.score_valid,
         rollout_log_probs=rollouts.rollout_log_probs,
         old_log_probs=scored.old_log_probs,
-        advantages=found.advantages,
+        advantages=advantages,
         ref_log_probs=scored.ref_log_probs,
         values=scored.values,
         returns=found.returns,
         age=policy_version - rollouts.policy_version,
+        kept=rollouts.kept,
     )

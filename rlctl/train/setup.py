@@ -28,6 +28,7 @@ from rlctl.track.startup import Startup
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.kl_reward import kl_controller
 from rlctl.train.models import Models, build_models
+from rlctl.train.prompt_draws import PromptDraws
 from rlctl.train.resume import DATA_FILE, data_fingerprint, known_data, refuse_changed_data
 from rlctl.train.run import Run
 from rlctl.train.sample_prompts import sample_batch
@@ -72,12 +73,14 @@ def build(
     if resume:
         restored = _restore(spec, models, stream, run_dir, ranks)
     else:
-        restored = Restored(0, 0, None, [])
+        draws = PromptDraws() if spec.algorithm.filter_groups.enable else None
+        restored = Restored(0, 0, None, [], draws)
         if not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
-    writer = RolloutWriter(run_dir, spec.trainer.rollouts_per_step) if writes_rollouts else None
+    exact, per_step = spec.rollout.exact_sampling, spec.trainer.rollouts_per_step
+    writer = RolloutWriter(run_dir, per_step, exact_sampling=exact) if writes_rollouts else None
     if writer and resume:
         restored.notes.extend(writer.discard_after(restored.step))
     kl = kl_controller(spec.algorithm)
@@ -110,6 +113,7 @@ def build(
         kl=kl if restored.kl_coef is None else replace(kl, kl_coef=restored.kl_coef),
         total_steps=total_steps,
         start_step=restored.step,
+        draws=restored.draws,
         policy_version=restored.policy_version,
         history=past_metrics(run_dir) if resume else [],
     )
@@ -210,6 +214,7 @@ class Restored:
     policy_version: int
     kl_coef: float | None
     notes: list[str]
+    draws: PromptDraws | None
 
 
 def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
@@ -241,7 +246,8 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
     models.rollout.sync_weights(actor, policy_version=state.policy_version)
     stream.resume(state.step, checkpoint.waiting_dir, ranks.rank, ranks.device)
     notes.append(f"resuming after step {state.step}")
-    return Restored(state.step, state.policy_version, state.kl_coef, notes)
+    draws = PromptDraws.load(checkpoint.draws_file) if spec.algorithm.filter_groups.enable else None
+    return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)
 
 
 def _tracker(

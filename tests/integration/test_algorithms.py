@@ -48,7 +48,8 @@ class Plan:
         )
 
 
-#: PPO with all there is: critic with warm-up and mini-batches of its own, adaptive KL, stale data.
+#: PPO with all there is: critic with warm-up and mini-batches of its own, adaptive KL, stale data, truncated
+#: sampling whose kept tokens go through micro-batches, waiting batches, ranks, checkpoints and dumps.
 PPO = Plan(
     "gae",
     "ppo_clip",
@@ -65,6 +66,8 @@ PPO = Plan(
         "critic.lr_warmup_steps=4",
         "trainer.critic_warmup=1",
         "rollout.staleness=1",
+        "rollout.top_p=0.95",
+        "rollout.exact_sampling=true",
         "trainer.save_freq=2",
         "actor.ppo_epochs=2",
         "critic.ppo_epochs=3",
@@ -200,6 +203,18 @@ def test_the_policy_stands_still_while_the_critic_warms_up(ppo: Path) -> None:
     assert first["critic/vpred_mean"] != 0.0  # after its first mini-batch it has learnt something
     assert first["critic/values/max"] == first["critic/values/min"] == 0.0
     assert all(line["critic/values/max"] > 0.0 for line in others)
+
+
+def test_with_exact_sampling_trainer_and_reference_are_restricted_too(ppo: Path) -> None:
+    """Before the first update trainer, sampler and reference are one policy: no gap, no KL."""
+    first = runs.metrics(ppo)[0]
+    assert first["rollout_corr/k3_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert first["training/rollout_probs_diff_max"] < 1e-5
+    rows = [row for row in runs.rollouts(ppo) if row["step"] == 1]
+    sizes = [len(kept) for row in rows for kept in row["kept_ids"]]
+    assert len(set(sizes)) > 1
+    for row in rows:
+        assert all(t in kept for t, kept in zip(row["response_ids"], row["kept_ids"], strict=True) if kept)
 
 
 def test_the_critic_explains_more_and_more(ppo: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlctl.algos.advantages import rloo
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.batch import TrainBatch
+from rlctl.batch import KeptTokens, TrainBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
@@ -97,6 +97,19 @@ class Recording(DeepSpeedEngine):
         return super().step(lr=lr, skip=True)
 
 
+def recording(ranks: Ranks) -> Recording:
+    return Recording(
+        model(),
+        ranks,
+        zero_stage=0,
+        dtype=torch.float32,
+        temperature=1.0,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        grad_clip=0.0,
+    )
+
+
 def model(seed: int = 0):
     return tiny_model(seed=seed, vocabulary=3)
 
@@ -156,6 +169,72 @@ def exact_gradient() -> Tensor:
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
+#: A sampler that truncates: eighths of the responses it can give; what it keeps, and their shares.
+TRUNCATED = {(0,): 4, (1, 0): 1, (1, 2): 3}
+KEPT = {None: (0, 1), 1: (0, 2)}
+KEPT_SHARES = {None: {0: 4 / 8, 1: 4 / 8}, 1: {0: 1 / 4, 2: 3 / 4}}
+
+
+def truncated_batch(old: str, *, exact: bool) -> TrainBatch:
+    """Every pair of its responses as often as it is drawn; with `exact`, what each token was drawn from.
+
+    Args:
+        old: whose log-probs π_old are: `rollout` (bypass mode) or the `current` policy's.
+        exact: with the kept sets; otherwise as if nothing were truncated.
+    """
+    responses = list(TRUNCATED)
+    draws = [(a, b) for a in responses for b in responses for _ in range(TRUNCATED[a] * TRUNCATED[b])]
+    rows = [RESPONSES.index(response) for pair in draws for response in pair]
+    batch = batch_of(rows)
+    befores = [[None, *RESPONSES[row][:-1]] for row in rows]
+    sampled, counts, ids = torch.zeros(len(rows), HORIZON), torch.zeros(len(rows), HORIZON), []
+    for place, (row, before) in enumerate(zip(rows, befores, strict=True)):
+        for t, token in enumerate(RESPONSES[row]):
+            sampled[place, t] = torch.tensor(KEPT_SHARES[before[t]][token]).log()
+            counts[place, t] = len(KEPT[before[t]])
+            ids += KEPT[before[t]]
+    kept = KeptTokens(counts.int(), torch.tensor(ids, dtype=torch.int32)) if exact else None
+    group_ids = torch.arange(len(draws)).repeat_interleave(2)
+    advantages = rloo(REWARDS[rows], group_ids, torch.ones(len(rows), dtype=torch.bool))
+    spread = torch.where(batch.response_mask, advantages[:, None], 0.0)
+    batch = replace(batch, rollout_log_probs=sampled, advantages=spread, kept=kept)
+    own = sampled if old == "rollout" else restricted_log_probs(model(), batch, exact=exact).detach().float()
+    return replace(batch, old_log_probs=own)
+
+
+def restricted_log_probs(policy, batch: TrainBatch, *, exact: bool = True) -> Tensor:
+    """(B, T) of the policy restricted to `KEPT` and renormalised, from the full logits."""
+    logits = policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+    logits = logits.double().clone()
+    for t in range(HORIZON):
+        for row, before in enumerate(batch.input_ids[:, t].tolist()):
+            kept = KEPT.get(before if t else None, (0, 1, 2)) if exact else (0, 1, 2)
+            logits[row, t, [token for token in range(3) if token not in kept]] = -torch.inf
+    chosen = logits.log_softmax(-1).gather(-1, batch.responses[..., None]).squeeze(-1)
+    return torch.where(batch.response_mask, chosen, 0.0)
+
+
+def enumerate_truncated(ranks: Ranks) -> dict[tuple[str, bool, int], Deviation]:
+    """By π_old, exact sampling or not, rows per micro-batch: the gradient of `update` against that of the
+    expected reward under the policy restricted to what is kept."""
+    policy = model().double()
+    batch = batch_of([RESPONSES.index(response) for response in TRUNCATED])
+    probabilities = restricted_log_probs(policy, batch).sum(-1).exp()
+    assert abs(probabilities.sum().item() - 1.0) < 1e-12
+    rewards = torch.stack([REWARDS[RESPONSES.index(response)] for response in TRUNCATED])
+    (-(probabilities * rewards.double()).sum()).backward()
+    exact = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    actor = recording(ranks)
+    found = {}
+    for old, is_exact, micro_rows in itertools.product(("rollout", "current"), (True, False), (128, 5)):
+        batch = truncated_batch(old, exact=is_exact)
+        settings = Setting("reinforce", old).update_settings("seq-mean-token-sum", len(batch))
+        actor.gradients = []
+        update(batch, actor, ranks, replace(settings, micro_rows=micro_rows), lambda _: 0.0, 0)
+        found[old, is_exact, micro_rows] = deviation(actor.gradients[0], exact)
+    return found
+
+
 def deviation(gradient: Tensor, exact: Tensor) -> Deviation:
     scale = float(gradient @ exact / (exact @ exact))
     return Deviation(scale, float((gradient / scale - exact).norm() / exact.norm()))
@@ -163,16 +242,7 @@ def deviation(gradient: Tensor, exact: Tensor) -> Deviation:
 
 def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setting, str], Found]:
     """By setting and aggregation. What is wrong in large mini-batches need not be asked of small ones."""
-    actor = Recording(
-        model(),
-        ranks,
-        zero_stage=0,
-        dtype=torch.float32,
-        temperature=1.0,
-        weight_decay=0.0,
-        betas=(0.9, 0.999),
-        grad_clip=0.0,
-    )
+    actor = recording(ranks)
     exact = exact_gradient()
     shares = list(SIXTEENTHS.values())
     pairs = list(itertools.combinations_with_replacement(range(len(RESPONSES)), 2))

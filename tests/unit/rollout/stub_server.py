@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +33,7 @@ class Server(ThreadingHTTPServer):
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
+        self.mass = lambda index: 1.0  # response → below 1: a token that it was sampled from is not listed
         self.adapters: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -79,9 +81,22 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_asked.set()
             self.server.may_answer.wait(20)
             token = body["prompt"][-1]
+            end = TOKENIZER.eos_token_id
+            names = (f"token_id:{token}", f"token_id:{end}", "token_id:3")
+            top = [
+                dict(
+                    zip(
+                        names,
+                        (math.log(0.75 * self.server.mass(index)), math.log(0.25), -9999.0),
+                        strict=True,
+                    )
+                )
+                for index in range(body["n"])
+            ]
             choices = [
-                {"index": index, "token_ids": [token] * index + [TOKENIZER.eos_token_id],
-                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1)},
+                {"index": index, "token_ids": [token] * index + [end],
+                 "logprobs": {"token_logprobs": [-0.5 - index] * (index + 1),
+                              "top_logprobs": [top[index]] * (index + 1) if body["logprobs"] else None},
                  "finish_reason": self.server.finish_reason}
                 for index in reversed(range(body["n"]))
             ]  # fmt: skip
@@ -125,5 +140,5 @@ def engine_on(servers: list[Server], tmp_path: Path, **options: Any) -> tuple[VL
     return engine, model
 
 
-def generate(engine: VLLMServerRollout, n: int = 3) -> Any:
-    return engine.generate(take(make_prompts(), [0, 1]), SAMPLING, n=n, step_seed=7, num_groups_total=2)
+def generate(engine: VLLMServerRollout, n: int = 3, sampling: Sampling = SAMPLING) -> Any:
+    return engine.generate(take(make_prompts(), [0, 1]), sampling, n=n, step_seed=7, num_groups_total=2)

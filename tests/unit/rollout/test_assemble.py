@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
-from rlctl.batch import FINISH_REASONS
+from rlctl.batch import FINISH_REASONS, KeptTokens
+from rlctl.errors import RunFailure
 from rlctl.rollout.assemble import assemble, unknown_end
-from rlctl.rollout.protocol import Sampled
+from rlctl.rollout.protocol import Sampled, Sampling
 from rlctl.rollout.sampler import RecordingSampler
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, take
 
@@ -32,10 +34,23 @@ def test_an_end_token_inside_a_response_ends_nothing() -> None:
     assert rollouts.response_texts[1] == TOKENIZER.decode([5, 6])
 
 
+def test_a_token_outside_of_what_the_engine_kept_is_refused() -> None:
+    tokens, reasons = torch.tensor([[5, 6]]), torch.zeros(1, dtype=torch.int8)
+    for ids, is_fine in ([5, 7, 6], True), ([5, 7, 8], False):
+        kept = KeptTokens(torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor(ids, dtype=torch.int32))
+        sampled = Sampled(tokens, torch.zeros(1, 2), torch.tensor([2]), reasons, kept)
+        make = partial(assemble, take(make_prompts(), [0]), sampled, n=1, tokenizer=TOKENIZER)
+        if is_fine:
+            assert make(policy_version=0).kept is not None
+        else:
+            with pytest.raises(RunFailure, match="token 2 of response 1 is not among"):
+                make(policy_version=0)
+
+
 def test_the_sampler_counts_what_it_chose_and_says_why_a_row_ended() -> None:
     """Tokens chosen for a row after its end are not counted, whatever they are."""
     chosen = torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9]])
-    sampler = RecordingSampler(torch.zeros(3, 3, dtype=torch.float64), 0, greedy=True, end_ids=[9, 8])
+    sampler = RecordingSampler(torch.zeros(3, 3, dtype=torch.float64), 0, Sampling(3, greedy=True), [9, 8])
     for place in range(3):
         sampler(chosen[:, :place], torch.nn.functional.one_hot(chosen[:, place], 10).float())
     assert sampler.lengths.tolist() == [2, 3, 1]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import TopPLogitsWarper
 
 from rlctl.batch import Rollouts
+from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
@@ -29,7 +31,7 @@ def ask(path: str, answers: str) -> int:
         dtype="fp32",
         max_model_len=64,
         max_num_seqs=8,
-        engine_kwargs={"block_size": 32},
+        engine_kwargs={"block_size": 32, "max_logprobs": 12},
     )
 
     def sample(rows, sampling=NUCLEUS, n=4):
@@ -42,6 +44,7 @@ def ask(path: str, answers: str) -> int:
         "again": sample(everything),
         "part": sample([4, 1]),
         "plain": sample(everything, Sampling(max_response_length=9)),
+        "kept": sample(everything, replace(NUCLEUS, top_k=6, with_kept=True)),
         "greedy": sample(everything, Sampling(max_response_length=9, greedy=True), n=1),
     }
     found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
@@ -92,6 +95,20 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, na
     mask = rollouts.response_mask
     torch.testing.assert_close(rollouts.rollout_log_probs[mask], expected[mask], atol=2e-5, rtol=0)
     assert (rollouts.rollout_log_probs[~mask] == 0).all()
+
+
+@needs_vllm
+def test_it_says_what_it_sampled_from(model, answers):
+    """So the trainer, restricted to that, has the engine's log-probs."""
+    rollouts = answers["kept"]
+    counts = rollouts.kept.counts[rollouts.response_mask]
+    assert counts.min() >= 1
+    assert 1 < counts.max() <= 6
+    policy = PolicyModule(model, NUCLEUS.temperature)
+    with torch.no_grad():
+        found = policy_output(policy, policy, rollouts.inputs, None).log_probs
+    torch.testing.assert_close(found, rollouts.rollout_log_probs, atol=2e-5, rtol=0)
+    assert not rollouts.aborted.any()
 
 
 @needs_vllm

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from rlctl.rollout.vllm_reachable import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PlainWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import Server, engine_on, generate
+from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 
@@ -79,6 +80,23 @@ def test_why_a_response_ended_is_what_the_engine_says(
     assert set(rollouts.truncated.tolist()) == {truncated}
     assert set(rollouts.aborted.tolist()) == {aborted}
     assert rollouts.response_mask.sum(1).tolist() == [1, 2, 3, 1, 2, 3]
+
+
+def test_what_a_server_lists_is_what_it_sampled_from(servers: list[Server], tmp_path: Path) -> None:
+    """A response with a token whose list is not complete is not trained on."""
+    kept = replace(SAMPLING, top_p=0.9, top_k=3, with_kept=True)
+    servers[1].mass = lambda index: 0.9 if index == 1 else 1.0
+    engine, model = engine_on(servers, tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    rollouts = generate(engine, sampling=kept)
+    assert servers[0].asked[-1][1]["logprobs"] == 6  # equally likely tokens may be more than three
+    assert rollouts.aborted.tolist() == [False, False, False, False, True, False]
+    assert rollouts.kept.counts[rollouts.response_mask].unique().tolist() == [0, 2]
+    assert (rollouts.kept.counts[~rollouts.aborted].sum(1) == torch.tensor([2, 4, 6, 2, 6])).all()
+    servers[0].mass = servers[1].mass = lambda index: 0.9
+    with pytest.raises(RunFailure, match="never add up to a probability of 1"):
+        generate(engine, sampling=kept)
+    engine.close()
 
 
 @pytest.mark.parametrize("code", [0, 500])

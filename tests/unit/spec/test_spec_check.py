@@ -99,6 +99,13 @@ def test_defaults_are_clean():
         (["rollout.top_p=0.9"], {"rollout.top_p": "warning"}),
         (["rollout.top_k=50"], {"rollout.top_k": "warning"}),
         (["rollout.min_p=0.1"], {"rollout.min_p": "warning"}),
+        (["rollout.top_p=0.9", "rollout.exact_sampling=true"], {}),
+        (["rollout.exact_sampling=true"], {"rollout.exact_sampling": "warning"}),
+        (
+            ["rollout.top_p=0.9", "rollout.exact_sampling=true", "rollout.name=vllm"],
+            {"rollout.exact_sampling": "error"},
+        ),
+        (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.exact_sampling=true", "rollout.name=vllm"], {}),
         (["rollout.top_k=0"], {"rollout.top_k": "error"}),
         (["rollout.temperature=0.01"], {"rollout.temperature": "warning"}),
         (["rollout.temperature=0.7"], {}),

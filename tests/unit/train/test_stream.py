@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlctl.batch import Rollouts
+from rlctl.batch import KeptTokens, Rollouts
 from rlctl.errors import RunFailure
 from rlctl.train.stream import RolloutStream
 from tests.unit.train.scored import rollouts_of
@@ -78,6 +78,24 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
         sampler.version = other.version = step - 1
         assert same(resumed.take(step), whole.take(step))
     assert other.asked == sampler.asked[already:]
+
+
+def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
+    def sample(step: int) -> Rollouts:
+        rollouts = rollouts_of(seed=step)
+        counts = rollouts.response_mask.int() * step
+        ids = torch.arange(int(counts.sum()), dtype=torch.int32)
+        return replace(rollouts, kept=KeptTokens(counts, ids))
+
+    stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
+    stream.take(1)
+    stream.save(tmp_path, rank=0)
+    resumed.resume(1, tmp_path, 0, CPU)
+    before, after = stream.take(2).kept, resumed.take(2).kept
+    assert before
+    assert after
+    assert torch.equal(before.counts, after.counts)
+    assert torch.equal(before.ids, after.ids)
 
 
 @pytest.fixture

@@ -1,0 +1,103 @@
+"""Does dynamic sampling pay? Validation at equal numbers of sampled tokens.
+
+    python benchmarks/dynamic_sampling.py DIR [--seeds 1-10] [--steps 60] [--workers 1]
+
+The embedded task, plain, with `algorithm.filter_groups`, and with its curriculum. Every run makes as many
+steps; validation every five is read off at equal sampled tokens, by linear interpolation. Prints a Markdown
+table: means over seeds, and 90 % bootstrap intervals of the paired difference to plain. Finished runs are
+lines of DIR/runs.jsonl: interrupted, the same command goes on.
+30 runs, one to two minutes each on a quiet core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.learning import seeds_of
+from benchmarks.runs import Job, Outcome, run_all
+
+FILTER = "algorithm.filter_groups.enable=true"
+SIDES = {
+    "plain": (),
+    "filter": (FILTER,),
+    "filter, curriculum": (FILTER, "algorithm.filter_groups.curriculum=true"),
+}
+BATCH, SIBLINGS = 32, 8
+COMMON = (
+    f"data.train_batch_size={BATCH}",
+    f"rollout.n={SIBLINGS}",
+    "actor.lr_scheduler_type=constant",
+    "trainer.test_freq=5",
+)
+BUDGETS = (0.25, 0.5, 0.75, 1.0)
+
+
+def jobs_of(seeds: list[int], steps: int) -> list[Job]:
+    """Side × seed."""
+    limit = f"trainer.total_training_steps={steps}"
+    return [
+        Job("dynamic sampling", name, seed, ("rloo-seq-is",), (*COMMON, limit, *more))
+        for seed in seeds
+        for name, more in SIDES.items()
+    ]
+
+
+def paid_tokens(outcome: Outcome) -> np.ndarray:
+    """(steps,) response tokens sampled so far."""
+    plain = [(length or 0.0) * BATCH * SIBLINGS for length in outcome.series["length"]]
+    pairs = zip(outcome.series["paid"], plain, strict=True)
+    return np.cumsum([own if paid is None else paid for paid, own in pairs])
+
+
+def validation_at(outcome: Outcome, tokens: float) -> float:
+    """By linear interpolation between the steps that validated."""
+    paid = paid_tokens(outcome)
+    known = [
+        (paid[step], value) for step, value in enumerate(outcome.series["validation"]) if value is not None
+    ]
+    return float(np.interp(tokens, *zip(*known, strict=True)))
+
+
+def interval(values: np.ndarray) -> str:
+    draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
+    low, high = np.quantile(draws, [0.05, 0.95])
+    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seeds", type=seeds_of, default=list(range(1, 11)))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(options.seeds, options.steps)
+    found = run_all(jobs, options.directory / "runs.jsonl", options.workers)
+    found = {job: outcome for job, outcome in found.items() if not outcome.error}
+    by_side = {name: {job.seed: out for job, out in found.items() if job.name == name} for name in SIDES}
+    seeds = sorted(set.intersection(*(set(outcomes) for outcomes in by_side.values())))
+    least = {seed: min(paid_tokens(by_side[name][seed])[-1] for name in SIDES) for seed in seeds}
+    print("| | tokens per step | " + " | ".join(f"{share:.0%} of the tokens" for share in BUDGETS) + " |")
+    print("|---" * (len(BUDGETS) + 2) + "|")
+    for name in SIDES:
+        cells = []
+        for share in BUDGETS:
+            values = np.array([validation_at(by_side[name][seed], share * least[seed]) for seed in seeds])
+            plain = np.array([validation_at(by_side["plain"][seed], share * least[seed]) for seed in seeds])
+            cells.append(
+                f"{values.mean():.3f}" + ("" if name == "plain" else f"; {interval(values - plain)}")
+            )
+        per_step = np.mean([paid_tokens(by_side[name][seed])[-1] / options.steps for seed in seeds])
+        print(f"| {name} | {per_step:,.0f} | {' | '.join(cells)} |")
+    print(f"\n{len(seeds)} seeds; {len(jobs) - len(found)} runs ended with an error")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What exact sampling costs, and what it removes: kept sets, seconds and gap on a pretrained model.
+
+    python benchmarks/exact_sampling.py [--model smollm2-135m] [--threads 1] [--json FILE]
+
+16 responses of up to 24 tokens to four prompts, by Hugging Face generation in float32 at temperature 1
+and several truncations. Seconds are processor time, the least of two rounds; sides take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rlctl.batch import ModelInputs, Prompts
+from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.named_models import model_directory
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+
+TEXTS = ("Once upon a time", "The number seven is", "My favourite recipe starts with", "In physics, energy")
+TOKENS, SIBLINGS, ROUNDS = 24, 4, 2
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50": {"top_k": 50},
+    "min_p 0.05": {"min_p": 0.05},
+}
+
+
+def prompts_of(tokenizer: Any) -> Prompts:
+    tokenizer.padding_side = "left"
+    encoded = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
+    words = tuple("" for _ in TEXTS)
+    return Prompts(
+        encoded["input_ids"],
+        encoded["attention_mask"].bool(),
+        torch.arange(len(TEXTS)),
+        words,
+        words,
+        TEXTS,
+    )
+
+
+def seconds_of(work: Any) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, float]:
+    engine, prompts = HFRollout(model, tokenizer, "cpu"), prompts_of(tokenizer)
+
+    def sample(*, with_kept: bool) -> Any:
+        sampling = Sampling(TOKENS, with_kept=with_kept, **options)
+        return engine.generate(prompts, sampling, n=SIBLINGS, step_seed=1, num_groups_total=len(TEXTS))
+
+    rollouts = sample(with_kept=True)
+    policy = PolicyModule(model, 1.0)
+    plain = rollouts.inputs
+    plain = ModelInputs(plain.input_ids, plain.attention_mask, plain.position_ids, plain.scored)
+
+    def train(inputs: ModelInputs) -> None:
+        policy.zero_grad()
+        torch.autograd.backward(policy_output(policy, policy, inputs, None).log_probs.sum())
+
+    sides = {
+        "sampling": lambda: sample(with_kept=False),
+        "sampling, kept sets": lambda: sample(with_kept=True),
+        "training pass": lambda: train(plain),
+        "training pass, kept sets": lambda: train(rollouts.inputs),
+    }
+    rounds = [{name: seconds_of(work) for name, work in sides.items()} for _ in range(ROUNDS)]
+    mask, counts = rollouts.response_mask, rollouts.kept.counts[rollouts.response_mask].double()
+    gaps = {}
+    with torch.no_grad():
+        for name, inputs in (("gap without", plain), ("gap", rollouts.inputs)):
+            found = policy_output(policy, policy, inputs, None).log_probs - rollouts.rollout_log_probs
+            gaps[name] = float(found[mask].abs().mean())
+            gaps[f"largest {name}"] = float(found[mask].abs().max())
+    return {
+        "mean set": float(counts.mean()),
+        "median set": float(counts.median()),
+        "largest set": float(counts.max()),
+        "bytes per token": 4.0 * (float(counts.mean()) + 1.0),
+        **{name: min(found[name] for found in rounds) for name in sides},
+        **gaps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    path = model_directory(options.model)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    found = {}
+    for name, given in TRUNCATIONS.items():
+        found[name] = values = measure(model, tokenizer, given)
+        print(f"\n{name}", flush=True)
+        for what, value in values.items():
+            print(f"  {what:<28}{value:.4g}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

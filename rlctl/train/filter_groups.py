@@ -1,0 +1,225 @@
+"""Dynamic sampling: a batch of groups whose rewards differ, and what it cost to find them.
+
+Rounds of prompts are sampled and graded until `data.train_batch_size` groups teach something (DAPO, Yu et al.
+2025, arXiv 2503.14476, section 3.2). Prompts come in the order of the data, epoch after epoch, as many as are
+needed. Which groups are used depends on that order only, not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlctl.algos.advantages import has_spread
+from rlctl.batch import Rollouts
+from rlctl.errors import RunFailure
+from rlctl.reward.build import refuse_errors
+from rlctl.reward.protocol import RewardResult
+from rlctl.rollout.protocol import step_seed
+from rlctl.train.prompt_draws import PromptDraws
+from rlctl.train.sample_prompts import sampling_of
+from rlctl.train.score_batch import rank_positions
+from rlctl.train.timing import StepTimer
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
+
+_KEY = "algorithm.filter_groups"
+#: A later round asks for as many prompts as are missing, over the share of live groups so far, at least this.
+_SMALLEST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """One prompt's group. `place`: in the order of drawing; `row`: of the data."""
+
+    place: int
+    row: int
+    chance: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What every rank knows of a group after a round."""
+
+    place: int
+    is_live: bool
+    row: int
+    mean: float
+    graded: int
+    tokens: int
+
+
+def live_batch(
+    run: Run, step: int, draws: PromptDraws, timer: StepTimer
+) -> tuple[Rollouts, RewardResult, dict[str, float]]:
+    """This rank's share of a batch of live groups, their grades, and what was paid for them.
+
+    A group is live where two of its graded scores differ. After `max_num_gen_batches` rounds the batch is
+    filled up with dead groups in the order they were drawn.
+
+    Raises:
+        RunFailure: a whole epoch has too few live groups, or too much could not be graded.
+    """
+    spec, ranks = run.spec, run.ranks
+    wanted, n = spec.data.train_batch_size, spec.rollout.n
+    options = spec.algorithm.filter_groups
+    own: dict[int, tuple[Rollouts, RewardResult]] = {}
+    groups: list[_Group] = []
+    chances: dict[int, float] = {}
+    errors: list[str] = []
+    timeouts: dict[Any, int] = {}
+    by_term: dict[str, int] = {}
+    rounds, ungraded, start = 0, 0.0, draws.position
+    while True:
+        live = sum(group.is_live for group in groups)
+        is_last = 0 < options.max_num_gen_batches <= rounds
+        if live >= wanted or is_last:
+            break
+        if len(groups) >= wanted and draws.position - start >= len(run.train_prompts):
+            raise RunFailure(
+                f"all prompts of one epoch gave {live} groups whose rewards differ; a batch takes {wanted}",
+                where=_KEY,
+                fix="use data of another difficulty, set max_num_gen_batches, or lower data.train_batch_size",
+            )
+        share = max(live / len(groups), _SMALLEST_SHARE) if groups else 1.0
+        count = min(math.ceil((wanted - live) / share), wanted)
+        drawn = draw_prompts(run, draws, count, first=len(groups))
+        chances |= {each.place: each.chance for each in drawn}
+        mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
+        found, failed = [], 0.0
+        if mine:  # of a small round some ranks get nothing
+            with timer("gen"):
+                rollouts = run.rollout.generate(
+                    run.train_prompts.prompts([d.row for d in mine], [d.place - len(groups) for d in mine]),
+                    sampling_of(spec),
+                    n=n,
+                    step_seed=step_seed(spec.trainer.seed, step, f"train/{rounds}" if rounds else "train"),
+                    num_groups_total=count,
+                )
+            with timer("reward"):
+                graded = run.reward.score(rollouts)
+            errors += graded.errors
+            for total, more in ((timeouts, graded.timeouts), (by_term, graded.errors_by_term)):
+                total |= {name: total.get(name, 0) + number for name, number in more.items()}
+            for each, rows in zip(mine, (slice(i * n, (i + 1) * n) for i in range(len(mine))), strict=True):
+                own[each.place] = rollouts.pick(rows), _picked(graded, rows)
+                found.append(_group(each, *own[each.place]))
+            failed = float((~graded.valid & ~rollouts.aborted.cpu()).sum())
+        [failed] = ranks.sum([failed])
+        ungraded += failed
+        groups += ranks.exchange(found)
+        rounds += 1
+        _refuse_ungraded(run, ungraded, len(groups) * n, errors)
+    for group in sorted(groups, key=lambda group: group.place):
+        if group.graded:
+            draws.note(group.row, group.mean, group.graded)
+    # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing.
+    order = [group.place for group in groups if group.is_live]
+    used = (order + [group.place for group in groups if not group.is_live])[:wanted]
+    rollouts, rewards = _shared_out(run, own, sorted(used), chances if options.curriculum else None)
+    rewards = replace(rewards, errors=errors, timeouts=timeouts, errors_by_term=by_term)
+    return rollouts, rewards, _metrics(groups, set(used), rounds, n, draws.position - start)
+
+
+def _refuse_ungraded(run: Run, failed: float, total: float, errors: list[str]) -> None:
+    limit = run.spec.reward.max_error_fraction
+    refuse_errors(failed, total, lambda: run.ranks.first("".join(errors[:1])), limit)
+
+
+def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Group:
+    valid = graded.valid.cpu() & ~rollouts.aborted.cpu()
+    scores = graded.scores.cpu()
+    is_live = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64), valid).any())
+    mean = float(scores[valid].mean()) if valid.any() else 0.0
+    tokens = int(rollouts.response_mask.sum())
+    return _Group(drawn.place, is_live, drawn.row, mean, int(valid.sum()), tokens)
+
+
+def draw_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
+    """The next prompts; with a curriculum each takes its turn with the chance that its group is live."""
+    spec, options = run.spec, run.spec.algorithm.filter_groups
+    drawn: list[DrawnPrompt] = []
+    while len(drawn) < count:
+        row = run.train_prompts.row_at(draws.position, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
+        draws.position += 1
+        chance = 1.0
+        if options.curriculum:
+            chance = draws.chance(row, spec.rollout.n, options.curriculum_floor)
+            random = np.random.RandomState(
+                np.random.MT19937(np.random.SeedSequence([spec.trainer.seed, draws.position, 1]))
+            )
+            if random.random_sample() >= chance:
+                continue
+        drawn.append(DrawnPrompt(first + len(drawn), row, chance))
+    return drawn
+
+
+def _shared_out(
+    run: Run,
+    own: Mapping[int, tuple[Rollouts, RewardResult]],
+    used: list[int],
+    chances: Mapping[int, float] | None,
+) -> tuple[Rollouts, RewardResult]:
+    """The groups that this rank trains on; those that another one sampled are handed over."""
+    spec, ranks = run.spec, run.ranks
+    sizes = (spec.data.train_batch_size, spec.ppo_mini_batch_size)
+    takes = {
+        place: rank
+        for rank in range(ranks.world_size)
+        for place in rank_positions(*sizes, rank=rank, world_size=ranks.world_size)
+    }
+    leaving = {
+        place: (part.to("cpu"), grades)
+        for place, group in enumerate(used)
+        if takes[place] != ranks.rank and group in own
+        for part, grades in [own[group]]
+    }
+    arrived = dict(ranks.exchange(list(leaving.items())))
+    parts, grades = [], []
+    for place in rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size):
+        part, graded = own[used[place]] if used[place] in own else arrived[place]
+        weight = None
+        if chances is not None:
+            weight = torch.full((len(part.group_ids),), 1.0 / chances[used[place]], device=ranks.device)
+        ids = torch.full_like(part.group_ids, place)
+        parts.append(replace(part.to(ranks.device), group_ids=ids.to(ranks.device), prompt_weights=weight))
+        grades.append(graded)
+    names = dict.fromkeys(name for each in grades for name in each.parts)
+    return Rollouts.joined(parts), RewardResult(
+        torch.cat([each.scores for each in grades]),
+        torch.cat([each.valid for each in grades]),
+        {name: torch.cat([each.parts[name] for each in grades]) for name in names},
+    )
+
+
+def _picked(graded: RewardResult, rows: slice) -> RewardResult:
+    parts = {name: scores[rows] for name, scores in graded.parts.items()}
+    return RewardResult(graded.scores[rows], graded.valid[rows], parts)
+
+
+def _metrics(groups: list[_Group], used: set[int], rounds: int, n: int, drawn: int) -> dict[str, float]:
+    dead = [group for group in groups if not group.is_live]
+    paid_tokens, used_tokens = (
+        float(sum(group.tokens for group in some))
+        for some in (groups, [group for group in groups if group.place in used])
+    )
+    graded = sum(group.graded for group in groups)
+    return {
+        "filter_groups/rounds": float(rounds),
+        "filter_groups/samples_paid": float(len(groups) * n),
+        "filter_groups/samples_used": float(len(used) * n),
+        "filter_groups/tokens_paid": paid_tokens,
+        "filter_groups/tokens_used": used_tokens,
+        "filter_groups/paid_per_used": paid_tokens / max(used_tokens, 1.0),
+        "filter_groups/dead_fraction": len(dead) / len(groups),
+        "filter_groups/dead_used": float(sum(group.place in used for group in dead)),
+        "filter_groups/live_unused": float(sum(g.is_live and g.place not in used for g in groups)),
+        "filter_groups/prompts_skipped": float(drawn - len(groups)),
+        "filter_groups/score_paid_mean": sum(g.mean * g.graded for g in groups) / max(graded, 1),
+    }

@@ -1,0 +1,116 @@
+"""Exact sampling: the trainer's policy is restricted to what the sampler kept, and renormalised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlctl.engine import log_probs as module
+from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.rollout.hf import HFRollout
+from rlctl.rollout.protocol import Sampling
+from tests.processes import on_ranks
+from tests.properties.enumerated_updates import ROUNDING, enumerate_truncated
+from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
+
+PLAIN = Sampling(max_response_length=9, with_kept=True)
+TRUNCATED = {
+    "top-p": replace(PLAIN, top_p=0.9),
+    "top-k": replace(PLAIN, top_k=3),
+    "min-p": replace(PLAIN, min_p=0.1),
+    "temperature and all": replace(PLAIN, temperature=0.7, top_p=0.9, top_k=8, min_p=0.02),
+}
+WAYS = ["packed", "shared prompts", "plain", "in chunks", "whole model"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(1, sharpness=3.0)
+
+
+def sample(model, sampling: Sampling, max_num_seqs: int | None = None):
+    engine = HFRollout(model, TOKENIZER, "cpu", max_num_seqs)
+    return engine.generate(make_prompts(), sampling, n=6, step_seed=3, num_groups_total=6)
+
+
+def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
+    policy = PolicyModule(model, temperature, share_prompts=way == "shared prompts")
+    policy.packs = policy.packs and way in ("packed", "in chunks")
+    policy.split_head = policy.split_head and way != "whole model"
+    return policy
+
+
+def gaps(model, rollouts, temperature: float, way: str = "packed"):
+    with torch.no_grad():
+        policy = policy_of(model, temperature, way)
+        output = policy_output(policy, policy, rollouts.inputs, None)
+    return (output.log_probs - rollouts.rollout_log_probs)[rollouts.response_mask].abs()
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gap_is_rounding(model, monkeypatch, name, way) -> None:
+    if way == "in chunks":
+        monkeypatch.setattr(module, "MAX_LOGITS", 100)
+    rollouts = sample(model, TRUNCATED[name])
+    temperature = TRUNCATED[name].temperature
+    assert gaps(model, rollouts, temperature, way).mean() <= 1e-6
+    assert gaps(model, rollouts, temperature, way).max() <= 5e-6
+    # And without it, truncation is most of what is seen.
+    assert gaps(model, replace(rollouts, kept=None), temperature, way).mean() > 0.02
+
+
+def test_sets_are_those_of_the_processed_distribution(model) -> None:
+    """Rows that end early, chunks and widths included; a whole vocabulary is stored as nothing."""
+    sampling = TRUNCATED["top-k"]
+    whole, cut = sample(model, sampling), sample(model, sampling, max_num_seqs=5)
+    assert (whole.kept.counts[whole.response_mask] == 3).all()
+    assert (whole.kept.counts[~whole.response_mask] == 0).all()
+    assert torch.equal(whole.kept.counts, cut.kept.counts)
+    assert torch.equal(whole.kept.ids, cut.kept.ids)
+    assert not whole.kept.without(whole.responses, whole.response_mask).any()
+    everything = sample(model, PLAIN).kept
+    assert not everything.counts.any()
+    assert len(everything.ids) == 0
+    assert sample(model, replace(PLAIN, with_kept=False)).kept is None
+
+
+def test_rows_in_any_order_take_their_sets_along(model) -> None:
+    """As micro-batches do."""
+    rollouts = sample(model, TRUNCATED["top-p"])
+    rows = torch.tensor([30, 3, 17, 3])
+    for picked, chosen in ((rows, rows), (slice(7, 20), torch.arange(7, 20))):
+        part, mask = rollouts.inputs.pick(picked), rollouts.response_mask[chosen]
+        counts, ids = part.kept.at(mask)
+        sets = [set(x.tolist()) for x in ids.split(counts.tolist())]
+        one_by_one = []
+        for row in chosen.tolist():
+            sizes, tokens = rollouts.kept.at(rollouts.response_mask & (torch.arange(36) == row)[:, None])
+            one_by_one += [set(x.tolist()) for x in tokens.split(sizes.tolist())]
+        assert sets == one_by_one
+
+
+def test_entropy_and_collision_are_of_the_restricted_policy_too(model) -> None:
+    rollouts = sample(model, TRUNCATED["top-k"])
+    policy = policy_of(model, 1.0)
+    output = policy_output(policy, policy, rollouts.inputs, None, entropy_grad=True, sum_pi_squared=True)
+    entropy, squares = output.entropy[rollouts.response_mask], output.sum_pi_squared[rollouts.response_mask]
+    assert (entropy <= torch.tensor(3.0).log() + 1e-6).all()
+    assert (squares >= 1 / 3 - 1e-6).all()
+    entropy.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_the_gradient_is_that_of_the_restricted_policy(tmp_path) -> None:
+    """`update` on DeepSpeed, every batch enumerated: exact with the sets, far off without them."""
+    (found,) = on_ranks(1, enumerate_truncated, where=tmp_path)
+    for (old, is_exact, micro_rows), deviation in found.items():
+        if is_exact:
+            assert deviation.error < ROUNDING, (old, micro_rows)
+            assert deviation.scale == pytest.approx(1.0, rel=1e-4)
+        else:
+            assert deviation.error > 0.05, (old, micro_rows)

@@ -70,7 +70,7 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
 
     def train(inputs: ModelInputs) -> None:
         policy.zero_grad()
-        torch.autograd.backward(policy_output(policy, policy, inputs, None).log_probs.sum())
+        torch.autograd.backward(policy_output(policy, inputs).log_probs.sum())
 
     sides = {
         "sampling": lambda: sample(with_kept=False),
@@ -83,7 +83,7 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
     gaps = {}
     with torch.no_grad():
         for name, inputs in (("gap without", plain), ("gap", rollouts.inputs)):
-            found = policy_output(policy, policy, inputs, None).log_probs - rollouts.rollout_log_probs
+            found = policy_output(policy, inputs).log_probs - rollouts.rollout_log_probs
             gaps[name] = float(found[mask].abs().mean())
             gaps[f"largest {name}"] = float(found[mask].abs().max())
     return {

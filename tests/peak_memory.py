@@ -39,4 +39,5 @@ class PeakMemory(TorchDispatchMode):
 
 
 def _storages(tree) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    return [tensor.untyped_storage() for tensor in tensors]

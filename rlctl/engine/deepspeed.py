@@ -86,6 +86,7 @@ class _Engine:
     ) -> None:
         self.ranks = ranks
         dtype, grad_clip = settings["dtype"], settings["grad_clip"]
+        self._deepspeed = _import_deepspeed()
         # DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32
         # master weights the same way and differs from stage 0 only in where they lie.
         stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
@@ -93,27 +94,21 @@ class _Engine:
         plain = stage == 0
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
-        own = _config(stage, dtype, settings.get("offload", "none"))
-        own["gradient_clipping"] = 0.0 if plain else grad_clip
-        config = merged(own, settings.get("more_config", {}))
+        config = _config(settings)
         with keeping_buffers(model), _quiet():
             module = wrap(model.to(device=ranks.device, dtype=dtype))
+            if stage == 3:
+                _ready_for_stage_3(module, dtype)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._optimizer = GuardedAdamW(
                 trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
             )  # fused: the step makes no copies of the moments, 8 bytes per parameter
             if plain:  # DeepSpeed's plain path clips but does not report the norm.
                 self._optimizer.clip_norm = grad_clip
-            self._deepspeed = _import_deepspeed()
-            try:
+            with _refusals(settings):
                 self._engine, *_ = self._deepspeed.initialize(
                     model=module, optimizer=self._optimizer, config=config
                 )
-            except Exception as error:
-                if not settings.get("more_config"):
-                    raise
-                what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
-                raise UsageError(what, where="engine.deepspeed") from error
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # Dropout would make π_θ another policy than the one that samples, and each pass another one.
@@ -230,19 +225,16 @@ class DeepSpeedEngine(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        shares = _may_share_prompts(settings)
-        super().__init__(
-            model, lambda placed: PolicyModule(placed, temperature, share_prompts=shares), ranks, **settings
-        )
+        how = _may_do(settings)
+        super().__init__(model, lambda placed: PolicyModule(placed, temperature, **how), ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
     def policy(
         self, inputs: ModelInputs, *, entropy_grad: bool = False, sum_pi_squared: bool = False
     ) -> PolicyOutput:
         """See `TrainEngine.policy`."""
-        in_step_with = self.ranks if self.zero_stage == 3 else None
         asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared}
-        return policy_output(self._policy, self._engine, inputs, in_step_with, **asked)
+        return policy_output(self._engine, inputs, **asked)
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
@@ -279,8 +271,8 @@ class DeepSpeedCritic(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        shares = _may_share_prompts(settings)
-        super().__init__(model, lambda placed: ValueModule(placed, share_prompts=shares), ranks, **settings)
+        how = _may_do(settings)
+        super().__init__(model, lambda placed: ValueModule(placed, **how), ranks, **settings)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
@@ -291,19 +283,144 @@ class DeepSpeedCritic(_Engine):
         return self._in_full(self._engine.module)
 
 
-def sharded(module: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+class PartitionedLoading:
+    """Reads models such that nobody ever holds one whole: each weight is cut up when it is read.
+
+    Every rank reads every weight from the model's files, in the same order, and keeps its part.
+
+    Args:
+        settings: of the engine that takes the model, at ZeRO stage 3; `frozen_settings` for `sharded`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __call__(self, read: Callable[[], Any], config: Any) -> Any:
+        """The model that `read` reads by `from_pretrained`, its parameters cut up, buffers whole (all ranks).
+
+        Args:
+            read: called once.
+            config: of the model.
+
+        Raises:
+            UsageError: DeepSpeed refuses its configuration.
+        """
+        first: Any = nn.Linear(1, 1, bias=False, dtype=self._settings["dtype"])
+        with _quiet(), _refusals(self._settings):
+            _import_deepspeed().zero.Init(module=first, config_dict_or_path=_config(self._settings))
+
+        def cut_up(parameter: nn.Parameter) -> None:
+            """Each rank takes its part of rank 0's values."""
+            if not parameter.is_cuda:  # a file that is mapped into memory: ranks would write into it
+                parameter.data = parameter.data.clone()
+            first.weight.convert_to_zero_parameters(param_list=[parameter])
+
+        # Tied weights are compared when all are read: until then they are needed whole.
+        tied = (getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+        late = config.get_text_config().vocab_size if any(tied) else None
+
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            is_read = getattr(parameter, "_is_hf_initialized", False)  # what no file has is drawn at the end
+            is_new = parameter is not None and not parameter.is_meta and not hasattr(parameter, "ds_id")
+            if is_read and is_new and parameter is not None and late not in parameter.shape[:1]:
+                cut_up(parameter)
+
+        hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+        try:
+            with _environment(HF_DEACTIVATE_ASYNC_LOAD="1"):  # one weight after the other, none ahead
+                model = read()
+        finally:
+            hook.remove()
+        for parameter in model.parameters():
+            if not hasattr(parameter, "ds_id"):
+                cut_up(parameter)
+        return model
+
+
+def sharded(module: PolicyModule, dtype: torch.dtype) -> Callable[..., Any]:
     """`module`, which is never trained, with its weights cut up among the ranks as under ZeRO-3."""
     with _quiet():
-        engine, *_ = _import_deepspeed().initialize(model=module, config=_config(3, dtype))
+        deepspeed = _import_deepspeed()
+        _ready_for_stage_3(module, dtype)
+        engine, *_ = deepspeed.initialize(model=module, config=_config(frozen_settings(dtype)))
     engine.eval()
     call: Callable[..., Any] = engine
     return call
 
 
-def _may_share_prompts(settings: Settings) -> bool:
-    """Under ZeRO-3 every call of the body is a collective: ranks must make the same number of them. And
-    a layer that runs again would add to the shared prompt's keys and values a second time."""
-    return settings["zero_stage"] < 3 and not settings.get("gradient_checkpointing")
+def frozen_settings(dtype: torch.dtype) -> Settings:
+    """Of a module that is never trained."""
+    return Settings(zero_stage=3, dtype=dtype, weight_decay=0.0, betas=(0.9, 0.999), grad_clip=0.0)
+
+
+def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:
+    """What DeepSpeed must be told of a module whose weights it gathers layer by layer."""
+    module.to(dtype=dtype)  # it takes models that were read in parts in one dtype only
+    deepspeed = _import_deepspeed()
+    if isinstance(module, PolicyModule):
+        head = module.model.get_output_embeddings()
+        for parameter in head.parameters() if head is not None else ():
+            deepspeed.zero.register_external_parameter(module.head, parameter)
+    for block in expert_blocks(module):
+        deepspeed.utils.set_z3_leaf_module(block, True)
+
+
+def expert_blocks(module: nn.Module) -> list[nn.Module]:
+    """Modules that run some of a list of experts, chosen by the data.
+
+    Ranks choose differently, but gathering an expert's weights is a collective: a block's must be gathered
+    together. Experts whose weights are one tensor need nothing. A list of experts is known by its length:
+    the model's config names that, whatever the architecture calls the list.
+    """
+    modules: list[Any] = list(module.modules())
+    configs = [part.config.get_text_config() for part in modules if hasattr(part, "config")]
+    counts = {
+        value
+        for config in configs
+        for key, value in config.to_dict().items()
+        if "expert" in key and "per_tok" not in key and isinstance(value, int) and value > 1
+    }
+    found: list[nn.Module] = []
+    for block in modules:
+        for name, child in block.named_children():
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) in counts
+            # There may be as many layers as experts; their list belongs to what has a config.
+            if is_list and ("expert" in name or not hasattr(block, "config")):
+                found.append(block)
+    return found
+
+
+def _may_do(settings: Settings) -> dict[str, bool]:
+    """How a module runs. Under ZeRO-3 every call of the body is a collective: ranks must make the same number
+    of them; and it can run as soon as DeepSpeed has it, not before. A layer that runs again would add to the
+    shared prompt's keys and values a second time."""
+    whole = settings["zero_stage"] < 3
+    return {"share_prompts": whole and not settings.get("gradient_checkpointing"), "probe": whole}
+
+
+@contextlib.contextmanager
+def _refusals(settings: Settings) -> Iterator[None]:
+    """What DeepSpeed finds wrong with the user's own configuration, in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if not settings.get("more_config"):
+            raise
+        what = f"DeepSpeed refuses its configuration: {type(error).__name__}: {error}"
+        raise UsageError(what, where="engine.deepspeed") from error
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -319,9 +436,11 @@ def keeping_buffers(model: Any) -> Iterator[None]:
         buffer.data = buffers[name].to(buffer.device)
 
 
-def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[str, Any]:
+def _config(settings: Settings) -> dict[str, Any]:
     """DeepSpeed's configuration; `offload`: float32 weights, moments and the step itself go to the host
     ("optimizer", from stage 1 on), and between their uses the parameters too ("all", stage 3)."""
+    dtype, offload = settings["dtype"], settings.get("offload", "none")
+    stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -330,9 +449,10 @@ def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[s
     # Stage 1 adds the ranks' sums up once per step: in float32 too. Stages 2 and 3 add up every micro-batch's
     # gradient, which is bf16, before it goes into the float32 sum.
     reduced = {"communication_data_type": "fp32"} if stage <= 1 else {}
-    return reduced | {
+    own = reduced | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings["grad_clip"] if stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -342,6 +462,7 @@ def _config(stage: int, dtype: torch.dtype, offload: Offload = "none") -> dict[s
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
+    return merged(own, settings.get("more_config", {}))
 
 
 def _import_deepspeed() -> Any:

@@ -23,7 +23,8 @@ class FrozenPolicy:
     all of them.
 
     Args:
-        model: Hugging Face causal language model, which is kept and changed.
+        model: Hugging Face causal language model, which is kept and changed; under ZeRO-3 perhaps read by a
+            `PartitionedLoading`.
         ranks: the processes of the run.
         zero_stage: 0–3, the actor's.
         dtype: arithmetic of the forward pass.
@@ -34,16 +35,14 @@ class FrozenPolicy:
         self, model: Any, ranks: Ranks, *, zero_stage: int, dtype: torch.dtype, temperature: float
     ) -> None:
         is_sharded = zero_stage == 3
-        self._in_step_with = ranks if is_sharded else None
         model.requires_grad_(False).eval()
         with keeping_buffers(model):
             placed = model.to(device=ranks.device, dtype=dtype)
-            self._policy = PolicyModule(placed, temperature, share_prompts=not is_sharded).eval()
-            self._run: Callable[..., tuple[Tensor, ...]] = self._policy
-            if is_sharded:
-                self._run = sharded(self._policy, dtype)
+            whole = not is_sharded
+            policy = PolicyModule(placed, temperature, share_prompts=whole, probe=whole).eval()
+            self._policy: Callable[..., tuple[Tensor, ...]] = sharded(policy, dtype) if is_sharded else policy
 
     @torch.no_grad()
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller cuts the batch into micro-batches."""
-        return policy_output(self._policy, self._run, inputs, self._in_step_with).log_probs
+        return policy_output(self._policy, inputs).log_probs

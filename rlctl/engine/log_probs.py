@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,10 @@ from rlctl.engine.inputs import (
 from rlctl.engine.packing import can_pack
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.prefix import can_share_prefix
-from rlctl.spec.memory import MAX_LOGITS
+from rlctl.spec.memory import logits_at_once
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
-    from rlctl.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +43,24 @@ class PolicyModule(nn.Module):
         temperature: logits are divided by it, as when sampling.
         share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
             is able to.
+        probe: find out now what the model is able to; False: in the first pass, because until then its
+            weights are cut up among the ranks. Then `share_prompts` must be False.
+
+    Attributes:
+        head: runs the output head over scored states.
     """
 
-    def __init__(self, model: Any, temperature: float, *, share_prompts: bool = True) -> None:
+    def __init__(
+        self, model: Any, temperature: float, *, share_prompts: bool = True, probe: bool = True
+    ) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        self.head = ChunkedHead(model, temperature)
         self.shares_prompts = share_prompts and can_share_prefix(model)
-        self.split_head = _head_is_all(model)
-        self.packs = self.split_head and can_pack(model)
-        if not self.split_head:
-            log.warning(
-                "%s does more to its logits than its output head; the whole model is run for them, "
-                "which takes more memory",
-                type(model).__name__,
-            )
+        self._is_probed = False
+        self.packs = False
+        if probe:
+            self._probe()
 
     def forward(
         self,
@@ -67,7 +68,6 @@ class PolicyModule(nn.Module):
         attention_mask: Tensor,
         position_ids: Tensor,
         scored: Tensor,
-        num_chunks: int = 1,
         *,
         kept_counts: Tensor | None = None,
         kept_ids: Tensor | None = None,
@@ -78,7 +78,6 @@ class PolicyModule(nn.Module):
 
         Args:
             input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
-            num_chunks: pieces the output head is run in, see `chunks_needed`.
             kept_counts, kept_ids: of the N scored tokens in row order, what their distribution is restricted
                 to and renormalised over, see `KeptTokens.at`; None: nothing.
             entropy_grad: let gradient through the entropy too.
@@ -88,105 +87,126 @@ class PolicyModule(nn.Module):
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
             gradient only if asked) and, if asked for, Σ_v π(v)² (never).
         """
+        if not self._is_probed:
+            self._probe()
         horizon = scored.shape[1]
         responses = input_ids[:, -horizon:]
         body = body_of(self.model)
         columns = (input_ids, attention_mask, position_ids)
-        if self.split_head:
+        if self.head.is_split:
             states = scored_states(
                 body, *columns, scored, packs=self.packs, share_prompts=self.shares_prompts
             )
-            head = self.model.get_output_embeddings()
         else:
             inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=self.shares_prompts)
             states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
-            head = _identity
-        look = partial(
-            _look_at_tokens,
-            head=head,
-            temperature=self.temperature,
-            entropy_grad=entropy_grad,
-            sum_pi_squared=sum_pi_squared,
-        )
         kept = () if kept_counts is None or kept_ids is None else (kept_counts, kept_ids)
-        found = _walk(look, states, responses[scored], num_chunks, *kept)
+        given = (states, responses[scored], *kept)
+        chosen, entropy, *squared = self.head(
+            *given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared
+        )
+        found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
         return tuple(empty.masked_scatter(scored, values) for values in found)
 
-    def chunks_needed(self, num_tokens: int) -> int:
-        """Pieces the head must be run in to hold at most `MAX_LOGITS` float32 logits at once."""
-        vocabulary: int = self.model.config.get_text_config().vocab_size
-        return max(1, -(-num_tokens * vocabulary // MAX_LOGITS))
+    def _probe(self) -> None:
+        self.head.is_split = _head_is_all(self.model)
+        self.packs = self.head.is_split and can_pack(body_of(self.model))
+        self._is_probed = True
+        if not self.head.is_split:
+            log.warning(
+                "%s does more to its logits than its output head; the whole model is run for them, "
+                "which takes more memory",
+                type(self.model).__name__,
+            )
+
+
+class ChunkedHead(nn.Module):
+    """Figures of next-token distributions, chunk by chunk.
+
+    A module of its own, through which the head's weights are gathered once for all chunks of a pass where
+    they are cut up among the ranks: chunks do not call the head's hooks.
+
+    Args:
+        model: the causal language model, whose head is not registered here a second time.
+        temperature: see `PolicyModule`.
+
+    Attributes:
+        temperature: logits are divided by it.
+        is_split: `forward` is given the states before the model's head, not its logits.
+    """
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        super().__init__()
+        self.is_split = True
+        self.temperature = temperature
+        self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._find_head: Callable[[], Any] = model.get_output_embeddings
+
+    def forward(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        kept_counts: Tensor | None = None,
+        kept_ids: Tensor | None = None,
+        *,
+        entropy_grad: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> Tensor:
+        """(2 or 3, N) float32: log-probs, entropies and on request Σ_v π(v)².
+
+        Args:
+            states: (N, H), or (N, V) logits where the head is not split off.
+            tokens: (N,) int64, the tokens chosen.
+            kept_counts, kept_ids, entropy_grad, sum_pi_squared: as of `PolicyModule.forward`.
+        """
+        head = self._find_head().forward if self.is_split else _identity
+
+        def look(
+            states: Tensor, tokens: Tensor, counts: Tensor | None = None, ids: Tensor | None = None
+        ) -> Tensor:
+            logits = head(states).float() / self.temperature
+            if counts is not None and ids is not None:
+                logits.masked_fill_(_dropped(counts, ids, logits), torch.finfo(logits.dtype).min)
+            log_total = torch.logsumexp(logits, -1)
+            chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
+            with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+                probs = torch.exp(logits - log_total[:, None])
+                entropy = log_total - torch.linalg.vecdot(probs, logits)
+            if not sum_pi_squared:
+                return torch.stack([chosen, entropy])
+            probs = probs.detach()
+            return torch.stack([chosen, entropy, torch.linalg.vecdot(probs, probs)])
+
+        num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
+        if num_chunks == 1:
+            return look(states, tokens, kept_counts, kept_ids)
+        given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks)]
+        if kept_counts is not None and kept_ids is not None:
+            counts = kept_counts.tensor_split(num_chunks)
+            given += [counts, kept_ids.split(torch.stack([part.sum() for part in counts]).tolist())]
+        parts = [checkpoint(look, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
+        return torch.cat(parts, dim=1)
 
 
 def policy_output(
-    policy: PolicyModule,
-    run: Callable[..., tuple[Tensor, ...]],
-    inputs: ModelInputs,
-    in_step_with: Ranks | None,
-    **asked: bool,
+    policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, **asked: bool
 ) -> PolicyOutput:
     """What a policy says of the scored tokens, computed over the columns that some row uses.
 
     Args:
-        policy: the module asked.
-        run: calls it: itself, or the engine around it.
+        policy: a `PolicyModule`, or the engine around it.
         inputs: any number of rows.
-        in_step_with: ranks that must run the head as often as this one, each call of it being a
-            collective (ZeRO-3); None: ranks are free.
         asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
     """
-    num_tokens = int(inputs.scored.sum())
-    if in_step_with:
-        num_tokens = int(in_step_with.max(num_tokens))
     used = used_columns(inputs)
-    columns = arguments_of(used) | kept_arguments(used)
-    found = run(**columns, num_chunks=policy.chunks_needed(num_tokens), **asked)
+    found = policy(**arguments_of(used), **kept_arguments(used), **asked)
     return PolicyOutput(*(widened(values, inputs) for values in found))
 
 
-def _walk(
-    look: Callable[..., tuple[Tensor, ...]],
-    states: Tensor,
-    tokens: Tensor,
-    num_chunks: int,
-    kept_counts: Tensor | None = None,
-    kept_ids: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """`look` chunk by chunk over (N, H) states and (N,) tokens; its (N,) answers."""
-    given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks)]
-    if kept_counts is not None and kept_ids is not None:
-        counts = kept_counts.tensor_split(num_chunks)
-        given += [counts, torch.split(kept_ids, [int(part.sum()) for part in counts])]
-    if num_chunks == 1:
-        return look(states, tokens, *(parts[0] for parts in given[2:]))
-    parts = [checkpoint(look, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
-    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
-
-
-def _look_at_tokens(
-    states: Tensor,
-    tokens: Tensor,
-    kept_counts: Tensor | None = None,
-    kept_ids: Tensor | None = None,
-    *,
-    head: Any,
-    temperature: float,
-    entropy_grad: bool,
-    sum_pi_squared: bool,
-) -> tuple[Tensor, ...]:
-    logits = head(states).float() / temperature
-    if kept_counts is not None and kept_ids is not None:
-        logits.masked_fill_(_dropped(kept_counts, kept_ids, logits), torch.finfo(logits.dtype).min)
-    log_total = torch.logsumexp(logits, -1)
-    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        probs = torch.exp(logits - log_total[:, None])
-        entropy = log_total - torch.linalg.vecdot(probs, logits)
-    if not sum_pi_squared:
-        return chosen, entropy
-    probs = probs.detach()
-    return chosen, entropy, torch.linalg.vecdot(probs, probs)
+def _memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None on the host."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:

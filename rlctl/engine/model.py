@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +11,9 @@ from rlctl.engine.liger import refuse_liger_here, run_liger
 from rlctl.engine.model_files import explained
 from rlctl.errors import UsageError
 from rlctl.named_models import model_directory
+
+if TYPE_CHECKING:
+    from rlctl.engine.deepspeed import PartitionedLoading
 
 
 def load_policy(
@@ -20,8 +24,11 @@ def load_policy(
     attn_implementation: str,
     dtype: torch.dtype,
     use_liger: bool = False,
+    partition: PartitionedLoading | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a directory, the hub, or by a known name.
+
+    With `partition` its weights are cut up among the ranks (a collective).
 
     Raises:
         UsageError: no such model, not a causal language model, the tokenizer knows tokens the model
@@ -38,7 +45,9 @@ def load_policy(
     path = model_directory(path)
     with explained(path, where):
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-        model = _causal_lm(path, use_liger, dtype=dtype, attn_implementation=attn_implementation, **shared)
+        model = _causal_lm(
+            path, use_liger, partition, dtype=dtype, attn_implementation=attn_implementation, **shared
+        )
     _check_embeddings(model, tokenizer, where, "use the tokenizer the model was trained with")
     return model, tokenizer
 
@@ -67,6 +76,7 @@ def load_beside(
     attn_implementation: str,
     dtype: torch.dtype,
     use_liger: bool = False,
+    partition: PartitionedLoading | None = None,
 ) -> Any:
     """A causal language model that reads the policy's tokens: a critic's body or a reference.
 
@@ -76,7 +86,7 @@ def load_beside(
         path, revision: directory or hub id, and its branch, tag or commit.
         tokenizer: the policy's.
         key: of the spec that named it, `critic.path` or `ref.path`, for errors.
-        trust_remote_code, attn_implementation, dtype, use_liger: as for the policy.
+        trust_remote_code, attn_implementation, dtype, use_liger, partition: as for the policy.
 
     Raises:
         UsageError: no such model, not a causal language model, the policy's tokenizer knows tokens it
@@ -89,6 +99,7 @@ def load_beside(
         model = _causal_lm(
             path,
             use_liger,
+            partition,
             dtype=dtype,
             attn_implementation=attn_implementation,
             revision=revision or "main",
@@ -98,19 +109,25 @@ def load_beside(
     return model
 
 
-def _causal_lm(path: str, use_liger: bool, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    read = partial(AutoModelForCausalLM.from_pretrained, path, **options)
+    if partition:
+        shared = {key: options[key] for key in ("revision", "trust_remote_code")}
+        model = partition(read, AutoConfig.from_pretrained(path, **shared))
+    else:
+        model = read()
     if use_liger:
         run_liger(model)
     return model
 
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, where it is cut up
     if len(tokenizer) > rows:
         raise UsageError(
             f"the tokenizer knows {len(tokenizer)} tokens, the model has embeddings for {rows}",

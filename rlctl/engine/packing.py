@@ -179,22 +179,21 @@ def _target_width(config: Any) -> int:
 
 
 @torch.no_grad()
-def can_pack(model: Any) -> bool:
-    """Whether the model reads packed rows as it reads each sequence by itself.
+def can_pack(body: Any) -> bool:
+    """Whether a model without its head reads packed rows as it reads each sequence by itself.
 
     Recurrent states run through all of a row, and some attention makes its own mask. Rather than know all
     architectures, try a short probe both ways.
     """
-    body = getattr(model, model.base_model_prefix, None)
-    if body is None or body is model:
+    if body is None:  # the model has none
         return False
     device = next(body.parameters()).device
     ids = torch.arange(10, device=device).reshape(2, 5) % body.config.vocab_size
     ids[1, :2] = ids[0, :2]  # siblings
     whole = torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(5, device=device).expand(2, 5)
-    was_training = model.training
-    model.eval()
+    was_training = body.training
+    body.eval()
     try:
         rows = packed(body, ids, whole, positions, whole[:, 2:])
         if rows is None:
@@ -204,5 +203,5 @@ def can_pack(model: Any) -> bool:
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
         return False  # it takes no mask of this form
     finally:
-        model.train(was_training)
+        body.train(was_training)
     return bool((found - plain).norm() < _TOLERANCE * plain.norm())

@@ -37,12 +37,13 @@ class ValueModule(nn.Module):
         model: a Hugging Face causal language model; its body is taken, its output head is not.
         share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
             is able to.
+        probe: as of `PolicyModule`.
 
     Raises:
         UsageError: the model has no body apart from its output head.
     """
 
-    def __init__(self, model: Any, *, share_prompts: bool = True) -> None:
+    def __init__(self, model: Any, *, share_prompts: bool = True, probe: bool = True) -> None:
         super().__init__()
         body = body_of(model)
         if body is None:
@@ -51,7 +52,7 @@ class ValueModule(nn.Module):
                 where="critic.path",
                 fix="name a model of another architecture",
             )
-        self.packs = can_pack(model)
+        self.packs: bool | None = can_pack(body) if probe else None
         self.shares_prompts = share_prompts and can_share_prefix(model)
         self.body = body
         self.head = ValueHead(model.config.get_text_config().hidden_size, next(body.parameters()).device)
@@ -68,6 +69,8 @@ class ValueModule(nn.Module):
             (B, T) float32 with gradient; index t is the value before token t is sampled, of the state
             that predicts it. 0.0 where not scored.
         """
+        if self.packs is None:
+            self.packs = can_pack(self.body)
         states = scored_states(
             self.body,
             input_ids,

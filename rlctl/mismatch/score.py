@@ -179,9 +179,8 @@ class VariantScorer:
     def _as_trainer(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:
         """By the code that training runs."""
         inputs = self._inputs(variant, rows)
-        policy.temperature = variant.sampling.temperature
-        chunks = policy.chunks_needed(int(inputs.scored.sum()))
-        log_probs, _ = policy(**arguments_of(inputs), num_chunks=chunks)
+        policy.head.temperature = variant.sampling.temperature
+        log_probs, _ = policy(**arguments_of(inputs))
         out[rows, : log_probs.shape[1]] = log_probs
 
     def _from_logits(self, policy: PolicyModule, variant: ScoringVariant, rows: slice, out: Tensor) -> None:

@@ -40,7 +40,9 @@ class EngineContext:
     Attributes:
         spec: of the run.
         model_path: directory or hub id of the policy.
-        model: the policy, not yet wrapped by the training engine; an engine that keeps it copies it.
+        model: the policy, not yet wrapped by the training engine; an engine that keeps it copies it. Under
+            ZeRO-3 its weights are cut up among the ranks (`ds_shape` is the whole one's) unless the engine
+            starts with the policy.
         tokenizer: of the policy.
         device: where the tensors of `Rollouts` belong.
         rank, world_size: this process among the run's; rank 0 is the main one.

@@ -39,7 +39,7 @@ class ExpectedWeights:
     """What a complete set of a model's weights holds; tied names are one weight.
 
     Args:
-        model: a Hugging Face model, not yet wrapped by a training engine.
+        model: a Hugging Face model, not yet wrapped by a training engine; its weights may be cut up.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,7 +47,8 @@ class ExpectedWeights:
         names: dict[int, list[str]] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), []).append(name)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        # `ds_shape`: DeepSpeed's, of a weight that is cut up among the ranks.
+        self._shapes = {name: tuple(getattr(part, "ds_shape", part.shape)) for name, part in state.items()}
         self._names = {name: tuple(names[id(tensor)]) for name, tensor in state.items()}
         self._needed = [name for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
 

@@ -15,8 +15,10 @@ from rlctl.spec.model import ALL_LINEAR, ModelSpec
 from rlctl.spec.model_size import ModelSize, Shape, model_size
 from rlctl.spec.run_spec import RunSpec
 
-#: Logits that the output head makes at once, in numbers (128 MiB in float32).
+#: Logits that the output head makes at once on the host or a small GPU, in numbers (128 MiB in float32).
 MAX_LOGITS = 1 << 25
+#: Share of a GPU's memory that the logits of a chunk and their gradient may take.
+_LOGITS_SHARE = 1 / 32
 
 #: Bytes per logit, measured: itself, its softmax and its gradient in float32, and temporaries.
 LOGIT_BYTES = 20
@@ -55,6 +57,14 @@ class MemoryPart:
     num_bytes: float | None
     formula: str
     phases: tuple[Phase, ...] = ()
+
+
+def logits_at_once(gpu_bytes: float | None) -> int:
+    """Numbers that a chunk of the output head makes on a GPU with this memory; None: on the host.
+
+    Each chunk reads the head's weights and adds up their gradient: few large chunks are faster.
+    """
+    return max(MAX_LOGITS, int((gpu_bytes or 0.0) * _LOGITS_SHARE / LOGIT_BYTES))
 
 
 def memory_parts(spec: RunSpec, size: ModelSize, gpu_bytes: float | None = None) -> list[MemoryPart]:
@@ -301,8 +311,9 @@ class _Estimate:
         num_bytes = tokens * self._layer(spec.model, shape).total(after)
         words = f"{tokens} tokens × {_listed(after)} bytes"
         parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
-        logits = min(responses * shape.vocab, MAX_LOGITS) * LOGIT_BYTES
-        words = f"{responses} response tokens × vocabulary (at most {MAX_LOGITS:,}) × {LOGIT_BYTES} bytes"
+        most = logits_at_once(self.gpu_bytes)
+        logits = min(responses * shape.vocab, most) * LOGIT_BYTES
+        words = f"{responses} response tokens × vocabulary (at most {most:,}) × {LOGIT_BYTES} bytes"
         parts.append(MemoryPart("logits and their gradient", logits, words, ("head",)))
         if spec.model.lora_rank:
             return parts  # the head's weights are frozen

@@ -134,8 +134,10 @@ class Placement:
 
         whole = parameters * self.width
         if on_gpu:
-            words = f"{ranks} ranks × parameters × {self.width} bytes, one model at a time"
-            yield HostPart("weights on their way", ranks * whole, words, _LOADING)
+            what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
+            words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
+            at_once = whole if self._reads_whole else self._largest_weights
+            yield HostPart("weights on their way", ranks * at_once, words, _LOADING)
         yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", _SAVING)
         if on_gpu and spec.engine.offload != "none":
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size), "")
@@ -179,6 +181,21 @@ class Placement:
             weights = parameters * self.width / spec.world_size
             weights = _power_of_two(weights) if pins else weights
             yield HostPart(f"{whose}weights", ranks * weights, words, is_pinned=pins)
+
+    @property
+    def _reads_whole(self) -> bool:
+        """Every rank reads a model whole: to keep it so, or for an engine that copies it."""
+        return self.stage < 3 or self.spec.rollout_engine.starts_with_policy
+
+    @property
+    def _largest_weights(self) -> float:
+        """Bytes that a rank holds besides its parts while it reads under ZeRO-3: embeddings, or a layer of a
+        mixture of experts, as read and cut up."""
+        shape, parameters = self.size.shape, self.size.num_parameters or 0
+        if shape is None:
+            return 2.0 * parameters * self.width
+        embeddings = shape.vocab * shape.hidden
+        return 2.0 * max(embeddings, (parameters - embeddings) / shape.layers) * self.width
 
     @property
     def _sleeps(self) -> bool:
@@ -231,7 +248,12 @@ class Placement:
         return [
             stage("load", 0.0, _LOADING, {"disk": whole}),
             stage("engine", self.gpu_peak("generation") if not base else sampling, _LOADING, {"disk": 0.0}),
-            stage("partition", max(whole, self.gpu_peak()), _LOADING, {"host to GPU": whole}),
+            stage(
+                "partition",
+                self.gpu_peak() + self._largest_weights if is_sharded else max(whole, self.gpu_peak()),
+                _LOADING,
+                {"host to GPU": whole},
+            ),
             stage("generate", self.gpu_peak("generation"), "", {"host to GPU": copies / 2}),
             stage("score", self.gpu_peak("head"), _TRAINING, {"host to GPU": base, crossing: gathers / 4}),
             stage("update", self.gpu_peak("head", "layers", "critic"), _TRAINING, {crossing: gathers + sums}),
@@ -357,10 +379,6 @@ class Placement:
             if always > machine.gpu_bytes:
                 what = f"{_gib(always)} are held always, a GPU of {where} has {_gib(machine.gpu_bytes)}"
                 yield Problem("error", "engine.zero_stage", what, fix)
-            elif (whole := (self.size.num_parameters or 0) * self.width) > machine.gpu_bytes:
-                what = f"each GPU takes all {_gib(whole)} of weights before ZeRO cuts them up; it has "
-                what += _gib(machine.gpu_bytes)
-                yield Problem("error", "model.path", what, "train a smaller model, or use larger GPUs")
             elif peak > machine.gpu_bytes:
                 what = (
                     f"up to {_gib(peak)} are needed at once, a GPU of {where} has {_gib(machine.gpu_bytes)}"

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine, Settings
+from rlctl.engine.deepspeed import (
+    DeepSpeedCritic,
+    DeepSpeedEngine,
+    PartitionedLoading,
+    Settings,
+    frozen_settings,
+)
 from rlctl.engine.frozen import FrozenPolicy
 from rlctl.engine.lora import BasePolicy, ParkedBase, add_lora
 from rlctl.engine.model import load_beside, load_policy
@@ -62,7 +68,11 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be had, or does not fit.
     """
-    model, tokenizer = load_policy(model_path, revision=spec.model.revision, **_loading(spec))
+    dtype, is_cut_up = _DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
+    partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
+    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
+    engine_copies = spec.rollout_engine.starts_with_policy
+    model, tokenizer = load(partition=None if engine_copies else partition)
     _check_context(model, spec)
     # Before the engine takes the policy over: the sampling copy and the other models start from the
     # same directory.
@@ -80,22 +90,29 @@ def build_models(
         )
     )
     stack.callback(rollout.close)
+    if partition and engine_copies:
+        del model
+        model, _ = load(partition=partition)
     beside = partial(_beside, spec, model_path, tokenizer)
     ref: ReferencePolicy | None = None
     # Under LoRA the base below the adapters is the policy as it started: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = FrozenPolicy(
-            beside(spec.ref.path, "ref.path"),
+            beside(
+                spec.ref.path,
+                "ref.path",
+                partition=PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None,
+            ),
             ranks,
             zero_stage=spec.engine.zero_stage,
-            dtype=_DTYPES[spec.engine.dtype],
+            dtype=dtype,
             temperature=spec.rollout.temperature,
         )
     critic = None
     if spec.trains_critic:
-        critic = DeepSpeedCritic(
-            beside(spec.critic.path, "critic.path"), ranks, **_training(spec, spec.critic)
-        )
+        critics = _training(spec, spec.critic)
+        own = PartitionedLoading(critics) if is_cut_up else None
+        critic = DeepSpeedCritic(beside(spec.critic.path, "critic.path", partition=own), ranks, **critics)
     if spec.model.lora_rank:
         add_lora(
             model,
@@ -148,10 +165,20 @@ def _loading(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _beside(spec: RunSpec, model_path: str, tokenizer: Any, path: str | None, key: str) -> Any:
+def _beside(
+    spec: RunSpec,
+    model_path: str,
+    tokenizer: Any,
+    path: str | None,
+    key: str,
+    *,
+    partition: PartitionedLoading | None,
+) -> Any:
     """A model of its own path, or the policy's once more."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
-    model = load_beside(path or model_path, tokenizer, key=key, revision=revision, **_loading(spec))
+    model = load_beside(
+        path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
+    )
     _check_context(model, spec)
     return model
 

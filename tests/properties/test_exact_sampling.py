@@ -45,7 +45,7 @@ def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
 def gaps(model, rollouts, temperature: float, way: str = "packed"):
     with torch.no_grad():
         policy = policy_of(model, temperature, way)
-        output = policy_output(policy, policy, rollouts.inputs, None)
+        output = policy_output(policy, rollouts.inputs)
     return (output.log_probs - rollouts.rollout_log_probs)[rollouts.response_mask].abs()
 
 
@@ -95,7 +95,7 @@ def test_rows_in_any_order_take_their_sets_along(model) -> None:
 def test_entropy_and_collision_are_of_the_restricted_policy_too(model) -> None:
     rollouts = sample(model, TRUNCATED["top-k"])
     policy = policy_of(model, 1.0)
-    output = policy_output(policy, policy, rollouts.inputs, None, entropy_grad=True, sum_pi_squared=True)
+    output = policy_output(policy, rollouts.inputs, entropy_grad=True, sum_pi_squared=True)
     entropy, squares = output.entropy[rollouts.response_mask], output.sum_pi_squared[rollouts.response_mask]
     assert (entropy <= torch.tensor(3.0).log() + 1e-6).all()
     assert (squares >= 1 / 3 - 1e-6).all()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from rlctl.engine import log_probs as log_probs_module
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
+from rlctl.spec import memory
 from tests.models import tiny_batch, tiny_model
 
 ROWS = 8
@@ -99,13 +99,13 @@ def chunked(ranks: Ranks, stage: int):
     """A step whose output head runs in many recomputed chunks, and one in a single piece."""
     whole = engine(ranks, stage)
     take_step(whole, 1, 4, bonus=0.5)
-    log_probs_module.MAX_LOGITS = 100
+    memory.MAX_LOGITS = 100
     pieces = engine(ranks, stage)
     take_step(pieces, 1, 4, bonus=0.5)
     take_step(
         pieces, 2, 4, bonus=0.5
     )  # ZeRO-3 records the order of modules in its first step and relies on it after
-    log_probs_module.MAX_LOGITS = 1 << 25
+    memory.MAX_LOGITS = 1 << 25
     take_step(whole, 2, 4, bonus=0.5)
     return weights_of(whole), weights_of(pieces)
 

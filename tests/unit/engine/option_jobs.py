@@ -98,7 +98,7 @@ def accumulated(ranks: Ranks, cases: list[Case], micro_batches: int):
     weights = list(module.parameters())
     sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     for part in parts:
-        output = policy_output(module, module, part.inputs, None)
+        output = policy_output(module, part.inputs)
         loss = -(output.log_probs * part.advantages).sum() / tokens
         for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
             total.add_(gradient)

@@ -8,16 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.engine import log_probs as module
 from rlctl.engine.inputs import arguments_of, used_columns
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.spec import memory
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 
 MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("gemma2", True)]
 
 
 def forward(policy: PolicyModule, batch, num_chunks: int = 1, **asked: bool):
-    return policy(**arguments_of(batch.inputs), num_chunks=num_chunks, **asked)
+    """In about so many chunks."""
+    tokens = int(batch.response_mask.sum())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "MAX_LOGITS", max(1, tokens * policy.model.config.vocab_size // num_chunks))
+        return policy(**arguments_of(batch.inputs), **asked)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -31,7 +35,7 @@ def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, nu
     model = tiny_model(kind, tied=tied)
     batch = tiny_batch(model)
     policy = PolicyModule(model, temperature)
-    assert policy.split_head == (kind != "gemma2")
+    assert policy.head.is_split == (kind != "gemma2")
     expected, entropy = naive_log_probs(model, batch, temperature)
     expected.mul(batch.advantages).sum().backward()
     wanted = gradients(model)
@@ -159,12 +163,11 @@ def test_a_batch_without_response_tokens_still_backpropagates() -> None:
 def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither forward nor backward ever makes a float32 tensor of more than MAX_LOGITS elements."""
     vocabulary, limit = 5000, 20_000
-    monkeypatch.setattr(module, "MAX_LOGITS", limit)
+    monkeypatch.setattr(memory, "MAX_LOGITS", limit)
     model = tiny_model(vocabulary=vocabulary, tied=True)
     batch = tiny_batch(model, 32)
     num_tokens = int(batch.response_mask.sum())
     policy = PolicyModule(model, 1.0)
-    chunks = policy.chunks_needed(num_tokens)
     assert num_tokens * vocabulary > 10 * limit
     seen: list[int] = []
 
@@ -180,7 +183,7 @@ def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
             return result
 
     with Watch():
-        log_probs, _ = forward(policy, batch, chunks)
+        log_probs, _ = policy(**arguments_of(batch.inputs))
         log_probs.sum().backward()
     assert seen
     assert max(seen) <= limit + vocabulary

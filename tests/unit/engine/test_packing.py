@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from rlctl.engine import packing
+from rlctl.engine.inputs import body_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.packing import can_pack
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
@@ -104,7 +105,7 @@ def test_a_window_shorter_than_a_sequence_is_not_packed() -> None:
 
 def test_recurrent_models_read_whole_rows() -> None:
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
-    assert not can_pack(AutoModelForCausalLM.from_config(config))
+    assert not can_pack(body_of(AutoModelForCausalLM.from_config(config)))
 
 
 def test_nothing_scored_gives_zeros() -> None:

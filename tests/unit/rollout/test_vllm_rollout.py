@@ -106,7 +106,7 @@ def test_it_says_what_it_sampled_from(model, answers):
     assert 1 < counts.max() <= 6
     policy = PolicyModule(model, NUCLEUS.temperature)
     with torch.no_grad():
-        found = policy_output(policy, policy, rollouts.inputs, None).log_probs
+        found = policy_output(policy, rollouts.inputs).log_probs
     torch.testing.assert_close(found, rollouts.rollout_log_probs, atol=2e-5, rtol=0)
     assert not rollouts.aborted.any()
 

@@ -13,7 +13,7 @@ from rlctl.cli.app import run
 from rlctl.spec import machine as machine_module
 from rlctl.spec.load import load_spec
 from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of
-from rlctl.spec.model_size import ModelSize, model_size
+from rlctl.spec.model_size import ModelSize, Shape, model_size
 from rlctl.spec.placement import Placement
 
 BASE = ["data.train_files=x", "engine.dtype=bf16", "model.path=Qwen/Qwen2.5-7B"]
@@ -103,16 +103,27 @@ def test_what_cannot_fit_is_refused_with_the_figures(
     assert says in errors(place(machine, *overrides))[key]
 
 
-def test_a_model_that_no_gpu_holds_whole_is_refused() -> None:
-    """However many ranks share it: each brings it to its GPU before it is cut up."""
+def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
+    """Under ZeRO-3; an engine that copies the policy, or too few GPUs, still need what they need."""
+    size = ModelSize("as published", 70_553_706_496, Shape(80, 8192, 28_672, 64, 8, 128, 128_256))
     big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
-    more = (
-        "engine.offload=optimizer",
-        "rollout.name=vllm",
-        "rollout.mode=server",
-        "rollout.server.urls=[http://n:1]",
-    )
-    assert "all 130.4 GiB of weights" in errors(place("2x8h100", *big, *more))["model.path"]
+    more = ("engine.offload=optimizer", "rollout.name=vllm", "rollout.mode=server")
+    more += ("rollout.server.urls=[http://n:1]", "model.enable_gradient_checkpointing=true")
+    more += ("actor.ppo_micro_batch_size_per_gpu=1",)
+    given = load_spec([], [], [*BASE, *big, *more]).spec
+    plan = Placement(given, size, MACHINES["2x8h100"])
+    assert errors(plan) == {}
+    on_the_way = host(plan)["weights on their way"]
+    assert 8 * 2 * 2 * 128_256 * 8192 <= on_the_way < 8 * 2 * size.num_parameters / 10
+    partition = next(stage for stage in plan.stages() if stage.name == "partition")
+    assert partition.gpu < 40 * GIB
+    # A node whose memory does not hold the optimizer's states is refused.
+    small = replace(MACHINES["2x8h100"], host_bytes=600 * GIB)
+    assert "moments" in errors(Placement(given, size, small))["engine.offload"]
+    whole = load_spec([], [], [*BASE, *big, *more[:1], *more[4:]]).spec  # Hugging Face generation
+    copies = Placement(whole, size, MACHINES["2x8h100"])
+    assert host(copies)["weights on their way"] == 8 * 2 * size.num_parameters
+    assert errors(copies)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlctl.engine import log_probs as module
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
+from rlctl.spec import memory
 from tests.processes import on_ranks
 from tests.properties.enumerated_updates import ROUNDING, enumerate_truncated
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_prompts, random_model
@@ -38,7 +38,7 @@ def sample(model, sampling: Sampling, max_num_seqs: int | None = None):
 def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
     policy = PolicyModule(model, temperature, share_prompts=way == "shared prompts")
     policy.packs = policy.packs and way in ("packed", "in chunks")
-    policy.split_head = policy.split_head and way != "whole model"
+    policy.head.is_split = policy.head.is_split and way != "whole model"
     return policy
 
 
@@ -53,7 +53,7 @@ def gaps(model, rollouts, temperature: float, way: str = "packed"):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gap_is_rounding(model, monkeypatch, name, way) -> None:
     if way == "in chunks":
-        monkeypatch.setattr(module, "MAX_LOGITS", 100)
+        monkeypatch.setattr(memory, "MAX_LOGITS", 100)
     rollouts = sample(model, TRUNCATED[name])
     temperature = TRUNCATED[name].temperature
     assert gaps(model, rollouts, temperature, way).mean() <= 1e-6

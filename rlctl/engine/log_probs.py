@@ -184,7 +184,8 @@ class ChunkedHead(nn.Module):
         given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks)]
         if kept_counts is not None and kept_ids is not None:
             counts = kept_counts.tensor_split(num_chunks)
-            given += [counts, kept_ids.split(torch.stack([part.sum() for part in counts]).tolist())]
+            sizes: list[int] = torch.stack([part.sum() for part in counts]).tolist()
+            given += [counts, torch.split(kept_ids, sizes)]
         parts = [checkpoint(look, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
         return torch.cat(parts, dim=1)
 

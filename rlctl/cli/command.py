@@ -17,7 +17,12 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(TyperCommand):
-    """A command whose help shows no `<bool>` behind flags."""
+    """A command whose help shows no `<bool>` behind flags, and its prose wrapped to the terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help, its paragraphs laid out."""
+        self.help = _laid_out(self.help or "")
+        super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, flags without a type."""
@@ -25,7 +30,12 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands, flags as in `Command`."""
+    """A group of commands, its help as that of `Command`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help, its paragraphs laid out."""
+        self.help = _laid_out(self.help or "")
+        super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, flags without a type."""
@@ -60,6 +70,20 @@ class CommandWithSubcommands(Command):
             head = f"   {ctx.command_path} {name:<10} "
             width = shutil.get_terminal_size().columns
             typer.echo(textwrap.fill(head + first_line, width, subsequent_indent=" " * len(head)))
+
+
+def _laid_out(text: str) -> str:
+    """Prose without the line breaks of the source; examples indented and bold.
+
+    A line that begins with a tag keeps its indentation, which Typer else takes away.
+    """
+    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
+    return "\n\n".join(
+        f"[bold]  {paragraph}[/bold]"
+        if paragraph.startswith(("rlctl ", "kubectl "))
+        else " ".join(paragraph.split())
+        for paragraph in paragraphs
+    )
 
 
 def _without_types_of_flags(params: list[Any]) -> list[Any]:

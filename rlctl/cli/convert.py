@@ -38,7 +38,7 @@ def import_config(
         Path, typer.Argument(metavar="FILE", help="A launch script (.sh), Python file, YAML or TOML.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The launch script's own arguments, $1 ….")
+        list[str] | None, typer.Argument(metavar="ARGS", help="The launch script's own arguments, $1 ….")
     ] = None,
     framework: Annotated[
         str | None,

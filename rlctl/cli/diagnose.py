@@ -98,22 +98,19 @@ def diagnose(
 ) -> None:
     """Report what is wrong with a run, why, and which change of its spec to try.
 
-      rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
+    rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 
-      rlctl diagnose RUN OTHER_RUN --format html --out report.html
+    rlctl diagnose RUN OTHER_RUN --format html --out report.html
 
-      rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
+    rlctl diagnose RUN --fix fixed.yaml && rlctl train --spec fixed.yaml
 
-      rlctl diagnose RUN --what-if
+    rlctl diagnose RUN --what-if
 
-      rlctl diagnose --selftest
+    rlctl diagnose --selftest
 
-      kubectl logs trainer | rlctl diagnose - --fail-on critical
+    kubectl logs trainer | rlctl diagnose - --fail-on critical
 
-      rlctl diagnose -   (paste a step, a table or a part of a log, then Ctrl-D)
-
-    Compare two runs: rlctl diagnose compare A B
-    Why engine and trainer differ: rlctl diagnose mismatch --model PATH
+    rlctl diagnose -   (paste a step, a table or a part of a log, then Ctrl-D)
     """
     if selftest:
         _selftest(

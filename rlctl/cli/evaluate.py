@@ -186,9 +186,6 @@ def evaluate(
       rlctl evaluate --engine openai --base-url URL --data questions.jsonl
 
       rlctl evaluate evaluations/A --regrade --reward my_reward.py:grade
-
-    Two evaluations side by side: rlctl evaluate compare A B
-    The benchmarks: rlctl evaluate list
     """
     ks = None if k is None else numbers(k)
     if model is not None:

@@ -20,7 +20,7 @@ _WIDTH = 100
 
 
 def init(
-    out: Annotated[Path, typer.Argument(metavar="[FILE]", help="The spec file to write.")] = Path("run.yaml"),
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The spec file to write.")] = Path("run.yaml"),
     model: Annotated[
         str | None, typer.Option("--model", help="Model directory or hub id; `embedded`: the built-in one.")
     ] = None,

@@ -33,7 +33,9 @@ def list_presets(
 
     rlctl presets list
 
-    rlctl train -p llama3-8b -p 8gpu -p rloo-seq-is data.train_files=data/train.parquet --dry-run
+    rlctl presets list --json
+
+    Presets go together: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
     from rich.table import Table
 
@@ -61,6 +63,8 @@ def show(name: Name) -> None:
     """Print a preset's file with its comments.
 
     rlctl presets show rloo-seq-is
+
+    rlctl presets show 8gpu
     """
     typer.echo(_preset(name).path.read_text(encoding="utf-8").rstrip())
 
@@ -69,10 +73,13 @@ def show(name: Name) -> None:
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A preset, by name or path.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    as_json: AsJson = False,
 ) -> None:
     """Show the keys in which two resolved presets differ.
 
     rlctl presets diff rloo-seq-is rloo-uncorrected
+
+    rlctl presets diff rloo-seq-is my-run.yaml --json
     """
     from rich.table import Table
     from rich.text import Text
@@ -86,10 +93,15 @@ def diff(
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("key", first, second):
         table.add_column(heading, overflow="fold")
-    for key in known_leaves():
-        left, right = (show_value(value_of(spec, key)) for spec in specs)
-        if left != right:
-            table.add_row(key, Text(left), Text(right))
+    values = {key: [value_of(spec, key) for spec in specs] for key in known_leaves()}
+    differing = {
+        key: [show_value(value) for value in pair] for key, pair in values.items() if pair[0] != pair[1]
+    }
+    if as_json:
+        print_json(differing)
+        return
+    for key, (left, right) in differing.items():
+        table.add_row(key, Text(left), Text(right))
     if table.row_count:
         unwrapped().print(table)
     else:
@@ -100,7 +112,7 @@ def diff(
 def copy(
     name: Name,
     destination: Annotated[
-        Path, typer.Argument(metavar="[DEST]", help="A file, or a directory to put it in.")
+        Path, typer.Argument(metavar="DEST", help="A file, or a directory to put it in.")
     ] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -165,13 +166,14 @@ def _commands() -> list[list[str]]:
     group = typer.main.get_command(app)
     found: list[list[str]] = []
     for name, command in group.commands.items():  # type: ignore[attr-defined]
-        below = getattr(command, "commands", {})
+        below = getattr(command, "commands", {}) or getattr(command, "subcommands", {})
+        found += [[name]] if hasattr(command, "subcommands") else []
         found += [[name, sub] for sub in below] or [[name]]
     return found
 
 
 @pytest.mark.parametrize("command", _commands(), ids=" ".join)
-def test_help_fits_80_columns_and_has_an_example(
+def test_help_fits_80_columns_and_has_two_examples(
     command: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -180,4 +182,8 @@ def test_help_fits_80_columns_and_has_an_example(
     assert max(map(len, out.splitlines())) <= 80
     assert "<bool>" not in out
     text = out.partition("╭")[0]
-    assert text.count(f"rlctl {' '.join(command)}") >= 2  # the usage line, and an example
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert sum(line.startswith(f"   rlctl {' '.join(command)}") for line in lines) >= 2, text
+    for line, following in itertools.pairwise(lines):
+        # wrapped where the terminal ends, not where the source does
+        assert not line or not following or len(f"{line} {following.split()[0]}") > 79, line

@@ -47,6 +47,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
     for record in records:
         state = read_state(record.path)
         than, rows = spec_rows(record)
+        steps = sample_steps(record)
         details.append(
             {
                 "name": visible(str(record.path)),
@@ -56,8 +57,8 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
                 "than": visible(than),
                 "spec": rows,
                 "validation": validation_rows(record.rows()),
-                "steps": sample_steps(record),
-                "note": sample_note(record),
+                "steps": steps,
+                "note": sample_note(steps),
             }
         )
     return render(

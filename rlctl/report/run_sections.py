@@ -89,9 +89,10 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
     return steps
 
 
-def sample_note(record: RunRecord) -> str:
-    """What a reader must know to read the responses."""
-    return WRITTEN if any(DATA_SOURCE in key for key in read_state(record.path).validation) else ""
+def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader must know to read the responses of `sample_steps`."""
+    sources = {sample["source"] for step in steps for sample in step["samples"]}
+    return WRITTEN if DATA_SOURCE in sources else ""
 
 
 def _sample(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rlctl.track.rollouts import SCHEMA
 HOSTILE = "</script><script>alert(1)</script>\x1b[2J"
 
 
-def a_run(path: Path, *overrides: str, reward: float = 0.5) -> Path:
+def a_run(path: Path, *overrides: str, reward: float = 0.5, source: str = "own") -> Path:
     (path / "rollouts").mkdir(parents=True)
     spec = load_spec(["rloo-seq-is"], [], overrides).spec
     (path / "spec.yaml").write_text(dump_spec(spec))
@@ -31,7 +31,7 @@ def a_run(path: Path, *overrides: str, reward: float = 0.5) -> Path:
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     row = {
-        "step": 3, "policy_version": 3, "group_id": 0, "data_source": "own", "prompt": HOSTILE,
+        "step": 3, "policy_version": 3, "group_id": 0, "data_source": source, "prompt": HOSTILE,
         "response": HOSTILE, "ground_truth": "7", "reward": 1.0, "truncated": False, "response_ids": [1, 2],
         "rollout_log_probs": [-1.0, -2.0], "training_log_probs": [-1.0, -2.6],
         "rollout_is_weights": [1.0, 0.5], "keep_mask": [True, False],
@@ -55,6 +55,12 @@ def test_one_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
     both = tmp_path / "both.html"
     assert run(["report", str(first), str(second), "--no-what-if", "--out", str(both)]) == 0
     assert both.read_text().count("run-details") >= 2
+
+
+def test_responses_of_the_built_in_task_are_explained_without_a_validation_too(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a", source="embedded/addition")
+    assert run(["report", str(path), "--no-what-if"]) == 0
+    assert "71+63= → 431 means 134" in (path / "report.html").read_text()
 
 
 def test_a_model_card_says_what_was_trained_on_what_with_which_result(tmp_path: Path) -> None:

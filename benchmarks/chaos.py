@@ -3,7 +3,7 @@
     python -m benchmarks.chaos --kills 50 --out chaos.json
 
 Each kill is a run of its own: started, killed after a time drawn uniformly from a whole run's, the launcher
-alone or every process (by turns), resumed (or started anew where nothing was saved yet), compared at its end.
+alone or every process (by turns), resumed at once (or started anew where nothing was saved yet), compared at its end.
 Equal means: every step once and in order, every metric and the trained weights bit for bit, apart from times.
 With `rollout.max_staleness` which weights sampled a batch depends on the clock, a vLLM server's arithmetic
 on its batches: there only the steps are compared.
@@ -104,9 +104,6 @@ def killed(run: Path, mode: tuple[str, ...], after: float, *, everyone: bool) ->
         except psutil.NoSuchProcess:
             continue
     process.wait()
-    deadline = time.monotonic() + GONE_S
-    while (left := family(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
     metrics = run / "metrics.jsonl"
     logged = metrics.read_text().count("\n") if metrics.is_file() else 0
     saved = sorted(path.name for path in (run / "checkpoints").glob("step_*[0-9]"))
@@ -115,12 +112,15 @@ def killed(run: Path, mode: tuple[str, ...], after: float, *, everyone: bool) ->
         "everyone": everyone,
         "logged": logged,
         "saved": saved,
-        "orphans": len(left),
     }
     if not saved:
         shutil.rmtree(run, ignore_errors=True)
     words = ["--resume", str(run)] if saved else [*RUN, *mode, f"trainer.run_dir={run}"]
-    return found | {"exit_code": start(*words, log=log).wait()}
+    found["exit_code"] = start(*words, log=log).wait()  # at once: ranks of the killed run may still be there
+    deadline = time.monotonic() + GONE_S
+    while (left := family(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found | {"orphans": len(left)}
 
 
 def main() -> None:

@@ -229,9 +229,9 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
     """
     place = directory.resolve()
     heads = [
-        f"--job-name=rlctl-{directory.name}",
+        shlex.quote(f"--job-name=rlctl-{directory.name}"),  # sbatch reads quotes as a shell does
         f"--array=0-{len(sweep.runs) - 1}%{jobs}",
-        f"--output={place}/slurm-%a.log",
+        shlex.quote(f"--output={str(place).replace('%', '%%')}/slurm-%a.log"),
         "--open-mode=append",
         "--requeue",
         "--signal=B:TERM@120",

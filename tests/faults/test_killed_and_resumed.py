@@ -273,3 +273,14 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, embedded: Path, moment: s
     job.signal(signal.SIGKILL)
     job.wait()
     assert job.orphans(grace_s=2.0) == []
+
+
+def test_a_run_whose_launcher_was_killed_can_be_resumed_at_once(tmp_path: Path, embedded: Path) -> None:
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, "trainer.n_gpus_per_node=2")
+    job.wait_for((run / "checkpoints/step_000002").is_dir)
+    job.signal(signal.SIGKILL)
+    finish(run)  # its ranks may still be at work
+    assert [row["step"] for row in runs.metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert runs.checkpoints(run)[-1] == "step_000006"
+    assert job.orphans() == []

@@ -97,6 +97,13 @@ def test_every_wrong_item_of_a_list_is_reported_and_compared_with_what_stands_th
     }
 
 
+def test_an_integer_that_python_refuses_to_read_is_a_problem_with_its_line(tmp_path):
+    file = write(tmp_path / "a.yaml", f"trainer:\n  seed: {'7' * 5000}\n")
+    found = problems_of([], [file], [f"rollout.n={'7' * 5000}"])
+    assert found["trainer.seed"].where == f"{file}:2"
+    assert all(len(found[key].what) < 400 for key in ("trainer.seed", "rollout.n"))
+
+
 def test_no_contradiction_is_reported_about_unreadable_values():
     found = problems_of([], [], ["rollout.n=many", "actor.ppo_mini_batch_size=x", "data.train_batch_size=7"])
     assert set(found) == {"rollout.n", "actor.ppo_mini_batch_size"}

@@ -30,7 +30,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	$(BIN)/rlctl evaluate compare $$run/before $$run/after; \
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
-test: setup-dev verl $(VENV)/.installed-peers system check  ## Set everything up; lint, types, import directions, all tests
+test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system check  ## Set everything up; lint, types, import directions, all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
@@ -108,6 +108,11 @@ $(VENV)/.installed-peers: tests/reference/peers_requirements.txt | $(VENV)/.inst
 	@rm -rf $(VENV)/peers; \
 	if $(PIP) install -q --no-deps --target $(VENV)/peers -r $<; then touch $@; \
 	else rm -rf $(VENV)/peers; echo "no peers: the tests that compare with them will be skipped"; fi
+
+$(VENV)/.installed-lm-eval: tests/reference/lm_eval_requirements.txt | $(VENV)/.installed-dev
+	@rm -rf $(VENV)/lm_eval; \
+	if $(PIP) install -q --no-deps --target $(VENV)/lm_eval -r $<; then touch $@; \
+	else rm -rf $(VENV)/lm_eval; echo "no lm-evaluation-harness: the test that it loads an export will be skipped"; fi
 
 system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is possible without asking
 	@get() { \

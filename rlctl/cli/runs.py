@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +76,9 @@ def watch(
     from rlctl.track.run_state import is_running, read_state
 
     record, log = open_run(run_dir), run_dir / METRICS_FILE
-    sink = ConsoleSink(str(run_dir), read_state(run_dir).total_steps or 0, plain=plain)
+    state = read_state(run_dir)
+    began = _seconds_since(state.started)
+    sink = ConsoleSink(str(run_dir), state.total_steps or 0, plain=plain, began_ago=began)
     num_rows = num_bytes = 0
     try:
         while True:
@@ -83,7 +86,8 @@ def watch(
             size = log.stat().st_size if log.exists() else 0
             rows = record.rows()[num_rows:] if size != num_bytes else []
             for row in rows:
-                sink.log(int(row.pop("step")), {k: float(v) for k, v in row.items() if k != "timestamp"})
+                ago = _seconds_since(row.pop("timestamp", None))
+                sink.log(int(row.pop("step")), {k: float(v) for k, v in row.items()}, ago=ago)
             num_rows, num_bytes = num_rows + len(rows), size
             if not running:
                 break
@@ -94,6 +98,15 @@ def watch(
     typer.echo(
         f"{state.state} after step {state.step}" + (f": {visible(state.reason)}" if state.reason else "")
     )
+
+
+def _seconds_since(moment: str | None) -> float:
+    """Seconds since an ISO 8601 time, of UTC where it names no zone; 0 where none is known."""
+    try:
+        then = datetime.fromisoformat(moment or "")
+    except ValueError:
+        return 0.0
+    return max(0.0, (datetime.now(UTC) - then.replace(tzinfo=then.tzinfo or UTC)).total_seconds())
 
 
 def samples(
@@ -191,7 +204,8 @@ def _print_runs(found: list[RunState], root: Path) -> None:
     console = unwrapped()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, justify in (("run", "left"), ("preset", "left"), ("model", "left"), ("step", "right")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        least = min(24, max(len(run.preset) for run in found)) if name == "preset" else None
+        table.add_column(name, justify=justify, overflow="fold", min_width=least)  # type: ignore[arg-type]
     for name, justify in (("state", "left"), ("reward", "right"), ("validation", "left")):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for run in found:

@@ -82,6 +82,7 @@ class ConsoleSink:
         stream: where to; a terminal gets the live panel, anything else plain lines without colour codes.
         is_stopping: whether the run was asked to stop; the panel's title says so.
         plain: lines on a terminal too, as `RLCTL_PLAIN=1` asks for.
+        began_ago: seconds since the run began, of one that is watched from elsewhere.
     """
 
     name = "console"
@@ -95,12 +96,14 @@ class ConsoleSink:
         is_stopping: Callable[[], bool] = lambda: False,
         *,
         plain: bool = False,
+        began_ago: float = 0.0,
     ) -> None:
         self._title = title
         self._is_stopping = is_stopping
         self._phase = ""
         self._total = total_steps
-        self._start = time.monotonic()
+        self._clock = time.monotonic
+        self._start = self._clock() - began_ago
         self._stream = stream or sys.stdout
         self._rewards: list[float] = []
         self._state = _State(step=start_step, metrics={}, times=(self._start,))
@@ -108,9 +111,9 @@ class ConsoleSink:
         self._printed_step: int | None = None
         self._live: Live | None = None
         console = Console(file=self._stream)
+        self._sparks = (console.encoding or "").lower().startswith("utf")
         is_plain = plain or wants_plain_lines()
         if self._stream.isatty() and console.is_interactive and not is_plain:
-            self._sparks = (console.encoding or "").lower().startswith("utf")
             live = Live(
                 get_renderable=self._render,
                 console=console,
@@ -120,9 +123,9 @@ class ConsoleSink:
             live.start(refresh=True)
             self._live = live
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; costs microseconds, the drawing happens elsewhere."""
-        now = time.monotonic()
+    def log(self, step: int, metrics: Mapping[str, float], *, ago: float = 0.0) -> None:
+        """Show a step that ended `ago` seconds before; costs microseconds, the drawing happens elsewhere."""
+        now = self._clock() - ago
         old = self._state
         if REWARD in metrics:
             self._rewards.append(float(metrics[REWARD]))
@@ -132,8 +135,8 @@ class ConsoleSink:
             metrics={**old.metrics, **metrics},
             times=(*old.times, now)[-WINDOW:] if trained else (now,),
         )
-        if self._live is None and (now - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
-            self._print_plain(now)
+        if self._live is None and (self._clock() - self._last_plain >= PLAIN_INTERVAL or step >= self._total):
+            self._print_plain(self._clock())
 
     @property
     def is_live(self) -> bool:
@@ -153,14 +156,16 @@ class ConsoleSink:
 
     def close(self, status: str) -> None:
         """Draw the last state and give the terminal back."""
-        del status
+        if status == "watched":  # of a run that has ended, time stands still
+            last = self._state.times[-1]
+            self._clock = lambda: last
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
             # From here on notes are plain lines below the panel.
             self._printed_step = self._state.step
         elif self._printed_step != self._state.step and self._state.metrics:
-            self._print_plain(time.monotonic())
+            self._print_plain(self._clock())
 
     def _print_plain(self, now: float) -> None:
         self._last_plain = now
@@ -181,7 +186,7 @@ class ConsoleSink:
         return max(left - (now - times[-1]), 0.0)
 
     def _render(self) -> RenderableType:
-        state, now = self._state, time.monotonic()
+        state, now = self._state, self._clock()
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(justify="left")
         head.add_column(ratio=1)

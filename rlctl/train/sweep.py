@@ -221,6 +221,9 @@ def result(state: RunState) -> float | None:
 def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[str]) -> str:
     """A job array with one task per run; given again it does what is left.
 
+    A task saves when it is asked to end. At its time limit it is queued again, and by Slurm itself after a
+    preemption; not after `scancel`.
+
     Args:
         directory: of the sweep.
         sweep: what to run.
@@ -234,7 +237,7 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
         shlex.quote(f"--output={str(place).replace('%', '%%')}/slurm-%a.log"),
         "--open-mode=append",
         "--requeue",
-        "--signal=B:TERM@120",
+        "--signal=B:USR1@120",  # before the time limit; TERM is scancel's, or of a preemption
         *options,
     ]
     command = f"{shlex.quote(sys.executable)} -m rlctl.cli.app sweep --dir {shlex.quote(str(place))}"
@@ -244,9 +247,12 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
         f'{command} --only "$SLURM_ARRAY_TASK_ID" &',
         "child=$!",
         "trap 'kill -TERM $child' TERM  # the run saves",
+        "trap 'again=1; kill -TERM $child' USR1",
         "wait $child; code=$?",
         'if [ "$code" -gt 128 ]; then wait $child; code=$?; fi',
-        'if [ "$code" -gt 128 ]; then scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"; fi',
+        'if [ "$code" -gt 128 ] && [ "$again" ]; then',
+        '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
+        "fi",
         "exit $code",
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,8 @@
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +35,36 @@ def test_the_newest_checkpoint_as_it_is(run_dir, task, tmp_path, capsys):
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     AutoModelForCausalLM.from_pretrained(out)
     assert AutoTokenizer.from_pretrained(out)("12+34=")["input_ids"]
+
+
+HARNESS = """
+import json, sys
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+model = HFLM(pretrained=sys.argv[1], device="cpu", dtype="float32", batch_size=2)
+asked = [("12+34=", "640"), ("12+34=", "9")]
+found = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
+print(json.dumps([value for value, _ in found]))
+"""
+
+
+def test_lm_evaluation_harness_loads_an_export(run_dir, tmp_path):
+    harness = Path(sys.prefix) / "lm_eval"
+    if not harness.is_dir():
+        pytest.skip("lm-evaluation-harness is not installed (make test installs it)")
+    out = tmp_path / "model"
+    assert run(["export", str(run_dir), "--out", str(out)]) == 0
+    path = {"PYTHONPATH": str(harness), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", HARNESS, str(out)]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    prompt = len(tokenizer("12+34=", add_special_tokens=False)["input_ids"])
+    for answer, theirs in zip(("640", "9"), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        ids = torch.tensor([tokenizer("12+34=" + answer, add_special_tokens=False)["input_ids"]])
+        log_probs = model(ids).logits.log_softmax(-1)[0, prompt - 1 : -1]
+        ours = log_probs.gather(-1, ids[0, prompt:, None]).sum().item()
+        assert theirs == pytest.approx(ours, abs=1e-4)
 
 
 def test_converted_weights_load_in_their_dtype_and_equal_the_cast(run_dir, task, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from rlctl.track.console import ConsoleSink, clock, condensed, plain_line, sparkline
 
@@ -206,3 +207,16 @@ def test_the_sparkline_spans_the_whole_run() -> None:
 
 def test_clock() -> None:
     assert [clock(s) for s in (0, 31.4, 59.6, 3659, 10859)] == ["0:00", "0:31", "1:00", "1:00:59", "3:00:59"]
+
+
+def test_a_run_watched_from_elsewhere_has_its_own_times() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink("run", 4, stream=stream, began_ago=3700.0)
+    sink.log(1, METRICS, ago=60.0)
+    sink.log(2, METRICS)
+    assert sink._seconds_left(sink._clock()) == pytest.approx(2 * (3700.0 / 2), abs=5.0)
+    sink.log(3, METRICS)
+    sink.close("watched")
+    panel = io.StringIO()
+    Console(file=panel, width=80).print(sink._render())
+    assert "elapsed 1:01:40" in panel.getvalue()

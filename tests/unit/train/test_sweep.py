@@ -141,7 +141,10 @@ WAITS = (
 )
 
 
-def test_a_slurm_script_passes_the_end_on_and_asks_to_be_queued_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "is_queued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_slurm_script_passes_the_end_on_and_is_queued_again_at_its_time_limit_alone(
+    tmp_path: Path, sent: signal.Signals, is_queued: bool
+) -> None:
     sweep = plan(["rloo-seq-is"], ["rollout.n=4,8", "trainer.seed=1..3"])
     script = slurm_script(tmp_path / "a sweep", sweep, jobs=2, options=["--gpus=1"])
     assert "#SBATCH --array=0-5%2" in script
@@ -159,6 +162,7 @@ def test_a_slurm_script_passes_the_end_on_and_asks_to_be_queued_again(tmp_path: 
     process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, env=os.environ | slurm)
     assert process.stdout
     process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sent)
     assert process.wait(60) == 143
-    assert requeued.read_text().strip() == "9_4"
+    assert requeued.exists() == is_queued
+    assert not is_queued or requeued.read_text().strip() == "9_4"

@@ -107,6 +107,7 @@ def saved_lines(log: Path) -> list[str]:
     return log.read_text().splitlines()[: int(last.removeprefix("step_"))]
 
 
+@pytest.mark.timeout(1200)  # four starts of a run, two at a time
 def test_a_sweep_as_a_slurm_array_cancelled_and_submitted_again(
     tmp_path: Path, embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_sweep_as_a_slurm_array_cancelled_and_submitted_again(
             return done.stdout.strip()
 
         def wait_until(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 2 * TIMEOUT_S  # two runs start at once
+            deadline = time.monotonic() + 2 * TIMEOUT_S
             while not condition():
                 shown = [log.read_text()[-2000:] for log in where.glob("slurm-*.log")]
                 assert time.monotonic() < deadline, "\n".join([slurm("squeue"), *shown])

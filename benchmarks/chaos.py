@@ -3,7 +3,8 @@
     python -m benchmarks.chaos --kills 50 --out chaos.json
 
 Each kill is a run of its own: started, killed after a time drawn uniformly from a whole run's, the launcher
-alone or every process (by turns), resumed at once (or started anew where nothing was saved yet), compared at its end.
+alone or every process (by turns), resumed at once (or started anew where nothing was saved yet), compared at
+its end.
 Equal means: every step once and in order, every metric and the trained weights bit for bit, apart from times.
 With `rollout.max_staleness` which weights sampled a batch depends on the clock, a vLLM server's arithmetic
 on its batches: there only the steps are compared.

@@ -238,6 +238,7 @@ class TrainBatch:
     returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
     age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
     kept: KeptTokens | None = None  # see `Rollouts`
+    group_ids: Tensor | None = None  # (B,) int64, see `Rollouts`
 
     @property
     def valid_mask(self) -> Tensor:

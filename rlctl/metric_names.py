@@ -109,6 +109,11 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("rollout_rs_seq_masked_fraction", "fraction", "share of sequences with a rejected token")
     nonfinite = "sequences with a NaN or infinite log-prob, of π_rollout, π_old or π_θ"
     yield metric("nonfinite_sequences", "sequences", nonfinite, verl=False)
+    error = "error of a mini-batch's gradient relative to the expected reward's: 0 exact, 1 useless"
+    yield metric("grad_error", "fraction", error, verl=False)
+    for end, which in (("lo", "lower"), ("hi", "upper")):
+        bound = f"{which} end of its 90 % interval; 0 to 1 where the weights are too uneven to say"
+        yield metric(f"grad_error_{end}", "fraction", bound, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
     yield metric("saturated_sequences", "sequences", saturated, verl=False)
     skipped = "optimizer steps not made because nothing survived or a loss or gradient was not finite"

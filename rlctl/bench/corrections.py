@@ -14,7 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlctl.bench.exact import BenchRule, effective_sample_size, moments
+from rlctl.bench.exact import BenchRule, GradientMoments, effective_sample_size, moments
+from rlctl.bench.learned import LearnedWorld
 from rlctl.bench.worlds import World
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
@@ -34,17 +35,34 @@ class BenchPlace:
     horizon: int = 5
     sharpness: float = 1.0
     n: int = 8
+    is_learned: bool = False
 
     @property
     def key(self) -> str:
         """A name that is unique."""
-        return (
-            f"{self.mismatch} {self.size:g}, {self.horizon} tokens, sharpness {self.sharpness:g}, n {self.n}"
-        )
+        kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
+        return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
+
+    def ess(self, seed: int) -> float:
+        """Exact effective sample size of sequence weights."""
+        if self.is_learned:
+            return _learned(seed, self.mismatch, self.size, self.horizon).ess
+        return effective_sample_size(self.world(seed))
+
+    def moments(self, rule: BenchRule, seed: int) -> GradientMoments:
+        """What the rule makes of the gradient."""
+        if self.is_learned:
+            return _learned(seed, self.mismatch, self.size, self.horizon).moments(rule, self.n)
+        return moments(self.world(seed), rule, self.n)
 
     def world(self, seed: int) -> World:
         """The policies and rewards."""
         return _world(seed, self.mismatch, self.size, self.horizon, self.sharpness)
+
+
+@lru_cache(maxsize=4)
+def _learned(seed: int, mismatch: str, size: float, horizon: int) -> LearnedWorld:
+    return LearnedWorld(seed, mismatch, size, horizon)
 
 
 @lru_cache(maxsize=4)
@@ -59,18 +77,23 @@ def _world(seed: int, mismatch: str, size: float, horizon: int, sharpness: float
 
 
 def places(*, small: bool = False) -> list[BenchPlace]:
-    """Every place once; `small`: three that tests measure."""
+    """Every place once; `small`: four that tests measure."""
     if small:
         return [
             BenchPlace("KL", horizon=3),
             BenchPlace("KL", size=0.8, horizon=3),
             BenchPlace("group size", horizon=3, n=2),
+            BenchPlace("learned", size=0.2, horizon=16, is_learned=True),
         ]
     found = [BenchPlace("KL", size=size) for size in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)]
     found += [BenchPlace("length", horizon=horizon) for horizon in (2, 3, 4, 6)]
     found += [BenchPlace("entropy", sharpness=sharpness) for sharpness in (0.5, 2.0, 3.0)]
     found += [BenchPlace("staleness", mismatch="stale", size=size) for size in (1, 2, 4, 8, 16)]
-    return found + [BenchPlace("group size", n=n) for n in (2, 4, 16)]
+    found += [BenchPlace("group size", n=n) for n in (2, 4, 16)]
+    for horizon in (16, 32, 64):
+        found += [BenchPlace("learned", "noise", size, horizon, is_learned=True) for size in (0.05, 0.1, 0.2)]
+        found += [BenchPlace("learned", "stale", size, horizon, is_learned=True) for size in (1, 4)]
+    return found
 
 
 def rules(*, small: bool = False) -> dict[str, BenchRule]:
@@ -121,15 +144,14 @@ def measured(
                     if key in known:
                         yield known[key], False
                         continue
-                    world = place.world(seed)
                     row = {
                         "rule": name,
                         "spec": rule.spec.model_dump(mode="json"),
                         "axis": place.axis,
                         "place": place.key,
                         "seed": seed,
-                        "ess": effective_sample_size(world),
-                    } | moments(world, rule, place.n).as_json()
+                        "ess": place.ess(seed),
+                    } | place.moments(rule, seed).as_json()
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     yield row, True

@@ -111,6 +111,12 @@ def moments(world: World, rule: BenchRule, n: int) -> GradientMoments:
     return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
 
 
+def token_factors(world: World, rule: BenchRule, n: int, prompt: int) -> Floats:
+    """(Y, n, T): what the rule multiplies the score of each token by, for every response and every number of
+    successes among its siblings."""
+    return _Factors(world, rule, n).of(prompt)
+
+
 def effective_sample_size(world: World) -> float:
     """Of sequence weights in the limit of a large batch: 1 / E_μ[(π/μ)²], mean over the prompts."""
     share = world.rollout / world.rollout.sum(1, keepdims=True)
@@ -131,7 +137,8 @@ class _Factors:
         count, horizon = world.mask.shape
         rows = np.repeat(np.arange(count), n)
         k = np.tile(np.arange(n), count)
-        found = self._gradient(*self._tensors(np.full(len(rows), prompt), rows, k))
+        given = self._tensors(np.full(len(rows), prompt), rows, k)
+        found = token_gradient(self._rule, self._loss, *given)
         return found.reshape(count, n, horizon)
 
     def _tensors(self, prompts: NDArray[Any], rows: NDArray[Any], k: NDArray[Any]) -> tuple[Tensor, ...]:
@@ -141,16 +148,6 @@ class _Factors:
         given = (world.log_probs[prompts, rows], world.rollout_log_probs[prompts, rows])
         train, rollout = (torch.from_numpy(np.ascontiguousarray(x)) for x in given)
         return train, rollout, torch.from_numpy(advantage)[:, None] * mask, mask
-
-    def _gradient(self, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor) -> Floats:
-        rules = self._rule.correction
-        age = torch.zeros(len(mask), dtype=torch.int64)
-        done = correct(train, rollout, mask, rules, advantages=advantages, age=age)
-        weights = None if self._loss.has_ratio or done.weights is None else done.weights.double()
-        leaf = train.clone().requires_grad_()
-        values = policy_loss(self._loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
-        (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
-        return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
 
     def _told(self) -> LossRule:
         """The loss with what it needs of a large mini-batch."""
@@ -163,6 +160,19 @@ class _Factors:
         success = (share * world.rewards).sum(1)[prompts]
         train, rollout, advantages, mask = self._tensors(prompts, rows, rng.binomial(self._n - 1, success))
         return WholeBatch.of(train, rollout, advantages, mask).tell(self._loss)
+
+
+def token_gradient(
+    rule: BenchRule, loss: LossRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
+) -> Floats:
+    """(B, T): −∂loss/∂log π under a rule, of log-probs, advantages and mask (B, T)."""
+    age = torch.zeros(len(mask), dtype=torch.int64)
+    done = correct(train, rollout, mask, rule.correction, advantages=advantages, age=age)
+    weights = None if loss.has_ratio or done.weights is None else done.weights.double()
+    leaf = train.clone().requires_grad_()
+    values = policy_loss(loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
+    (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
+    return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
 
 
 def _binomial(n: int, p: float) -> Floats:

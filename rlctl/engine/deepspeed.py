@@ -230,10 +230,15 @@ class DeepSpeedEngine(_Engine):
         self._policy: PolicyModule = self._engine.module
 
     def policy(
-        self, inputs: ModelInputs, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+        self,
+        inputs: ModelInputs,
+        *,
+        entropy_grad: bool = False,
+        sum_pi_squared: bool = False,
+        sketch: bool = False,
     ) -> PolicyOutput:
         """See `TrainEngine.policy`."""
-        asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared}
+        asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared, "sketch": sketch}
         return policy_output(self._engine, inputs, **asked)
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:

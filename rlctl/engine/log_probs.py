@@ -26,6 +26,8 @@ from rlctl.engine.inputs import (
 )
 from rlctl.engine.packing import can_pack
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.sketch import OuterSketch
+from rlctl.errors import UsageError
 from rlctl.prefix import can_share_prefix
 from rlctl.spec.memory import logits_at_once
 
@@ -73,8 +75,9 @@ class PolicyModule(nn.Module):
         kept_ids: Tensor | None = None,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        sketch: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropy of the responses, on request Σ_v π(v)².
+        """Log-probs and entropy of the responses, on request Σ_v π(v)² and sketches of ∇ log π.
 
         Args:
             input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
@@ -82,10 +85,15 @@ class PolicyModule(nn.Module):
                 to and renormalised over, see `KeptTokens.at`; None: nothing.
             entropy_grad: let gradient through the entropy too.
             sum_pi_squared: also give the collision probability of the next-token distribution.
+            sketch: also give the gradient of each log-prob in the output head, sketched.
+
+        Raises:
+            UsageError: a sketch is asked of a model without a head of its own.
 
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
-            gradient only if asked) and, if asked for, Σ_v π(v)² (never).
+            gradient only if asked) and, if asked for, Σ_v π(v)² (never). Sketches: (N, K) of the N scored
+            tokens in row order, last.
         """
         if not self._is_probed:
             self._probe()
@@ -102,12 +110,16 @@ class PolicyModule(nn.Module):
             states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
         kept = () if kept_counts is None or kept_ids is None else (kept_counts, kept_ids)
         given = (states, responses[scored], *kept)
-        chosen, entropy, *squared = self.head(
-            *given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared
-        )
+        if sketch and not self.head.is_split:
+            what = f"{type(self.model).__name__} does more to its logits than its output head"
+            key = "algorithm.rollout_correction.measure_grad_error"
+            raise UsageError(what, where=key, fix="set it to false")
+        figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
+        chosen, entropy, *squared = figures[: 3 if sum_pi_squared else 2]
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        return tuple(empty.masked_scatter(scored, values) for values in found)
+        tensors = tuple(empty.masked_scatter(scored, values) for values in found)
+        return (*tensors, figures[len(found) :].detach().T) if sketch else tensors
 
     def _probe(self) -> None:
         self.head.is_split = _head_is_all(self.model)
@@ -152,13 +164,14 @@ class ChunkedHead(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        sketch: bool = False,
     ) -> Tensor:
-        """(2 or 3, N) float32: log-probs, entropies and on request Σ_v π(v)².
+        """(2 or more, N) float32: log-probs, entropies and on request Σ_v π(v)² and sketches.
 
         Args:
             states: (N, H), or (N, V) logits where the head is not split off.
             tokens: (N,) int64, the tokens chosen.
-            kept_counts, kept_ids, entropy_grad, sum_pi_squared: as of `PolicyModule.forward`.
+            kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as of `PolicyModule.forward`.
         """
         head = self._find_head().forward if self.is_split else _identity
 
@@ -173,10 +186,16 @@ class ChunkedHead(nn.Module):
             with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
                 probs = torch.exp(logits - log_total[:, None])
                 entropy = log_total - torch.linalg.vecdot(probs, logits)
-            if not sum_pi_squared:
-                return torch.stack([chosen, entropy])
             probs = probs.detach()
-            return torch.stack([chosen, entropy, torch.linalg.vecdot(probs, probs)])
+            squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
+            found = torch.stack([chosen, entropy, *squares])
+            if not sketch:
+                return found
+            with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, over the temperature, the same for all
+                of_token = (-probs).scatter_add(1, tokens[:, None], torch.ones_like(probs[:, :1]))
+                outer = OuterSketch.of(probs.shape[1], states.shape[1], states.device)
+                sketches = outer(of_token, states).T
+            return torch.cat([found, sketches])
 
         num_chunks = max(1, -(-len(states) * self._vocabulary // logits_at_once(_memory(states.device))))
         if num_chunks == 1:
@@ -198,11 +217,13 @@ def policy_output(
     Args:
         policy: a `PolicyModule`, or the engine around it.
         inputs: any number of rows.
-        asked: `entropy_grad`, `sum_pi_squared`, see `PolicyModule.forward`.
+        asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
     used = used_columns(inputs)
     found = policy(**arguments_of(used), **kept_arguments(used), **asked)
-    return PolicyOutput(*(widened(values, inputs) for values in found))
+    sketch = found[-1] if asked.get("sketch") else None
+    log_probs, entropy, *more = (widened(v, inputs) for v in (found if sketch is None else found[:-1]))
+    return PolicyOutput(log_probs, entropy, more[0] if more else None, sketch)
 
 
 def _memory(device: torch.device) -> int | None:

@@ -24,11 +24,14 @@ class PolicyOutput:
             gradient only where asked for.
         sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
             on padding; None unless asked for.
+        sketch: (N, K) float32, detached: sketches of ∇ log π in the output head, of the N scored tokens in
+            row order; None unless asked for.
     """
 
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor | None = None
+    sketch: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,12 @@ class TrainEngine(Trained, Protocol):
     """A policy under training."""
 
     def policy(
-        self, inputs: ModelInputs, *, entropy_grad: bool = False, sum_pi_squared: bool = False
+        self,
+        inputs: ModelInputs,
+        *,
+        entropy_grad: bool = False,
+        sum_pi_squared: bool = False,
+        sketch: bool = False,
     ) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens.
 
@@ -108,6 +116,10 @@ class TrainEngine(Trained, Protocol):
             inputs: any number of rows.
             entropy_grad: let gradient through the entropy, for a bonus on it.
             sum_pi_squared: also compute Σ_v π(v)².
+            sketch: also sketch the gradient of each log-prob in the output head.
+
+        Raises:
+            UsageError: a sketch is asked of a model without an output head of its own.
         """
         ...
 

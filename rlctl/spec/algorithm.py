@@ -62,6 +62,9 @@ class RolloutCorrectionSpec(Section):
     """Parameters of the loss, if it has its own."""
     loss_denominator: Literal["before_rejection", "after_rejection"] = "before_rejection"
     """Whether rejected samples count in the loss's denominator (weight zero) or not (mean over survivors)."""
+    measure_grad_error: bool = False
+    """Log `rollout_corr/grad_error`: how far the gradient is from that of the expected reward, estimated with
+    an interval from sketches of the output head's gradients."""
     max_nonfinite_fraction: float = Field(default=0.1, ge=0, le=1)
     """Stop when more than this fraction of a batch's sequences has NaN or infinite log-probs."""
 

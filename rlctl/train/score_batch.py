@@ -155,4 +155,5 @@ def with_advantages(
         returns=found.returns,
         age=policy_version - rollouts.policy_version,
         kept=rollouts.kept,
+        group_ids=rollouts.group_ids,
     )

@@ -23,6 +23,7 @@ class UpdateSettings:
         micro_rows: sequences per forward pass on this rank.
         micro_tokens: tokens per forward pass instead, see `micro_batches`; None: by sequences.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
+        measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
         kl_loss_type: None: no KL in the loss.
     """
 
@@ -40,6 +41,7 @@ class UpdateSettings:
     kl_loss_coef: float = 0.0
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
+    measure_grad_error: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
@@ -60,6 +62,7 @@ class UpdateSettings:
             kl_loss_coef=actor.kl_loss_coef,
             micro_tokens=actor.ppo_max_token_len_per_gpu,
             lr_ess_scaling=actor.lr_ess_scaling,
+            measure_grad_error=correction.measure_grad_error,
         )
 
     def tightened(self) -> UpdateSettings:

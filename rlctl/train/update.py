@@ -36,6 +36,7 @@ from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.spec.trainer import GuardrailsSpec
+from rlctl.train.gradient_sketches import GradientSketches
 from rlctl.train.guardrail_decisions import UpdateDecision, decide_update, observe_update
 from rlctl.train.micro_batches import in_batch_order, micro_batches
 from rlctl.train.objective import BatchNormalizers, actor_loss, nonfinite_rows
@@ -113,18 +114,24 @@ def update(
     parts = batch.split(settings.mini_rows)
     fixed = [] if settings.bypass else [_correct(part, part.old_log_probs, settings) for part in parts]
     results: list[_MiniResult] = []
-    for _ in range(settings.ppo_epochs):
+    sketches = GradientSketches() if settings.measure_grad_error else None
+    for epoch in range(settings.ppo_epochs):
         for place, part in enumerate(parts):
             mini = MiniBatch.of(part, actor, ranks, settings)
             correction = fixed[place] if fixed else None
             strategy = strategy_of(mini, correction, scales_gradients=actor.scales_gradients)
             dumped_rows = dumped.rows(place * settings.mini_rows, len(part))
             lr = lr_at(first_update + len(results))
-            result = _step(mini, strategy, actor, lr, dumped_rows, guard, lr_scale, hold=hold)
+            seen = sketches if epoch == 0 else None
+            result = _step(mini, strategy, actor, lr, dumped_rows, guard, lr_scale, hold=hold, sketches=seen)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     distinct = results[: len(fixed)] if fixed else results  # fixed corrections repeat with every epoch
     metrics = _metrics(results, distinct, settings)
+    if sketches is not None:
+        steps = max(len(results) // settings.ppo_epochs, 1)
+        [num_groups] = ranks.sum([float(len(sketches.used))])
+        metrics |= sketches.metrics(ranks, num_groups / steps)
     # Each sequence once, however often a row is passed.
     [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
@@ -161,6 +168,8 @@ class MiniBatch:
         """Cut `batch` into micro-batches (all ranks call this)."""
         places = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, ranks)
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
+        if settings.measure_grad_error:
+            policy = partial(policy, sketch=True)
         return cls(batch, places, policy, ranks, settings)
 
     def micros(self) -> Iterator[tuple[Rows, TrainBatch]]:
@@ -330,6 +339,7 @@ def _step(
     lr_scale: float,
     *,
     hold: bool,
+    sketches: GradientSketches | None,
 ) -> _MiniResult:
     """One optimizer step, or with `hold` all of it but the step."""
     settings, normalizers = mini.settings, strategy.normalizers
@@ -337,6 +347,8 @@ def _step(
     for done in strategy.passes():
         loss, stat = actor_loss(done.micro, done.output, done.correction, normalizers, settings)
         stats.append(stat)
+        if sketches is not None:
+            sketches.add(done.micro, done.output, loss)
         actor.backward(loss, last=len(stats) == len(mini.places))
         dumped.write(done, settings, normalizers.factor)
 

@@ -11,13 +11,16 @@ import torch
 
 from rlctl.algos.correction import correct
 from rlctl.bench import corrections as bench
-from rlctl.bench.bench_report import error_of, markdown
+from rlctl.bench.bench_report import error_of, markdown, worlds_to_separate
 from rlctl.bench.exact import BenchRule, effective_sample_size, ess_against_length, moments
+from rlctl.bench.learned import LENGTH_RULES, LearnedWorld, length_shares
 from rlctl.cli.app import run
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 
 #: Of the small part with two worlds of each kind.
 PINNED = "4daa334b2e57476095e6183742454833d98d0f6ab24a8b29d1f23da45ba1d810"
+#: Of the learned world in it: sampled groups, so a change of what is drawn shows too.
+PINNED_LEARNED = "8fedd055d0c2b4cde4332e36475eded4643b2e649e64c5b2528aa03b448792c2"
 PLACE = bench.BenchPlace("KL", horizon=2)
 
 
@@ -30,10 +33,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def test_figures_are_pinned(small) -> None:
-    assert bench.digest(small) == PINNED
+    learned = [row for row in small if row["axis"] == "learned"]
+    assert bench.digest([row for row in small if row not in learned]) == PINNED
+    assert bench.digest(learned) == PINNED_LEARNED
 
 
 def test_exact_weights_have_no_bias_and_every_rule_has_less_than_none_at_all(small) -> None:
+    small = [row for row in small if row["axis"] != "learned"]  # those are sampled
     exact = [row for row in small if row["rule"] == "exact"]
     assert all(row["distance"] < 1e-12 * row["signal"] for row in exact)
     none = {(row["place"], row["seed"]): row for row in small if row["rule"] == "no correction"}
@@ -101,6 +107,63 @@ def test_an_interrupted_bench_goes_on(tmp_path) -> None:
     assert all(not is_new for _, is_new in bench.measured(part, rules, [PLACE], 2))
 
 
+def test_a_learned_world_is_exact_where_it_says_so() -> None:
+    """Its gradient against finite differences, its effective sample size against all responses."""
+    world = LearnedWorld(0, "noise", 0.5, 4)
+    for place in np.ndindex(*world.train.shape):
+        shifted = [world.train.copy(), world.train.copy()]
+        shifted[0][place] += 1e-5
+        shifted[1][place] -= 1e-5
+        high, low = (world._expected(logits)[0] for logits in shifted)
+        assert (high - low) / 2e-5 == pytest.approx(
+            world.gradient.reshape(world.train.shape)[place], abs=1e-8
+        )
+    squares, masses = np.zeros(2), np.zeros(2)
+    responses = [
+        [*body, *end]
+        for length in range(5)
+        for body in itertools.product((1, 2, 3), repeat=length)
+        for end in ([[0]] if length < 4 else [[]])
+    ]
+    for prompt, tokens in itertools.product(range(2), responses):
+        before, ratio = 3, np.zeros(2)
+        for t, token in enumerate(tokens):
+            context = (prompt * 4 + t) * 4 + before
+            ratio += world.train[context, token], world.rollout[context, token]
+            before = token
+        masses[prompt] += np.exp(ratio[1])
+        squares[prompt] += np.exp(2 * ratio[0] - ratio[1])
+    np.testing.assert_allclose(masses, 1.0)
+    assert world.ess == pytest.approx(np.mean(1.0 / squares))
+
+
+def test_exact_weights_give_a_learned_world_its_gradient() -> None:
+    world = LearnedWorld(1, "noise", 0.1, 16)
+    exact = world.moments(bench.rules(small=True)["exact"], 8)
+    assert exact.cosine == pytest.approx(1.0, abs=0.03)
+    assert exact.inner / exact.signal == pytest.approx(1.0, abs=0.1)
+    none = world.moments(bench.rules(small=True)["no correction"], 8)
+    assert none.noise < exact.noise
+    stale = LearnedWorld(1, "stale", 4, 16)
+    assert LearnedWorld(1, "stale", 1, 16).ess > stale.ess > 0.0
+
+
+def test_what_is_trained_on_has_another_length() -> None:
+    """Weights give the policy's own mean length back; who does not wait takes short responses."""
+    shares = length_shares("stale", 4, 32, 0)
+    assert shares["weighted by Π ρ"] == pytest.approx(1.0, abs=0.02)
+    assert shares["first half to finish"] < 0.95 < shares["kept as they are"]
+    same = length_shares("noise", 0.0, 16, 0)
+    assert all(same[name] == pytest.approx(1.0) for name in LENGTH_RULES[:-1])
+
+
+def test_how_many_worlds_tell_two_rules_apart() -> None:
+    draws = np.random.default_rng(0).normal(0.5, 1.0, 100_000)
+    assert worlds_to_separate(draws) == "32"  # (1.96 + 0.84)² / 0.5²
+    assert worlds_to_separate(draws - draws.mean()) == "over 10,000"
+    assert worlds_to_separate(np.array([0.2])) == "—"
+
+
 def test_length_and_ess() -> None:
     found = ess_against_length(0.1, [1, 10, 100])
     assert found[100][0] == pytest.approx(found[1][0] ** 100)
@@ -124,7 +187,7 @@ def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
     rule = f"rollout_is={mine}:root rollout_is_threshold=9"
     arguments = ["bench", "corrections", "--out", str(out), "--small", "--only", "--seeds", "1"]
     assert run([*arguments, "--rule", rule]) == 0
-    assert "6 measurements, 6 of them new" in capsys.readouterr().out
+    assert "8 measurements, 8 of them new" in capsys.readouterr().out
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["rule"] for row in rows} == {"no correction", rule}
     assert (out / "error.svg").read_text().startswith("<svg")

@@ -1,0 +1,83 @@
+"""How far a mini-batch's gradient is from that of the expected reward, estimated from the batch itself.
+
+x_j is the gradient that the rule in use makes of group j, y_j the one that exact sequence weights make:
+y_j = Σ_i W_i A_i ∇ log π(response i), W = Π ρ, E[y_j] = g = ∇ E_π[reward]. Groups are independent, so
+averages over pairs j ≠ k estimate without bias (U-statistics, Hoeffding 1948)
+
+    |m|² = E[x_j · x_k]    m·g = E[x_j · y_k]    |g|² = E[y_j · y_k]    noise = E|x_j|² − |m|²
+
+and from them the relative mean-squared error of a mini-batch of n groups at its best learning rate,
+
+    error = min_c E|c·x̄ − g|² / |g|² = 1 − (m·g)² / (|g|² (|m|² + noise / n)),
+
+0: exact, 1: useless. It contains the rule's bias and the noise. The interval is a bootstrap over groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Bootstrap quantiles of an interval stated as 90 %. Resampling a few groups with heavy weights spreads too
+#: little: with 5 and 95 % the interval held in 60 to 90 % of enumerable worlds.
+_TAIL, _DRAWS = 0.01, 200
+#: Exact weights are too uneven to say what the gradient is: fewer groups than this in effect, by |y_j|² …
+_FEWEST_GROUPS = 25.0
+#: … or an effective sample size of the sequence weights below this.
+_LOWEST_ESS = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """An estimate with its stated 90 % interval, all in [0, 1]; 0 and 1 as bounds: nothing can be said."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Whether the interval holds every possible error."""
+        return self.low <= 0.0 and self.high >= 1.0
+
+
+def gradient_error(used: Tensor, exact: Tensor, ess: float, num_groups: float) -> GradientError:
+    """The error of a mini-batch of `num_groups` groups.
+
+    Args:
+        used, exact: (G, K) x_j and y_j of G ≥ 2 independent groups, or sketches that keep inner products;
+            their scales do not matter.
+        ess: effective sample size of the sequence weights W, in (0, 1].
+        num_groups: per optimizer step.
+    """
+    used, exact = used.double(), exact.double()
+    grams = (used @ used.T, used @ exact.T, exact @ exact.T)
+    once = torch.ones(1, len(used), dtype=torch.float64, device=used.device)
+    estimate = float(_errors(once, grams, num_groups))
+    sizes = grams[2].diagonal()
+    in_effect = float(sizes.sum() ** 2 / sizes.square().sum().clamp(min=1e-300))
+    if in_effect < _FEWEST_GROUPS or ess < _LOWEST_ESS:
+        return GradientError(estimate, 0.0, 1.0)
+    draw = torch.Generator().manual_seed(0)
+    picked = torch.randint(len(used), (_DRAWS, len(used)), generator=draw)
+    counts = torch.zeros(_DRAWS, len(used), dtype=torch.float64)
+    counts.scatter_add_(1, picked, torch.ones_like(picked, dtype=torch.float64))
+    errors = _errors(counts.to(used.device), grams, num_groups)
+    low, high = errors.quantile(torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64, device=errors.device))
+    return GradientError(estimate, min(float(low), estimate), max(float(high), estimate))
+
+
+def _errors(counts: Tensor, grams: tuple[Tensor, Tensor, Tensor], num_groups: float) -> Tensor:
+    """(D,): the error where group j occurs `counts[d, j]` times; a group makes no pair with itself."""
+    squares, total = counts.square(), counts.sum(1)
+    pairs = total.square() - squares.sum(1)
+    norm, inner, signal = (
+        (((counts @ gram) * counts).sum(1) - squares @ gram.diagonal()) / pairs for gram in grams
+    )
+    noise = counts @ grams[0].diagonal() / total - norm
+    spread = signal * (norm + noise / num_groups)
+    error = 1.0 - inner.clamp(min=0.0).square() / spread.clamp(min=1e-300)
+    # A norm that is estimated as negative is about 0: there is no gradient that could be known.
+    return torch.where(spread > 0.0, error, 1.0).clamp(0.0, 1.0)

@@ -1,0 +1,219 @@
+"""Learned policies of 16 to 64 tokens: too long to enumerate, with a gradient that is exact all the same.
+
+The policy reads prompt, position (in four parts) and the token before; the reward is 1 if token 2 followed
+token 1 often enough. Both are a Markov chain together, so that the gradient of the expected reward and the
+effective sample size of sequence weights are finite sums over its states. What a rule makes of a group has no
+such form: its mean and variance are taken over GROUPS sampled groups, the same ones for every rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlctl.algos.losses import WholeBatch
+from rlctl.bench.exact import POPULATION, BenchRule, GradientMoments, token_gradient
+
+Floats = NDArray[np.float64]
+#: Token 0 ends a response, 1 and 2 are counted, 3 is a filler. Before the first stands a filler.
+VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
+GROUPS, LENGTH_GROUPS = 2000, 500
+#: Share of right answers at which learning ends.
+LEARNED = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroups:
+    """Groups of n responses, siblings adjacent; B = GROUPS · n rows."""
+
+    contexts: NDArray[np.int64]  # (B, T): which row of the table each token was drawn from
+    tokens: NDArray[np.int64]  # (B, T)
+    mask: NDArray[np.bool_]  # (B, T)
+    advantages: Floats  # (B,) RLOO
+
+
+class LearnedWorld:
+    """A policy that has learned its task, and a sampler that is another one.
+
+    Args:
+        seed: of everything.
+        mismatch: `noise` on every context's logits, or `stale`: the policy has made `size` steps since.
+        size: of the mismatch.
+        horizon: tokens of the longest response.
+
+    Attributes:
+        train, rollout: (prompts · parts · tokens before, vocabulary) log-probs.
+        gradient: ∇ of the expected reward, by the logits of `train`, flattened.
+        ess: exact effective sample size of sequence weights.
+    """
+
+    def __init__(self, seed: int, mismatch: str, size: float, horizon: int) -> None:
+        self._rng, self.horizon = np.random.default_rng(seed), horizon
+        self._needed = [max(1, horizon // 16), max(1, horizon // 8)]  # by prompt
+        shape = (PROMPTS * PARTS * VOCABULARY, VOCABULARY)
+        logits = 0.3 * self._rng.normal(size=shape)
+        logits[:, 0] -= np.log(horizon / 2.0)  # most responses are long
+        for _ in range(400):
+            share, gradient = self._expected(logits)
+            if share >= LEARNED:
+                break
+            logits = logits + gradient / np.linalg.norm(gradient)
+        sampler = logits
+        if mismatch == "stale":
+            for _ in range(int(size)):
+                _, gradient = self._expected(logits)
+                logits = logits + 0.3 * gradient / np.linalg.norm(gradient)
+        else:
+            sampler = logits + size * self._rng.normal(size=shape)
+        self.train, self.rollout = _log_softmax(logits), _log_softmax(sampler)
+        _, gradient = self._expected(logits)
+        self.gradient = gradient.ravel()
+
+    def _table(self, prompt: int, t: int) -> slice:
+        first = (prompt * PARTS + t * PARTS // self.horizon) * VOCABULARY
+        return slice(first, first + VOCABULARY)
+
+    def _expected(self, logits: Floats) -> tuple[float, Floats]:
+        """Mean reward over the prompts and its gradient, by a sweep back and one forth."""
+        probs, gradient, total = np.exp(_log_softmax(logits)), np.zeros_like(logits), 0.0
+        for prompt, needed in enumerate(self._needed):
+            counts = np.arange(needed + 1)
+            done = (counts >= needed).astype(float)
+            # values[t]: (token before, count); action[t]: (token before, count, token).
+            values, actions = np.tile(done, (VOCABULARY, 1)), []
+            for t in reversed(range(self.horizon)):
+                action = np.empty((VOCABULARY, needed + 1, VOCABULARY))
+                for before in range(VOCABULARY):
+                    for token in range(VOCABULARY):
+                        after = np.minimum(counts + (before == 1 and token == 2), needed)
+                        action[before, :, token] = done if token == 0 else values[token, after]
+                actions.append(action)
+                values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
+            total += values[FILLER, 0] / PROMPTS
+            here = np.zeros((VOCABULARY, needed + 1))
+            here[FILLER, 0] = 1.0
+            for t in range(self.horizon):
+                rows, action = self._table(prompt, t), actions[self.horizon - 1 - t]
+                p = probs[rows]
+                advantage = action - np.einsum("bv,bcv->bc", p, action)[..., None]
+                gradient[rows] += p * np.einsum("bc,bcv->bv", here, advantage) / PROMPTS
+                after = np.zeros_like(here)
+                for before in range(VOCABULARY):
+                    for token in range(1, VOCABULARY):
+                        moved = np.minimum(counts + (before == 1 and token == 2), needed)
+                        np.add.at(after[token], moved, here[before] * p[before, token])
+                here = after
+        return total, gradient
+
+    @cached_property
+    def ess(self) -> float:
+        """1 / E_μ[(Π ρ)²], mean over the prompts."""
+        squares = np.exp(2.0 * self.train - self.rollout)
+        found = []
+        for prompt in range(PROMPTS):
+            here, total = np.eye(VOCABULARY)[FILLER], 0.0
+            for t in range(self.horizon):
+                after = here @ squares[self._table(prompt, t)]
+                total, here = total + after[0], np.where(np.arange(VOCABULARY) > 0, after, 0.0)
+            found.append(1.0 / (total + here.sum()))
+        return float(np.mean(found))
+
+    def sample(self, n: int, groups: int = GROUPS, of: Floats | None = None) -> SampledGroups:
+        """Groups of n, prompts in turn; the same ones in every call. `of`: log-probs; None: the sampler's."""
+        rng = np.random.default_rng([self.horizon, n])
+        rows = groups * n
+        prompts = np.repeat(np.arange(groups) % PROMPTS, n)
+        before, alive = np.full(rows, FILLER), np.ones(rows, bool)
+        counts = np.zeros(rows, int)
+        contexts, tokens = (np.zeros((rows, self.horizon), np.int64) for _ in range(2))
+        mask = np.zeros((rows, self.horizon), bool)
+        cdf = np.exp(self.rollout if of is None else of).cumsum(-1)
+        for t in range(self.horizon):
+            context = (prompts * PARTS + t * PARTS // self.horizon) * VOCABULARY + before
+            drawn = (rng.random(rows)[:, None] * cdf[context, -1:] > cdf[context]).sum(-1)
+            contexts[:, t], tokens[:, t], mask[:, t] = context, drawn, alive
+            counts += alive & (before == 1) & (drawn == 2)
+            alive = alive & (drawn != 0)
+            before = np.where(alive, drawn, before)
+        rewards = (counts >= np.array(self._needed)[prompts]).astype(float).reshape(groups, n)
+        others = (rewards.sum(1, keepdims=True) - rewards) / (n - 1)
+        return SampledGroups(contexts, tokens, mask, (rewards - others).ravel())
+
+    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
+        """Of groups of n ≥ 2; |m|² without the bias that noise gives to a squared mean."""
+        drawn = self.sample(n)
+        train, rollout = (
+            torch.from_numpy(np.where(drawn.mask, table[drawn.contexts, drawn.tokens], 0.0))
+            for table in (self.train, self.rollout)
+        )
+        mask = torch.from_numpy(drawn.mask)
+        advantages = torch.from_numpy(drawn.advantages)[:, None] * mask
+        loss, tensors = rule.loss, (train, rollout, advantages, mask)
+        if loss.reads_batch:
+            first = [x[:POPULATION] for x in tensors]
+            loss = WholeBatch.of(first[0], first[1], first[2], first[3]).tell(loss)
+        factors = token_gradient(rule, loss, *tensors)
+        gradients = self._by_group(drawn, factors, n)
+        groups, mean = len(gradients), gradients.mean(0)
+        square = float(np.mean(np.sum(gradients**2, 1)))
+        norm = max((groups * float(mean @ mean) - square) / (groups - 1), 0.0)
+        inner, signal = float(mean @ self.gradient), float(self.gradient @ self.gradient)
+        return GradientMoments(inner, norm, signal, max(norm - 2.0 * inner + signal, 0.0), square - norm)
+
+    def _by_group(self, drawn: SampledGroups, factors: Floats, n: int) -> Floats:
+        """(groups, parameters): mean over siblings of Σ_t factor · ∇ log π."""
+        rows, size = len(factors), self.train.size
+        group = np.repeat(np.arange(rows), self.horizon) // n
+        context, weight = drawn.contexts.ravel(), (factors * drawn.mask).ravel() / n
+        groups = rows // n
+        chosen = np.bincount(
+            group * size + context * VOCABULARY + drawn.tokens.ravel(), weight, groups * size
+        )
+        visits = np.bincount(group * len(self.train) + context, weight, groups * len(self.train))
+        expected = visits.reshape(groups, -1, 1) * np.exp(self.train)
+        found: Floats = chosen.reshape(groups, -1) - expected.reshape(groups, -1)
+        return found
+
+
+#: How stale responses may be treated, as columns of the table of lengths.
+LENGTH_RULES = (
+    "kept as they are",
+    "discarded where Π ρ is outside 0.5–2",
+    "tokens masked where ρ is outside 0.5–2",
+    "weighted by Π ρ",
+    "first half to finish",
+)
+
+
+def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[str, float]:
+    """Mean tokens per response that are trained on, over those of the policy's own responses.
+
+    `first half to finish`: a trainer that does not wait takes the shorter half of the sampler's responses.
+    """
+    world = LearnedWorld(seed, mismatch, size, horizon)
+    drawn = world.sample(8, LENGTH_GROUPS)
+    lengths = drawn.mask.sum(1).astype(float)
+    tables = (world.train - world.rollout)[drawn.contexts, drawn.tokens]
+    log_ratio = np.where(drawn.mask, tables, 0.0)
+    ratio = np.exp(log_ratio.sum(1))
+    wanted = world.sample(8, LENGTH_GROUPS, of=world.train).mask.sum(1).mean()
+    inside = (ratio >= 0.5) & (ratio <= 2.0)
+    kept = drawn.mask & (np.abs(log_ratio) <= np.log(2.0))
+    found = (
+        lengths.mean(),
+        lengths[inside].mean() if inside.any() else 0.0,
+        kept.sum(1).mean(),
+        (ratio * lengths).sum() / ratio.sum(),
+        np.sort(lengths)[: len(lengths) // 2].mean(),
+    )
+    return {name: float(value / wanted) for name, value in zip(LENGTH_RULES, found, strict=True)}
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(-1, keepdims=True)
+    normalized: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalized

@@ -1,0 +1,66 @@
+"""Sketched gradients of a batch's groups: under the rule in use, and under exact sequence weights.
+
+What a rule multiplies the score of each token by is −∂loss/∂log π: any loss says it by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlctl.algos.gradient_error import gradient_error
+from rlctl.algos.rules import LOG_RATIO_CLAMP
+from rlctl.batch import TrainBatch
+from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.ranks import Ranks
+
+
+@dataclass(slots=True)
+class GradientSketches:
+    """Collects micro-batches of one pass over a batch.
+
+    Attributes:
+        used, exact: group → (K,) sketch of its gradient, of this rank's groups.
+        weights: Σ W, Σ W², number of sequence weights W.
+    """
+
+    used: dict[int, Tensor] = field(default_factory=dict)
+    exact: dict[int, Tensor] = field(default_factory=dict)
+    weights: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    def add(self, micro: TrainBatch, output: PolicyOutput, loss: Tensor) -> None:
+        """Take one micro-batch: its share of the loss, before the backward pass."""
+        if output.sketch is None or micro.group_ids is None:
+            return
+        (gradient,) = torch.autograd.grad(loss, output.log_probs, retain_graph=True)
+        mask, log_probs = micro.valid_mask, output.log_probs.detach()
+        log_ratio = torch.where(mask, log_probs - micro.rollout_log_probs, 0.0).double().sum(-1)
+        weight = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+        counts = mask.any(-1) & weight.isfinite()
+        factors = (-gradient, torch.where(mask, micro.advantages * weight[:, None].float(), 0.0))
+        rows = micro.response_mask.nonzero(as_tuple=True)[0]
+        groups, index = torch.unique(micro.group_ids, return_inverse=True)
+        for kept, factor in zip((self.used, self.exact), factors, strict=True):
+            tokens = factor.nan_to_num()[micro.response_mask][:, None] * output.sketch
+            sums = torch.zeros(len(groups), tokens.shape[1], device=tokens.device)
+            sums.index_add_(0, index[rows], tokens)
+            for group, total in zip(groups.tolist(), sums, strict=True):
+                kept[group] = kept[group] + total if group in kept else total
+        found = weight[counts]
+        sums_of = (found.sum(), found.square().sum(), counts.sum())
+        self.weights = [a + float(b) for a, b in zip(self.weights, sums_of, strict=True)]
+
+    def metrics(self, ranks: Ranks, groups_per_step: float) -> dict[str, float]:
+        """Over all ranks (a collective); nothing of fewer than two groups."""
+        own = [(self.used[group].cpu(), self.exact[group].cpu()) for group in sorted(self.used)]
+        everyones = ranks.exchange(own)
+        total, squares, count = ranks.sum(self.weights)
+        if len(everyones) < 2:
+            return {}
+        used, exact = (torch.stack(list(each)) for each in zip(*everyones, strict=True))
+        ess = total**2 / (count * squares) if squares > 0 else 0.0
+        found = gradient_error(used, exact, ess, groups_per_step)
+        prefix = "rollout_corr/grad_error"
+        return {prefix: found.estimate, f"{prefix}_lo": found.low, f"{prefix}_hi": found.high}

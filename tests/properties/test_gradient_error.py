@@ -1,0 +1,55 @@
+"""The error that a batch shows of its own gradient, against the exact one of enumerated worlds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gradient_error import MINI, RULES, N, sampled
+from rlctl.algos.gradient_error import gradient_error
+from rlctl.bench.corrections import BenchPlace
+from rlctl.bench.exact import moments, token_factors
+
+
+@pytest.mark.parametrize("size", [0.1, 0.5, 1.0])
+def test_the_interval_holds_the_exact_error(size: float) -> None:
+    """Stated 90 %; rounded down by what 100 draws leave to chance. Where nothing can be said, it says so."""
+    rng, hits, vacuous, widths = np.random.default_rng(0), [], 0, []
+    for seed in (0, 1):
+        world = BenchPlace("KL", size=size, horizon=4).world(seed)
+        for rule in RULES.values():
+            factors = [token_factors(world, rule, N, prompt) for prompt in range(world.num_prompts)]
+            truth = moments(world, rule, N).error(MINI)
+            for groups in (64, 256):
+                for _ in range(7):
+                    found = gradient_error(*sampled(rng, world, factors, groups), MINI)
+                    hits.append(found.low <= truth <= found.high)
+                    vacuous += found.is_vacuous
+                    if not found.is_vacuous:
+                        widths.append(found.high - found.low)
+    assert np.mean(hits) >= 0.85
+    if size < 0.3:
+        assert vacuous < 0.3 * len(hits)
+        assert np.mean(widths) < 0.2
+
+
+def test_the_estimate_tends_to_the_exact_error() -> None:
+    rng, world = np.random.default_rng(1), BenchPlace("KL", size=0.5, horizon=4).world(0)
+    for rule in RULES.values():
+        factors = [token_factors(world, rule, N, prompt) for prompt in range(world.num_prompts)]
+        found = gradient_error(*sampled(rng, world, factors, 3000), MINI)
+        assert found.estimate == pytest.approx(moments(world, rule, N).error(MINI), abs=0.02)
+
+
+def test_uneven_weights_and_no_gradient_are_said_to_say_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(100, 50, generator=draw)
+    assert gradient_error(noise, noise, ess=0.2, num_groups=8).is_vacuous
+    one = noise.clone()
+    one[0] *= 100
+    assert gradient_error(noise, one, ess=0.9, num_groups=8).is_vacuous
+    pure = gradient_error(noise, noise, ess=0.9, num_groups=8)
+    assert pure.high == 1.0  # no signal: the gradient may be useless
+    same = torch.ones(100, 50) + 0.01 * noise
+    assert gradient_error(same, 3 * same, ess=1.0, num_groups=8).high < 0.01

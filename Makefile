@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-fast test-llm test-lowest check docs setup setup-dev verl conformance system bench mutants chaos gpu clean
+.PHONY: help train train-llm test test-fast test-llm test-lowest check docs setup setup-dev verl conformance contracts system bench mutants chaos gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -113,6 +113,10 @@ $(VENV)/.installed-lm-eval: tests/reference/lm_eval_requirements.txt | $(VENV)/.
 	@rm -rf $(VENV)/lm_eval; \
 	if $(PIP) install -q --no-deps --target $(VENV)/lm_eval -r $<; then touch $@; \
 	else rm -rf $(VENV)/lm_eval; echo "no lm-evaluation-harness: the test that it loads an export will be skipped"; fi
+
+contracts: setup-dev  ## Fetch the lowest versions allowed and vLLM's CUDA build, and see that all that rlctl uses of them exists
+	$(BIN)/python -m tests.contracts
+	$(BIN)/python -m pytest -q -rs tests/unit/test_contracts.py
 
 system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, where that is possible without asking
 	@get() { \

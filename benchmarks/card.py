@@ -4,9 +4,11 @@
 
 Random weights in the shapes of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS in
 its decoupled form, which scores every batch once before it is trained on; the 7B shape trains LoRA adapters.
-Every case runs in a process of its own and prints a row of Markdown: median seconds of generation, scoring,
-update, weight sync and the whole step, tokens per second, peak memory allocated by torch, the correction's
-share of the step. An engine that is not installed is left out.
+Every case runs in a process of its own and prints rows of one Markdown table: per phase the median seconds
+measured, those that the dry run would have estimated for this machine (`rlctl/spec/placement.py`), and
+measured / estimated; the same for tokens per second and for the peak of the GPU's memory; and the
+correction's share of the step. A ratio far above the others tells what is broken rather than slow. An engine
+that is not installed is left out.
 
 Without a CUDA card only `--sizes tiny` runs, which tries the script itself.
 """
@@ -33,19 +35,18 @@ SHAPES = {
     "1.5b": (28, 1536, 8960, 12, 2, 151_936, True),
     "7b": (28, 3584, 18_944, 28, 4, 152_064, False),
 }
+PRESET = "rloo-seq-is"
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 128, 512
-COLUMNS = (
-    "size",
-    "engine",
-    "gen s",
-    "score s",
-    "update s",
-    "sync s",
-    "step s",
-    "tokens/s",
-    "peak GiB",
-    "correction",
-)
+#: Row → the run's phases it adds up, and the plan's.
+PHASES = {
+    "generate, s": (("gen",), ("generate",)),
+    "score, s": (("old_log_prob", "ref", "values"), ("score",)),
+    "update and step, s": (("update_actor", "update_critic"), ("update", "step")),
+    "sync, s": (("sync_weights",), ("sync",)),
+    "whole step, s": (("step",), ("whole step",)),
+}
+COLUMNS = ("size", "engine", "phase", "measured", "estimated", "measured / estimated")
+Row = tuple[str, float | None, float | None]
 
 
 def write_model(size: str, where: Path) -> None:
@@ -119,34 +120,60 @@ def overrides_of(size: str, engine: str, where: Path) -> list[str]:
     ]
 
 
-def measure(size: str, engine: str, steps: int) -> dict[str, Any]:
+def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]:
+    """A row per phase: measured and estimated seconds; what was not run, or not estimated, is None."""
+    rows: list[Row] = []
+    for name, (ours, plans) in PHASES.items():
+        measured = [phases[phase] for phase in ours if phase in phases]
+        known = [estimated[phase] for phase in plans if phase in estimated]
+        rows.append((name, sum(measured) if measured else None, sum(known) if known else None))
+    return rows
+
+
+def estimate(spec: Any, machine: Any) -> tuple[dict[str, float], float, float]:
+    """Seconds by the plan's phases, tokens of a step and the peak of a GPU's memory in GiB."""
+    from rlctl.spec.model_size import model_size
+    from rlctl.spec.placement import Placement
+
+    plan = Placement(spec, model_size(spec.model), machine)
+    peak = plan.gpu_peak("generation", "head", "layers", "step") if machine.gpus else 0.0
+    return plan.seconds(), plan.tokens(), peak / 2**30
+
+
+def cells(row: Row) -> list[str]:
+    """Phase, measured, estimated, ratio."""
+    name, measured, estimated = row
+    both = bool(measured and estimated)
+    ratio = f"{measured / estimated:.2f}" if both else "–"  # type: ignore[operator]
+    return [name, *("–" if value is None else f"{value:,.3g}" for value in (measured, estimated)), ratio]
+
+
+def measure(size: str, engine: str, steps: int) -> list[Row]:
     """In a process of its own: train, and say where the time went."""
     import torch
 
     from benchmarks.step import run_rlctl
+    from rlctl.spec.load import load_spec
+    from rlctl.spec.machine import machine_of
 
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         write_model(size, where / "model")
-        found = run_rlctl(overrides_of(size, engine, where), steps, correction=True)
-    phases = {key: statistics.median(seconds) for key, seconds in found["phases"].items()}
+        overrides = overrides_of(size, engine, where)
+        found = run_rlctl(PRESET, overrides, warm_up=3, steps=steps, correction=True)
+        seconds, planned_tokens, planned_peak = estimate(
+            load_spec([PRESET], [], overrides).spec, machine_of(None)
+        )
+    phases = {key: statistics.median(values) for key, values in found["phases"].items()}
     prompt, response = (16, 12) if size == "tiny" else (PROMPT_TOKENS, RESPONSE_TOKENS)
     tokens = PROMPTS * SAMPLES * (min(found["mean_length"], response) + prompt)
-    on_card = torch.cuda.is_available()
-    return {
-        "size": size,
-        "engine": engine,
-        "gen s": round(phases["gen"], 3),
-        "score s": round(phases["old_log_prob"], 3),
-        "update s": round(phases["update_actor"], 3),
-        "sync s": round(phases["sync_weights"], 3),
-        "step s": round(phases["step"], 3),
-        "tokens/s": round(tokens / phases["step"]),
-        "peak GiB": round(
-            torch.cuda.max_memory_allocated() / 2**30 if on_card else found["peak_mib"] / 1024, 2
-        ),
-        "correction": f"{found['correction'] / phases['step']:.2%}",
-    }
+    whole = seconds.get("whole step")
+    rows = compared(phases, seconds)
+    rows.append(("tokens per second", tokens / phases["step"], planned_tokens / whole if whole else None))
+    if torch.cuda.is_available():
+        rows.append(("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30, planned_peak))
+    rows.append(("correction, share of the step", found["correction"] / phases["step"], None))
+    return rows
 
 
 def main() -> None:
@@ -172,11 +199,13 @@ def main() -> None:
                 continue
             command = [sys.executable, __file__, "--case", size, engine, "--steps", str(options.steps)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            row = json.loads(done.stdout.splitlines()[-1])
-            print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |", flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            for row in json.loads(done.stdout.splitlines()[-1]):
+                print("| " + " | ".join([size, engine, *cells(row)]) + " |", flush=True)
+                if options.json:
+                    names = ("phase", "measured", "estimated")
+                    line = {"size": size, "engine": engine} | dict(zip(names, row, strict=True))
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,28 +58,28 @@ class LearnedWorld:
         logits = 0.3 * self._rng.normal(size=shape)
         logits[:, 0] -= np.log(horizon / 2.0)  # most responses are long
         for _ in range(400):
-            share, gradient = self._expected(logits)
+            share, gradient = self.expected(logits)
             if share >= LEARNED:
                 break
             logits = logits + gradient / np.linalg.norm(gradient)
         sampler = logits
         if mismatch == "stale":
             for _ in range(int(size)):
-                _, gradient = self._expected(logits)
+                _, gradient = self.expected(logits)
                 logits = logits + 0.3 * gradient / np.linalg.norm(gradient)
         else:
             sampler = logits + size * self._rng.normal(size=shape)
-        self.train, self.rollout = _log_softmax(logits), _log_softmax(sampler)
-        _, gradient = self._expected(logits)
+        self.train, self.rollout = log_softmax(logits), log_softmax(sampler)
+        _, gradient = self.expected(logits)
         self.gradient = gradient.ravel()
 
     def _table(self, prompt: int, t: int) -> slice:
         first = (prompt * PARTS + t * PARTS // self.horizon) * VOCABULARY
         return slice(first, first + VOCABULARY)
 
-    def _expected(self, logits: Floats) -> tuple[float, Floats]:
+    def expected(self, logits: Floats) -> tuple[float, Floats]:
         """Mean reward over the prompts and its gradient, by a sweep back and one forth."""
-        probs, gradient, total = np.exp(_log_softmax(logits)), np.zeros_like(logits), 0.0
+        probs, gradient, total = np.exp(log_softmax(logits)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
             counts = np.arange(needed + 1)
             done = (counts >= needed).astype(float)
@@ -122,9 +122,14 @@ class LearnedWorld:
             found.append(1.0 / (total + here.sum()))
         return float(np.mean(found))
 
-    def sample(self, n: int, groups: int = GROUPS, of: Floats | None = None) -> SampledGroups:
-        """Groups of n, prompts in turn; the same ones in every call. `of`: log-probs; None: the sampler's."""
-        rng = np.random.default_rng([self.horizon, n])
+    def sample(
+        self, n: int, groups: int = GROUPS, of: Floats | None = None, draw: tuple[int, ...] = ()
+    ) -> SampledGroups:
+        """Groups of n, prompts in turn; the same ones in every call with the same `draw`.
+
+        `of`: log-probs to sample from; None: the sampler's.
+        """
+        rng = np.random.default_rng([self.horizon, n, *draw])
         rows = groups * n
         prompts = np.repeat(np.arange(groups) % PROMPTS, n)
         before, alive = np.full(rows, FILLER), np.ones(rows, bool)
@@ -143,9 +148,8 @@ class LearnedWorld:
         others = (rewards.sum(1, keepdims=True) - rewards) / (n - 1)
         return SampledGroups(contexts, tokens, mask, (rewards - others).ravel())
 
-    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """Of groups of n ≥ 2; |m|² without the bias that noise gives to a squared mean."""
-        drawn = self.sample(n)
+    def group_gradients(self, rule: BenchRule, drawn: SampledGroups, n: int) -> Floats:
+        """(groups, parameters): what the rule makes of each group."""
         train, rollout = (
             torch.from_numpy(np.where(drawn.mask, table[drawn.contexts, drawn.tokens], 0.0))
             for table in (self.train, self.rollout)
@@ -156,8 +160,11 @@ class LearnedWorld:
         if loss.reads_batch:
             first = [x[:POPULATION] for x in tensors]
             loss = WholeBatch.of(first[0], first[1], first[2], first[3]).tell(loss)
-        factors = token_gradient(rule, loss, *tensors)
-        gradients = self._by_group(drawn, factors, n)
+        return self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
+
+    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
+        """Of groups of n ≥ 2; |m|² without the bias that noise gives to a squared mean."""
+        gradients = self.group_gradients(rule, self.sample(n), n)
         groups, mean = len(gradients), gradients.mean(0)
         square = float(np.mean(np.sum(gradients**2, 1)))
         norm = max((groups * float(mean @ mean) - square) / (groups - 1), 0.0)
@@ -213,7 +220,8 @@ def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[s
     return {name: float(value / wanted) for name, value in zip(LENGTH_RULES, found, strict=True)}
 
 
-def _log_softmax(logits: Floats) -> Floats:
+def log_softmax(logits: Floats) -> Floats:
+    """Over the last axis."""
     shifted = logits - logits.max(-1, keepdims=True)
     normalized: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return normalized

@@ -114,7 +114,7 @@ def test_a_learned_world_is_exact_where_it_says_so() -> None:
         shifted = [world.train.copy(), world.train.copy()]
         shifted[0][place] += 1e-5
         shifted[1][place] -= 1e-5
-        high, low = (world._expected(logits)[0] for logits in shifted)
+        high, low = (world.expected(logits)[0] for logits in shifted)
         assert (high - low) / 2e-5 == pytest.approx(
             world.gradient.reshape(world.train.shape)[place], abs=1e-8
         )

@@ -73,6 +73,11 @@ class LockedRollout:
         """Of the engine, for the record of a run; one that has none is named after its class."""
         return str(getattr(self._engine, "description", type(self._engine).__name__))
 
+    @property
+    def notes(self) -> list[str]:
+        """What the engine has to say to the user, if anything."""
+        return list(getattr(self._engine, "notes", []))
+
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:

@@ -10,13 +10,14 @@ reads names and capabilities; what an engine needs is imported when it is made.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.rollout import VLLM_LORA_RANKS, EngineCapabilities
 
@@ -158,13 +159,18 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
     from rlctl.rollout.versioned_dir import VersionedDir
     from rlctl.rollout.vllm_reachable import reachable
     from rlctl.rollout.vllm_server import VLLMServerRollout
+    from rlctl.rollout.weight_broadcast import WeightBroadcast
 
     spec, model, tokenizer = context.spec, context.model, context.tokenizer
     server = spec.rollout.server
-    published = adapters = replicas = None
+    broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
+    needs_broadcast = server.weight_transfer == "broadcast"
+    published = adapters = replicas = broadcast = None
     if context.rank == 0:
         if server.urls:
-            reachable(server.urls, server.start_timeout, lora_rank=spec.model.lora_rank * spec.syncs_adapter)
+            rank = spec.model.lora_rank * spec.syncs_adapter
+            backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
+            broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
         elif importlib.util.find_spec("vllm") is None:
             raise vllm_missing(ModuleNotFoundError(name="vllm"))
         directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
@@ -172,12 +178,14 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
         if spec.syncs_adapter:
             adapters = VersionedDir(directory)
         if not server.urls:
-            replicas = Replicas(
-                server.replicas, replica_settings(spec), published.latest, context.run_dir / ENGINE_LOGS
-            )
+            settings = replica_settings(spec)
+            replicas = Replicas(server.replicas, settings, published.latest, context.run_dir / ENGINE_LOGS)
     urls = server.urls or context.agree(" ".join(replicas.urls) if replicas else "").split()
+    urls = [url.rstrip("/") for url in urls]
+    if published and broadcasts:
+        broadcast = WeightBroadcast(urls, published.expected, context.device)
     return VLLMServerRollout(
-        [url.rstrip("/") for url in urls],
+        urls,
         tokenizer,
         model.generation_config,
         device=context.device,
@@ -189,7 +197,34 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
         answer_timeout=server.answer_timeout if server.urls else None,
         adapters=adapters,
         takes_adapter=spec.syncs_adapter,
+        broadcast=broadcast,
+        needs_broadcast=needs_broadcast,
+        starts_empty=broadcasts and not server.urls,
     )
+
+
+def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, is_needed: bool) -> bool:
+    """Whether servers that run already, with these backends of vLLM's weight transfer, take a broadcast.
+
+    Raises:
+        EnvironmentFailure: they do not, and weights are to be broadcast.
+    """
+    from rlctl.rollout.completions import vllm_missing
+    from rlctl.rollout.weight_broadcast import transfer_backend
+
+    backend = transfer_backend(device)
+    others = [url for url, found in zip(urls, backends, strict=True) if found != backend]
+    if is_needed and others:
+        options = f"--weight-transfer-config '{json.dumps({'backend': backend})}'"
+        raise EnvironmentFailure(
+            "a vLLM server takes no weights by broadcast",
+            where=f"rollout.server.urls: {others[0]}",
+            fix=f"start it with {options}; or set rollout.server.weight_transfer: auto",
+        )
+    has_vllm = backend == "gloo" or importlib.util.find_spec("vllm") is not None
+    if is_needed and not has_vllm:
+        raise vllm_missing(ModuleNotFoundError(name="vllm"))
+    return has_vllm and not others
 
 
 def replica_settings(spec: RunSpec) -> ReplicaSettings:
@@ -202,11 +237,14 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
 
     from rlctl.rollout.replicas import ReplicaSettings
     from rlctl.rollout.vllm import VLLM_DTYPES
+    from rlctl.rollout.weight_broadcast import transfer_backend
     from rlctl.spec.passthrough import as_arguments
 
     rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
+    on_gpus = torch.cuda.is_available()
+    backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
     theirs = rollout.server.replicas * rollout.tensor_model_parallel_size
-    if torch.cuda.is_available() and trainers + theirs > (visible := torch.cuda.device_count()):
+    if on_gpus and trainers + theirs > (visible := torch.cuda.device_count()):
         raise UsageError(
             f"the trainer takes {trainers} GPUs and the servers {theirs}, {visible} can be seen here",
             where="rollout.server.replicas × rollout.tensor_model_parallel_size",
@@ -218,9 +256,10 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
-        first_gpu=trainers if torch.cuda.is_available() else None,
+        first_gpu=trainers if on_gpus else None,
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
+        transfer_backend=backend if spec.broadcasts_weights(on_gpus=on_gpus) else "",
         host=_address(spec),
         start_timeout=rollout.server.start_timeout,
         answer_timeout=rollout.server.answer_timeout,

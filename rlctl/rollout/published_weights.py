@@ -27,13 +27,16 @@ class PublishedWeights(VersionedDir):
         tokenizer: written beside the weights.
         parent: where to write; None: shared memory of this machine.
 
+    Attributes:
+        expected: a complete set of the policy's weights.
+
     Raises:
         UsageError: `parent` cannot be written to.
     """
 
     def __init__(self, model: Any, tokenizer: Any, parent: Path | None) -> None:
         super().__init__(parent)
-        self._expected = ExpectedWeights(model)
+        self.expected = ExpectedWeights(model)
         self._tokenizer = tokenizer
         self._config = copy.deepcopy(model.config)
         if not torch.cuda.is_available():  # see rlctl.rollout.vllm on tied heads
@@ -47,17 +50,28 @@ class PublishedWeights(VersionedDir):
         """
 
         def fill(directory: Path) -> None:
-            self._config.save_pretrained(directory)
-            self._tokenizer.save_pretrained(directory)
+            self._write_config(directory)
             self._write_shards(directory, named_tensors)
 
         return self.publish(f"v{policy_version}", fill)
+
+    def write_config(self) -> Path:
+        """Write the model without weights, for engines that get those otherwise.
+
+        Raises:
+            RunFailure: there is no room.
+        """
+        return self.publish("config", self._write_config)
+
+    def _write_config(self, directory: Path) -> None:
+        self._config.save_pretrained(directory)
+        self._tokenizer.save_pretrained(directory)
 
     def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         shards: list[list[str]] = []
         shard: dict[str, Tensor] = {}
         size = 0
-        for names, tensor in self._expected.checked(named_tensors):
+        for names, tensor in self.expected.checked(named_tensors):
             for name in names:  # tied weights under each name: safetensors shares no memory
                 shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
                 size += shard[name].nbytes

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -54,6 +55,8 @@ class ReplicaSettings:
         host: address of this machine at which every rank reaches them.
         trust_remote_code: run Python code shipped with the model.
         max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
+        transfer_backend: what brings its weights, see `rlctl.rollout.weight_broadcast`; it starts without
+            any. "": they come as files.
         start_timeout: seconds until a replica must answer.
         answer_timeout: seconds after which one that no longer answers is ended, and started again.
         max_restarts: of all replicas together.
@@ -69,6 +72,7 @@ class ReplicaSettings:
     host: str = "127.0.0.1"
     trust_remote_code: bool = False
     max_lora_rank: int = 0
+    transfer_backend: str = ""
     start_timeout: float = 600.0
     answer_timeout: float = 120.0
     max_restarts: int = 3
@@ -89,6 +93,11 @@ class ReplicaSettings:
             arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         if self.max_lora_rank:
             arguments += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
+        if self.transfer_backend:
+            transfer = json.dumps({"backend": self.transfer_backend})
+            arguments += ["--load-format", "dummy", "--weight-transfer-config", transfer]
+        if self.transfer_backend == "gloo":
+            arguments += ["--worker-extension-cls", "rlctl.rollout.vllm_gloo.GlooReceiver"]
         if self.trust_remote_code:
             arguments.append("--trust-remote-code")
         return [*arguments, *self.more_arguments]

@@ -14,7 +14,7 @@ _INFO_S = 60.0  # the server's first answer looks through its environment
 _RETRY_S = 1.0
 
 
-def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
+def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[str]:
     """Wait until every server answers, and make sure that each was started as a run needs it.
 
     Args:
@@ -22,15 +22,19 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
         seconds: how long to wait for them.
         lora_rank: of the adapters they are to apply; 0: none.
 
+    Returns:
+        Of each, the backend of its weight transfer; "": it takes weights as files only.
+
     Raises:
         EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
     """
     deadline = time.monotonic() + seconds
+    backends = []
     for url in (given.rstrip("/") for given in urls):
         while True:
             try:
                 if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
-                    _check_settings(url, lora_rank)
+                    backends.append(_check_settings(url, lora_rank))
                     break
                 words = "it is not healthy"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -42,9 +46,10 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> None:
                     fix="start it there, with the options docs/how-to/rollout-engines.md shows",
                 )
             time.sleep(_RETRY_S)
+    return backends
 
 
-def _check_settings(url: str, lora_rank: int) -> None:
+def _check_settings(url: str, lora_rank: int) -> str:
     """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
     where = f"rollout.server.urls: {url}"
     fix = "start it with the options docs/how-to/rollout-engines.md shows"
@@ -63,6 +68,7 @@ def _check_settings(url: str, lora_rank: int) -> None:
         )
         what = f"the server takes no adapters of rank {lora_rank}"
         raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
+    return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
 
 
 def _takes_adapters(info: dict[str, Any], rank: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -21,6 +22,7 @@ from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
 from rlctl.rollout.published_weights import PublishedWeights
 from rlctl.rollout.replicas import MODEL_NAME, Replicas
 from rlctl.rollout.versioned_dir import VersionedDir
+from rlctl.rollout.weight_broadcast import WeightBroadcast
 
 #: Requests one rank has open at once; each is a prompt with all its responses. The client's work per
 #: request grows with their number.
@@ -34,20 +36,26 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class PublishedPaths:
-    """Where the newest version lies: directories that every server sees.
+    """The newest version, and where it lies: directories that every server sees.
 
     Attributes:
-        weights: a model; under LoRA the frozen base.
+        weights: a model; under LoRA the frozen base. "": the weights were broadcast.
         adapter: what LoRA has learnt beside it; "": the weights are all there is.
+        tag: what each server answers when asked for the version of its weights; never the same twice.
     """
 
     weights: str = ""
     adapter: str = ""
+    tag: str = ""
 
     @property
     def model(self) -> str:
         """What requests name: an adapter is served under its own path, so that no two are confused."""
         return self.adapter or MODEL_NAME
+
+
+class _WeightsLost(Exception):
+    """A server started again, without the weights that were broadcast."""
 
 
 class VLLMServerRollout(CompletionRollout):
@@ -65,6 +73,12 @@ class VLLMServerRollout(CompletionRollout):
         published: writes weights where the servers read them; None on all ranks but the main one.
         adapters: the same for adapters; None without them, and on all ranks but the main one.
         takes_adapter: whether servers apply the adapter themselves.
+        broadcast: sends weights without files; None: as files, and on all ranks but the main one.
+        needs_broadcast: end the run where weights cannot be broadcast; otherwise they are written as files.
+        starts_empty: servers start without weights, and with a loader that reads none.
+
+    Attributes:
+        notes: what the user is to be told.
         replicas: the servers of this process, if it has any; they start with the first weights.
         start_timeout: seconds to wait for a server that went away.
         answer_timeout: seconds after which one that listens must have answered; None: whoever started the
@@ -86,6 +100,9 @@ class VLLMServerRollout(CompletionRollout):
         answer_timeout: float | None = None,
         adapters: VersionedDir | None = None,
         takes_adapter: bool = False,
+        broadcast: WeightBroadcast | None = None,
+        needs_broadcast: bool = False,
+        starts_empty: bool = False,
     ) -> None:
         super().__init__(tokenizer, generation_config, policy_version=None, device=device)
         self._urls, self._rank, self._agree = urls, rank, agree
@@ -94,6 +111,14 @@ class VLLMServerRollout(CompletionRollout):
         self._adapters, self._takes_adapter = adapters, takes_adapter
         self._adapter_numbers = count(1)
         self._newest = PublishedPaths()
+        self._broadcast, self._needs_broadcast, self._starts_empty = broadcast, needs_broadcast, starts_empty
+        self.notes: list[str] = []
+        self._lost: set[str] = set()  # servers without the weights that were broadcast last
+
+    @property
+    def description(self) -> str:
+        """How many servers, and how they get weights, for the record of a run."""
+        return f"{len(self._urls)} vLLM servers, weights by {'broadcast' if self._broadcast else 'files'}"
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
@@ -121,11 +146,14 @@ class VLLMServerRollout(CompletionRollout):
             raise failure
         if others:
             raise RunFailure(others)
-        self._newest = PublishedPaths(self._agree(newest.weights), self._agree(newest.adapter))
+        self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
+        self._lost.clear()
         self._policy_version = policy_version
 
     def close(self) -> None:
         """End the servers started here, and remove the weights handed over."""
+        if self._broadcast:
+            self._broadcast.close()
         if self._replicas:
             self._replicas.close()
         for versions in (self._published, self._adapters):
@@ -137,23 +165,69 @@ class VLLMServerRollout(CompletionRollout):
 
     async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when it is long
+        answers: dict[int, httpx.Response] = {}
         async with self._client(timeout=None) as client:
 
-            async def ask(url: str, request: Request) -> httpx.Response:
+            async def ask(index: int, url: str) -> httpx.Response | None:
+                request = requests[index]
                 body = {"model": self._newest.model, "prompt": request.prompt_ids, "return_token_ids": True}
                 body["return_tokens_as_token_ids"] = sampling.with_kept
                 async with turn:
                     return await self._ask(client, url, body | self._parameters(sampling, request))
 
-            answers = await self._unless_silent(
-                ask(self._urls[(self._rank + index) % len(self._urls)], request)
-                for index, request in enumerate(requests)
-            )
+            for _ in range(_TRIES):
+                places = self._places(index for index in range(len(requests)) if index not in answers)
+                found = await self._unless_silent(ask(index, url) for index, url in places.items())
+                current = await self._with_newest(client, set(places.values()))
+                answers |= {
+                    index: answer
+                    for (index, url), answer in zip(places.items(), found, strict=True)
+                    if answer is not None and url in current
+                }
+                if len(answers) == len(requests):
+                    break
+            else:
+                raise RunFailure("vLLM servers are started again and again", where=" ".join(self._urls))
         return [
             _completion(choice)
-            for answer in answers
-            for choice in sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
+            for index in range(len(requests))
+            for choice in sorted(answers[index].json()["choices"], key=lambda choice: int(choice["index"]))
         ]
+
+    def _places(self, indices: Iterable[int]) -> dict[int, str]:
+        """Request → the server that is asked; prompts go round those with the newest weights.
+
+        Raises:
+            RunFailure: none has them.
+        """
+        urls = [url for url in self._urls if url not in self._lost]
+        if not urls:
+            raise RunFailure(
+                "every vLLM server started again, without the weights that were broadcast",
+                where=" ".join(self._urls),
+                fix="go on with --resume RUN_DIR; with rollout.server.weight_transfer=files a server that "
+                "started again loads them itself",
+            )
+        return {index: urls[(self._rank + index) % len(urls)] for index in indices}
+
+    async def _with_newest(self, client: httpx.AsyncClient, urls: set[str]) -> set[str]:
+        """Those with the newest weights; others get them, or are asked no more until the next sync."""
+        found = set()
+        for url in urls - self._lost:
+            if await self._tag(client, url) == self._newest.tag:
+                found.add(url)
+            else:
+                await self._renew_or_lose(client, url)
+        return found
+
+    async def _tag(self, client: httpx.AsyncClient, url: str) -> str:
+        return str((await self._send(client, "GET", url, "/weight_info")).json()["weight_version"])
+
+    async def _renew_or_lose(self, client: httpx.AsyncClient, url: str) -> None:
+        if self._newest.weights:
+            await self._load(client, url, self._newest, with_weights=not self._newest.adapter)
+        else:
+            self._lost.add(url)
 
     def _publish(
         self,
@@ -163,18 +237,46 @@ class VLLMServerRollout(CompletionRollout):
         policy_version: int,
     ) -> PublishedPaths:
         """Bring a version to every server; returns where it lies."""
-        newest = self._newest
+        newest = replace(self._newest, tag=f"{policy_version}-{uuid.uuid4().hex[:12]}")
+        starts = self._replicas if self._replicas and not self._replicas.is_started else None
+        if starts and self._starts_empty:
+            published.write_config()
+            starts.start()
+            starts = None
+        if weights is not None and self._broadcast and self._forms_group(self._broadcast):
+            self._broadcast.send(weights)
+            weights, newest = None, replace(newest, weights="")
         if weights is not None:
             newest = replace(newest, weights=str(published.write(weights, policy_version)))
         if adapter and self._adapters:
             name = f"adapter-{next(self._adapter_numbers)}"  # never the same: caches go by the name
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
-        starts = self._replicas if self._replicas and not self._replicas.is_started else None
         if starts:
             starts.start()  # each loads the newest weights when it starts
-        if adapter or not starts:
-            asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
+        asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
         return newest
+
+    def _forms_group(self, broadcast: WeightBroadcast) -> bool:
+        """Whether every server is in the group; where none can be formed, weights are files from now on.
+
+        Raises:
+            RunFailure: it cannot be formed, and weights are to be broadcast.
+        """
+        try:
+            if not (broadcast.is_connected and asyncio.run(self._have_newest())):
+                broadcast.connect()
+        except RunFailure as error:
+            if self._needs_broadcast:
+                raise
+            self.notes.append(f"vLLM servers get new weights as files, which takes longer: {error.what}")
+            self._broadcast = None
+        return self._broadcast is not None
+
+    async def _have_newest(self) -> bool:
+        """Whether no server started again since the last sync, which takes it out of the group."""
+        async with self._client(timeout=_SYNC_S) as client:
+            tags = await self._unless_silent(self._tag(client, url) for url in self._urls)
+        return set(tags) == {self._newest.tag}
 
     async def _load_everywhere(self, newest: PublishedPaths, *, with_weights: bool) -> None:
         async with self._client(timeout=_SYNC_S) as client:
@@ -209,6 +311,10 @@ class VLLMServerRollout(CompletionRollout):
             return
         # A server that lost the last adapter was started again, and maybe not with our base.
         if with_weights or (last and not has_last):
+            if self._starts_empty:
+                overrides = {"overrides": {"load_config": {"load_format": "auto"}}}
+                loader = {"method": "update_config", "kwargs": overrides}
+                await self._post(client, url, "/collective_rpc", loader)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": newest.weights}}
             await self._post(client, url, "/collective_rpc", reload)
         await self._post(client, url, "/reset_prefix_cache", {})
@@ -216,6 +322,7 @@ class VLLMServerRollout(CompletionRollout):
             await self._adapt(client, url, newest.adapter)
         if has_last:
             await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": last})
+        await self._post(client, url, "/update_weight_version", {"new_version": newest.tag})
 
     async def _has(self, client: httpx.AsyncClient, url: str, adapter: str) -> bool:
         models = (await self._send(client, "GET", url, "/v1/models")).json()["data"]
@@ -230,13 +337,19 @@ class VLLMServerRollout(CompletionRollout):
                 return
             raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE_LORA) from error
 
-    async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
-        """Sample; a server that was away may have come back with the weights it once started with."""
+    async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response | None:
+        """Sample; a server that was away may have come back with other weights. None: it has lost them."""
 
         async def renew() -> None:
-            await self._load(client, url, self._newest, with_weights=not self._newest.adapter)
+            if self._newest.weights or await self._tag(client, url) != self._newest.tag:
+                await self._renew_or_lose(client, url)
+            if url in self._lost:
+                raise _WeightsLost
 
-        return await self._send(client, "POST", url, "/v1/completions", body, renew)
+        try:
+            return await self._send(client, "POST", url, "/v1/completions", body, renew)
+        except _WeightsLost:
+            return None
 
     async def _post(
         self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]

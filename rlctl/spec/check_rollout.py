@@ -86,6 +86,8 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.tensor_model_parallel_size",
     "rollout.temperature",
     "rollout.server.urls",
+    "rollout.server.weight_transfer",
+    "rollout.merge_lora",
     "rollout.engine_params",
 )
 def engine_supports_it(spec: RunSpec) -> Problems:
@@ -115,7 +117,11 @@ def engine_supports_it(spec: RunSpec) -> Problems:
             f"{rollout.name} raises lower temperatures to {lowest}; the trainer's log-probs would not match"
         )
         yield error("rollout.temperature", what, f"use {lowest} or more")
-    if urls and rollout.server.weights_dir is None:
+    transfer = rollout.server.weight_transfer
+    if transfer == "broadcast" and has_servers and spec.syncs_adapter:
+        what = "adapters are handed over as files"
+        yield error("rollout.server.weight_transfer", what, "write auto, or set rollout.merge_lora: true")
+    if urls and rollout.server.weights_dir is None and transfer != "broadcast":
         what = "engines on other machines cannot read the shared memory of this machine"
         yield warning("rollout.server.weights_dir", what, "a directory on a file system that all of them see")
     yield from param_problems(ROLLOUT_ENGINES, rollout.name, "rollout.engine_params", rollout.engine_params)

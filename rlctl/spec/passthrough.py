@@ -33,6 +33,7 @@ VLLM_OWNERS = {
     "generation_config": "the sampling distribution is that of rollout.temperature, top_p, top_k, min_p",
     "logprobs_mode": "rollout_log_probs must be those of the distribution sampled from",
     "max_logprobs": "rollout.top_k and rollout.exact_sampling",
+    "weight_transfer_config": "rollout.server.weight_transfer",
     "served_model_name": "rlctl names the model of its servers",
     "host": "rlctl chooses the address of its servers",
     "port": "rlctl chooses the address of its servers",

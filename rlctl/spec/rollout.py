@@ -90,6 +90,9 @@ class ServerSpec(Section):
     """Running engines, on any node (`http://host:port`); if set, no engine is started."""
     weights_dir: str | None = None
     """Directory for new weights, visible to every engine; null: shared memory of this machine."""
+    weight_transfer: Literal["auto", "broadcast", "files"] = "auto"
+    """How engines get new weights: `broadcast` over NCCL (on CPUs gloo), or `files` in `weights_dir`. `auto`:
+    broadcast on GPUs, files on CPUs, for adapters, and where no broadcast is possible."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds an engine may take to start or restart."""
     answer_timeout: float = Field(default=120.0, gt=0)

@@ -106,5 +106,15 @@ def test_a_server_that_is_killed_starts_again_with_the_newest_weights(tmp_path: 
     check_end(tmp_path, job)
 
 
+def test_a_server_gets_weights_by_broadcast(tmp_path: Path) -> None:
+    """vLLM's own endpoints and order of calls, over gloo; no file of weights is written."""
+    job = start_on_a_server(tmp_path, "rollout.server.weight_transfer=broadcast")
+    job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
+    assert not list((tmp_path / "weights").rglob("*.safetensors"))
+    check_end(tmp_path, job)
+    environment = (tmp_path / "run/environment.json").read_text()
+    assert "1 vLLM servers, weights by broadcast" in environment
+
+
 def test_a_server_applies_the_adapter(tmp_path: Path) -> None:
     check_end(tmp_path, start_on_a_server(tmp_path, *ADAPTER))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,9 @@ class Server(ThreadingHTTPServer):
         self.takes_new_adapters = True
         self.mass = lambda index: 1.0  # response → below 1: a token that it was sampled from is not listed
         self.adapters: list[str] = []
+        self.weight_version = "default"
+        self.workers = 1  # GPUs, in vLLM's terms
+        self.loads: Callable[[str, dict[str, Any]], None] = lambda _path, _body: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -52,6 +56,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.is_awake.wait(20)
         if self.path == "/v1/models":
             self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
+        elif self.path == "/weight_info":
+            self.answer(200, {"weight_version": self.server.weight_version})
+        elif self.path == "/get_world_size":
+            self.answer(200, {"world_size": self.server.workers})
         elif not self.path.startswith("/server_info"):
             self.answer(200, {})
         elif mode := self.server.logprobs_mode:
@@ -67,8 +75,16 @@ class Handler(BaseHTTPRequestHandler):
         self.server.is_awake.wait(20)
         if self.path.endswith("lora_adapter"):
             self.load_or_unload(body["lora_name"])
+        elif self.path == "/update_weight_version":
+            self.server.weight_version = body["new_version"]
+            self.answer(200, {})
         elif self.path != "/v1/completions":
-            self.answer(200, {"results": []})
+            try:
+                self.server.loads(self.path, body)
+            except Exception as error:
+                self.answer(500, {"error": {"message": str(error)}})
+            else:
+                self.answer(200, {"results": []})
         elif body["model"] not in ["policy", *self.server.adapters]:
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
         elif self.server.trouble:

@@ -28,6 +28,9 @@ from rlctl.spec.load import load_spec
 from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, generate
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
+#: How a server gets weights that are files, and which they are.
+RELOAD = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+
 
 @pytest.fixture
 def servers() -> Iterator[list[Server]]:
@@ -54,7 +57,7 @@ def test_prompts_go_round_and_siblings_come_back_in_order(servers: list[Server],
     assert rollouts.rollout_log_probs.gather(1, last).flatten().tolist() == [-0.5, -1.5, -2.5] * 2
     assert set(rollouts.policy_version.tolist()) == {4}
     for server in servers:
-        assert server.paths() == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+        assert server.paths() == [*RELOAD, "/v1/completions"]
         assert server.asked[-1][1]["repetition_penalty"] == 1.0  # never the model's own
     seeds = {server.asked[-1][1]["seed"] for server in servers}
     assert len(seeds) == 2
@@ -112,9 +115,22 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     assert len(generate(engine, n=1).response_texts) == 2
     paths = server.paths()
     away = paths.index("/collective_rpc")
-    assert paths[away + 1] == "/reset_prefix_cache"
+    assert paths[away : away + 3] == RELOAD
     assert paths.count("/v1/completions") == 3
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
+
+
+def test_a_server_that_started_again_between_two_batches_gets_the_newest_weights(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """It answers at once, from the weights it was started with; the user's own servers do."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    [server] = servers[:1]
+    server.asked.clear()
+    server.weight_version = "default"
+    assert len(generate(engine).response_texts) == 6
+    assert server.paths() == [*["/v1/completions"] * 2, *RELOAD, *["/v1/completions"] * 2]
 
 
 def test_no_server_loads_weights_while_another_rank_still_samples(
@@ -160,7 +176,7 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
         server.may_answer.set()
         assert set(sampling.result(20).policy_version.tolist()) == {1}
         syncing.result(20)
-    assert server.paths()[-2:] == ["/collective_rpc", "/reset_prefix_cache"]
+    assert server.paths()[-3:] == RELOAD
 
 
 @pytest.mark.parametrize("moment", ["sampling", "syncing"])
@@ -190,7 +206,7 @@ def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
     with pytest.raises(RunFailure, match="does not answer any more") as caught:
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
     assert caught.value.where == servers[1].url
-    assert "/collective_rpc" in servers[0].paths()[-2:]
+    assert "/collective_rpc" in servers[0].paths()[-3:]
     with pytest.raises(RunFailure, match="mixture"):
         generate(engine)
     engine.close()

@@ -73,8 +73,9 @@ def test_the_base_goes_once_and_each_adapter_replaces_the_last(
     assert engine.policy.asked == ["adapter", "base", "adapter", "adapter"]
     changes = [path for path in server.paths() if path != "/v1/completions"]
     assert changes == [
-        *("/collective_rpc", "/reset_prefix_cache", "/v1/load_lora_adapter"),
-        *("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter") * 2,
+        *("/collective_rpc", "/reset_prefix_cache", "/v1/load_lora_adapter", "/update_weight_version"),
+        *("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weight_version")
+        * 2,
     ]
 
 

@@ -1,0 +1,277 @@
+"""New weights by broadcast: a real group, servers that speak vLLM's protocol, and every way to lose one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.errors import EnvironmentFailure, RunFailure
+from rlctl.rollout import vllm_server, weight_broadcast
+from rlctl.rollout.engines import _can_broadcast, replica_settings
+from rlctl.rollout.replicas import ReplicaSettings
+from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
+from rlctl.rollout.weights import ExpectedWeights, PlainWeights
+from rlctl.spec.load import load_spec
+from tests.unit.rollout.stub_server import Server, engine_on, generate
+from tests.unit.rollout.test_hf_rollout import random_model
+
+
+class Worker:
+    """The one worker of a stub server: vLLM's engine for weight transfer, as far as the trainer sees it."""
+
+    def __init__(self, server: Server) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.loading: dict[str, Tensor] | None = None  # of an open session
+        self.refuses: Callable[[str], bool] = lambda _path: False
+        server.loads = self
+
+    def __call__(self, path: str, body: dict[str, Any]) -> None:
+        if self.refuses(path):
+            raise ValueError("out of memory, says the worker")
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            where = info["master_address"], info["master_port"]
+            self.group = join_gloo(*where, info["rank_offset"], info["world_size"])
+        elif path == "/start_weight_update":
+            assert self.loading is None
+            self.loading = {}
+        elif path == "/update_weights":
+            info = body["update_info"]
+            counts = [torch.Size(shape).numel() for shape in info["shapes"]]
+            flat = torch.empty(sum(counts), dtype=getattr(torch, info["dtype_names"][0]))
+            self.group.broadcast(flat.view(torch.uint8), 0).wait()
+            assert self.loading is not None
+            for name, part, shape in zip(info["names"], flat.split(counts), info["shapes"], strict=True):
+                self.loading[name] = part.view(shape)
+        elif path == "/finish_weight_update":
+            assert self.loading is not None
+            self.weights, self.loading = self.loading, None
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
+    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(weight_broadcast, "_CONNECT_S", 10.0)
+    monkeypatch.setattr(weight_broadcast, "_GLOO_S", 3.0)
+    both = [Server(), Server()]
+    yield both
+    for server in both:
+        server.shutdown()
+        server.server_close()
+
+
+def broadcasting(
+    servers: list[Server], tmp_path: Path, **options: Any
+) -> tuple[VLLMServerRollout, Any, list[Worker]]:
+    workers = [Worker(server) for server in servers]
+    engine, model = engine_on(servers, tmp_path, **options)
+    urls = [server.url for server in servers]
+    engine._broadcast = WeightBroadcast(urls, ExpectedWeights(model), torch.device("cpu"))
+    return engine, model, workers
+
+
+def sync(engine: VLLMServerRollout, model: Any, version: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.125)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=version)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**29, 3000])
+def test_every_server_gets_every_weight_and_nothing_is_written(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", chunk_bytes)
+    engine, model, workers = broadcasting(servers, tmp_path)
+    for version in (1, 2):
+        sync(engine, model, version)
+        for worker in workers:
+            assert worker.weights.keys() == model.state_dict().keys()
+            for name, value in model.state_dict().items():
+                assert torch.equal(worker.weights[name], value), name
+        assert set(generate(engine).policy_version.tolist()) == {version}
+    paths = servers[0].paths()
+    assert paths.count("/init_weight_transfer_engine") == 1
+    assert (paths.count("/update_weights") > 2) == (chunk_bytes < 2**29)
+    assert "/collective_rpc" not in paths
+    assert paths[-3:] == ["/reset_prefix_cache", "/update_weight_version", "/v1/completions"]
+    assert not list((tmp_path / "weights").rglob("*.safetensors"))
+    assert engine.description == "2 vLLM servers, weights by broadcast"
+    engine.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_requests_are_those_of_vllms_nccl_engine(servers: list[Server], tmp_path: Path) -> None:
+    """Its own records take them, and workers get the ranks that it would give them."""
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
+
+    engine, model, _ = broadcasting(servers, tmp_path)
+    sync(engine, model, 1)
+    engine.close()
+    offsets = []
+    for server in servers:
+        bodies = dict(server.asked)
+        info = NCCLWeightTransferInitInfo(**bodies["/init_weight_transfer_engine"]["init_info"])
+        assert (info.packed, info.world_size) == (True, 3)
+        offsets.append(info.rank_offset)
+        update = NCCLWeightTransferUpdateInfo(**bodies["/update_weights"]["update_info"])
+        assert dataclasses.asdict(update)["names"] == list(model.state_dict())
+    assert offsets == [1, 2]
+
+
+def test_a_server_that_started_again_answers_nothing_until_the_next_sync(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """It answers requests, from weights nobody knows."""
+    engine, model, workers = broadcasting(servers, tmp_path)
+    sync(engine, model, 1)
+    servers[1].weight_version = "default"
+    assert len(generate(engine).response_texts) == 6
+    assert engine._lost == {servers[1].url}
+    before = len(servers[1].paths())
+    assert len(generate(engine).response_texts) == 6
+    assert len(servers[1].paths()) == before
+    sync(engine, model, 2)
+    assert servers[1].paths().count("/init_weight_transfer_engine") == 2
+    assert torch.equal(workers[1].weights["lm_head.weight"], model.lm_head.weight)
+    generate(engine)
+    assert servers[1].paths()[-1] == "/v1/completions"
+    servers[0].weight_version = servers[1].weight_version = "default"
+    with pytest.raises(RunFailure, match="without the weights that were broadcast") as caught:
+        generate(engine)
+    assert "weight_transfer=files" in str(caught.value.fix)
+    engine.close()
+
+
+def test_a_server_that_went_away_and_came_back_whole_is_asked_again(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    engine, model, _ = broadcasting(servers, tmp_path)
+    sync(engine, model, 1)
+    servers[1].trouble = [500]
+    assert len(generate(engine).response_texts) == 6
+    assert engine._lost == set()
+    assert servers[1].paths().count("/v1/completions") == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_without_a_group_weights_are_files_unless_it_is_asked_for(
+    servers: list[Server], tmp_path: Path, is_needed: bool
+) -> None:
+    engine, model, workers = broadcasting(servers, tmp_path, needs_broadcast=is_needed, starts_empty=True)
+    workers[1].refuses = lambda path: path == "/init_weight_transfer_engine"
+    if is_needed:
+        with pytest.raises(RunFailure, match="out of memory, says the worker") as caught:
+            sync(engine, model, 1)
+        assert caught.value.where == servers[1].url
+        with pytest.raises(RunFailure, match="mixture"):
+            generate(engine)
+    else:
+        sync(engine, model, 1)
+        assert set(generate(engine).policy_version.tolist()) == {1}
+        methods = [body.get("method") for path, body in servers[0].asked if path == "/collective_rpc"]
+        assert methods == ["update_config", "reload_weights"]  # its loader reads no files otherwise
+        (note,) = engine.notes
+        assert "as files" in note
+        assert "out of memory, says the worker" in note
+        assert engine.description == "2 vLLM servers, weights by files"
+    engine.close()
+
+
+@pytest.mark.parametrize("moment", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_a_server_that_fails_in_the_middle_leaves_no_mixture(
+    servers: list[Server], tmp_path: Path, moment: str
+) -> None:
+    """The other one waits for its part of a broadcast or has new weights: nothing is sampled from either."""
+    engine, model, workers = broadcasting(servers, tmp_path)
+    sync(engine, model, 1)
+    workers[1].refuses = lambda path: path == moment
+    with pytest.raises(RunFailure, match="out of memory, says the worker"):
+        sync(engine, model, 2)
+    with pytest.raises(RunFailure, match="mixture"):
+        generate(engine)
+    engine.close()
+
+
+def test_weights_that_are_incomplete_end_no_session(servers: list[Server], tmp_path: Path) -> None:
+    engine, model, workers = broadcasting(servers, tmp_path)
+    some = list(model.state_dict().items())
+    with pytest.raises(RunFailure, match="is missing"):
+        engine.sync_weights(PlainWeights(some[1:]), policy_version=1)
+    assert [worker.weights for worker in workers] == [{}, {}]
+    with pytest.raises(RunFailure, match="mixture"):
+        generate(engine)
+    engine.close()
+
+
+def test_chunks_hold_one_dtype_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", 2**20)
+    gathered = torch.zeros(3)
+
+    def weights() -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        for number in range(3):  # in the same memory, as under ZeRO-3
+            yield (f"w{number}",), gathered.fill_(number)
+        yield ("head", "embedding"), torch.ones(2, 2, dtype=torch.bfloat16)
+
+    first, second = weight_broadcast._chunks(weights(), torch.device("cpu"))
+    assert first[0] == ["w0", "w1", "w2"]
+    assert first[1].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (second[0], second[1].dtype, second[2]) == (
+        ["head", "embedding"], torch.bfloat16, [[2, 2], [2, 2]],
+    )  # fmt: skip
+
+
+def test_servers_are_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["rollout.name=vllm", "rollout.mode=server"]
+    for more, is_cuda, backend in (
+        ([], False, ""),
+        ([], True, "nccl"),
+        (["rollout.server.weight_transfer=files"], True, ""),
+        (["rollout.server.weight_transfer=broadcast"], False, "gloo"),
+        (["model.lora_rank=3", "rollout.dtype=bf16"], True, ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_cuda=is_cuda: is_cuda)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        assert replica_settings(load_spec([], [], [*given, *more]).spec).transfer_backend == backend, more
+    arguments = ReplicaSettings(dtype="bfloat16", max_model_len=8, transfer_backend="nccl").arguments("m")
+    assert json.loads(arguments[arguments.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
+    assert arguments[arguments.index("--load-format") + 1] == "dummy"
+    assert "--worker-extension-cls" not in arguments
+
+
+def test_servers_that_run_already_decide_unless_it_is_asked_for() -> None:
+    urls, cpu, cuda = ["http://a:1", "http://b:1"], torch.device("cpu"), torch.device("cuda")
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    assert _can_broadcast(urls, ["nccl", "nccl"], cuda, False) == has_vllm
+    assert _can_broadcast(urls, ["gloo", "gloo"], cpu, True)
+    assert not _can_broadcast(urls, ["nccl", ""], cuda, False)
+    with pytest.raises(EnvironmentFailure, match="takes no weights by broadcast") as caught:
+        _can_broadcast(urls, ["nccl", "ipc"], cuda, True)
+    assert "http://b:1" in str(caught.value.where)
+
+
+def test_a_thread_that_waits_for_a_dead_server_does_not_hold_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = threading.Event()
+    future = weight_broadcast._in_background(never.wait)
+    with pytest.raises(RunFailure, match="it takes too long within 0 s"):
+        weight_broadcast._all_done([future], 0.05, "it takes too long")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "weights"]
+    assert thread.daemon
+    never.set()
+    assert random_model(1) is not None

@@ -45,6 +45,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     _print_correction(loaded.spec, console)
     _print_reward(loaded.spec, console)
     _print_batch(loaded.spec, console)
+    _print_servers(placement, console)
     _print_memory(placement, console)
     if machine or placement.machine.gpus:
         _print_host(placement, console)
@@ -155,6 +156,8 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
     _print_title("Batch", console)
     batch = BatchArithmetic(spec)
     ranks = _count(batch.ranks, "rank")
+    if batch.ranks_per_row > 1:
+        ranks += f" in groups of {batch.ranks_per_row}, which run each row together"
     if batch.micro_batches_per_rank is None:
         micro = f"micro-batches of at most {batch.micro_batch_tokens:,} tokens"
     else:
@@ -177,6 +180,26 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
         lines.append(f"batches in the run: {batch.num_batches:,} ({batch.total_steps:,} optimizer steps)")
     for line in lines:
         _print_indented(Text(line), 2, console)
+
+
+def _print_servers(placement: Placement, console: Console) -> None:
+    """What samples in other processes, and how it gets new weights."""
+    spec = placement.spec
+    if not spec.has_rollout_servers:
+        return
+    _print_title("Rollout servers", console)
+    server = spec.rollout.server
+    where = ", ".join(server.urls) or f"{_count(server.replicas, 'engine')} of this run"
+    console.print(Text(f"  {where}"))
+    if spec.syncs_adapter:
+        words = "the base once, then the adapter, as files"
+    elif placement.broadcasts_weights:
+        words = f"broadcast over {'NCCL' if placement.machine.gpus else 'gloo'}"
+        if server.weight_transfer == "auto":
+            words += "; as files, with a note, where the group for it cannot be formed"
+    else:
+        words = f"files in {server.weights_dir or 'shared memory'}"
+    console.print(Text(f"  new weights: {words}"))
 
 
 def _print_memory(placement: Placement, console: Console) -> None:

@@ -28,6 +28,7 @@ from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
+from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure, UsageError
 from rlctl.spec.memory import REDUCE_BUCKET
@@ -51,6 +52,7 @@ class Settings(TypedDict):
         gradient_checkpointing: run layers again in the backward pass instead of keeping activations.
         offload: what lies in the host's memory, see `_config`.
         more_config: merged into DeepSpeed's configuration.
+        sequence: ranks that run each row together; of a policy.
     """
 
     zero_stage: int
@@ -61,6 +63,7 @@ class Settings(TypedDict):
     gradient_checkpointing: NotRequired[bool]
     offload: NotRequired[Offload]
     more_config: NotRequired[Mapping[str, Any]]
+    sequence: NotRequired[SequenceParallel | None]
 
 
 class _Engine:
@@ -225,8 +228,12 @@ class DeepSpeedEngine(_Engine):
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        how = _may_do(settings)
-        super().__init__(model, lambda placed: PolicyModule(placed, temperature, **how), ranks, **settings)
+        how, sequence = _may_do(settings), settings.get("sequence")
+
+        def wrap(placed: Any) -> PolicyModule:
+            return PolicyModule(placed, temperature, sequence=sequence, **how)
+
+        super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
 
     def policy(

@@ -14,6 +14,7 @@ from rlctl.engine.log_probs import PolicyModule, policy_output
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
     from rlctl.engine.ranks import Ranks
+    from rlctl.engine.sequence_parallel import SequenceParallel
 
 
 class FrozenPolicy:
@@ -29,17 +30,26 @@ class FrozenPolicy:
         zero_stage: 0–3, the actor's.
         dtype: arithmetic of the forward pass.
         temperature: sampling temperature, at which log-probs are taken.
+        sequence: ranks that run each row together; None: each rank runs its own rows.
     """
 
     def __init__(
-        self, model: Any, ranks: Ranks, *, zero_stage: int, dtype: torch.dtype, temperature: float
+        self,
+        model: Any,
+        ranks: Ranks,
+        *,
+        zero_stage: int,
+        dtype: torch.dtype,
+        temperature: float,
+        sequence: SequenceParallel | None = None,
     ) -> None:
         is_sharded = zero_stage == 3
         model.requires_grad_(False).eval()
         with keeping_buffers(model):
             placed = model.to(device=ranks.device, dtype=dtype)
             whole = not is_sharded
-            policy = PolicyModule(placed, temperature, share_prompts=whole, probe=whole).eval()
+            policy = PolicyModule(placed, temperature, share_prompts=whole, probe=whole, sequence=sequence)
+            policy.eval()
             self._policy: Callable[..., tuple[Tensor, ...]] = sharded(policy, dtype) if is_sharded else policy
 
     @torch.no_grad()

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.packing import packed
+from rlctl.engine.sequence_parallel import OwnTokens, SequenceParallel
+from rlctl.errors import RunFailure
 from rlctl.prefix import shared_prefix
 
 
@@ -64,7 +66,8 @@ def scored_states(
     *,
     packs: bool,
     share_prompts: bool,
-) -> Tensor:
+    sequence: SequenceParallel | None = None,
+) -> tuple[Tensor, OwnTokens | None]:
     """(N, H): the states of a body that predict the N scored tokens, in row order.
 
     Args:
@@ -72,15 +75,24 @@ def scored_states(
         input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
         packs: run the rows packed (`engine/packing.py`); `body` must be able to.
         share_prompts: where they are not packed, run a prompt that adjacent rows share once.
+        sequence: cuts packed rows up among ranks; then (M, H), and which of the N they are. The model must be
+            able to run them packed.
+
+    Raises:
+        RunFailure: rows that are to be cut up cannot be packed.
     """
     columns = (input_ids, attention_mask, position_ids)
     if packs and (rows := packed(body, *columns, scored)):
-        states: Tensor = body(**rows.inputs).last_hidden_state
-        return states.flatten(0, 1).index_select(0, rows.states_at)
+        own = sequence.own_tokens(rows) if sequence else None
+        states: Tensor = body(**(own or rows).inputs).last_hidden_state
+        return states.flatten(0, 1).index_select(0, (own or rows).states_at), own
+    if sequence:
+        what = "a row without a prompt, or longer than the window of a layer, cannot be cut up among ranks"
+        raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
     horizon = scored.shape[1]
     inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=share_prompts)
     states = body(**inputs).last_hidden_state[:, -horizon:]
-    return states[scored]
+    return states[scored], None
 
 
 def body_inputs(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlctl.batch import KeptTokens
 from rlctl.engine.inputs import (
     arguments_of,
     body_inputs,
@@ -26,6 +27,7 @@ from rlctl.engine.inputs import (
 )
 from rlctl.engine.packing import can_pack
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.sketch import OuterSketch
 from rlctl.errors import UsageError
 from rlctl.prefix import can_share_prefix
@@ -47,18 +49,29 @@ class PolicyModule(nn.Module):
             is able to.
         probe: find out now what the model is able to; False: in the first pass, because until then its
             weights are cut up among the ranks. Then `share_prompts` must be False.
+        sequence: ranks that run each row together; None: each rank runs its own rows.
 
     Attributes:
         head: runs the output head over scored states.
+
+    Raises:
+        UsageError: ranks cannot run this model's rows together; with `probe` False in the first pass.
     """
 
     def __init__(
-        self, model: Any, temperature: float, *, share_prompts: bool = True, probe: bool = True
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        share_prompts: bool = True,
+        probe: bool = True,
+        sequence: SequenceParallel | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.head = ChunkedHead(model, temperature)
         self.shares_prompts = share_prompts and can_share_prefix(model)
+        self.sequence = sequence
         self._is_probed = False
         self.packs = False
         if probe:
@@ -102,19 +115,30 @@ class PolicyModule(nn.Module):
         body = body_of(self.model)
         columns = (input_ids, attention_mask, position_ids)
         if self.head.is_split:
-            states = scored_states(
-                body, *columns, scored, packs=self.packs, share_prompts=self.shares_prompts
+            states, own = scored_states(
+                body,
+                *columns,
+                scored,
+                packs=self.packs,
+                share_prompts=self.shares_prompts,
+                sequence=self.sequence,
             )
         else:
             inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=self.shares_prompts)
             states = self.model(**inputs, logits_to_keep=horizon).logits[scored]
-        kept = () if kept_counts is None or kept_ids is None else (kept_counts, kept_ids)
-        given = (states, responses[scored], *kept)
+            own = None
+        tokens = responses[scored]
+        kept = None if kept_counts is None or kept_ids is None else KeptTokens(kept_counts[:, None], kept_ids)
+        if own:
+            tokens, kept = tokens[own.scored_at], kept and kept[own.scored_at]
+        given = (states, tokens, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
             what = f"{type(self.model).__name__} does more to its logits than its output head"
             key = "algorithm.rollout_correction.measure_grad_error"
             raise UsageError(what, where=key, fix="set it to false")
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
+        if own and self.sequence:
+            figures = self.sequence.of_all(figures, own, int(scored.sum()))
         chosen, entropy, *squared = figures[: 3 if sum_pi_squared else 2]
         found = (chosen, entropy if entropy_grad else entropy.detach(), *(part.detach() for part in squared))
         empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
@@ -131,6 +155,11 @@ class PolicyModule(nn.Module):
                 "which takes more memory",
                 type(self.model).__name__,
             )
+        if self.sequence:
+            if not self.packs:
+                what = f"{type(self.model).__name__} does not run packed rows, so ranks cannot share them"
+                raise UsageError(what, where="engine.sequence_parallel", fix="set it to 1")
+            self.sequence.install(self.model)
 
 
 class ChunkedHead(nn.Module):

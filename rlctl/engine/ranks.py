@@ -40,21 +40,23 @@ class Ranks:
         rank: 0-based, over all machines; rank 0 writes files and shows progress.
         world_size: number of ranks.
         device: the device this rank computes on.
+        group: torch's process group, where these are only some of the run's ranks.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes files and shows progress."""
-        return self.rank == 0
+        return self.rank == 0 and self.group is None
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     @overload
     def to_host(self, record: MetricSums[Tensor]) -> ReducedSums: ...
@@ -66,9 +68,9 @@ class Ranks:
         """Merge sums over all ranks and bring them to the host: two collectives, one transfer."""
         sums, maxima = record.as_vectors()
         if self.world_size > 1:
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
             if len(maxima):
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
         return record.to_host((sums, maxima))
 
     def max(self, value: float) -> float:
@@ -76,14 +78,14 @@ class Ranks:
         if self.world_size == 1:
             return value
         at: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(at, op=dist.ReduceOp.MAX)
+        dist.all_reduce(at, op=dist.ReduceOp.MAX, group=self.group)
         return at.item()
 
     def first(self, text: str) -> str:
         """The first rank's text that is not empty; "" if all are."""
         texts = [text] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(texts, text)
+            dist.all_gather_object(texts, text, group=self.group)
         return next(filter(None, texts), "")
 
     def gather(self, values: list[_Value]) -> list[_Value]:
@@ -102,17 +104,17 @@ class Ranks:
         sizes = torch.zeros(self.world_size, device=self.device).index_fill_(
             0, torch.tensor(self.rank, device=self.device), float(len(values))
         )
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=self.group)
         padded = torch.nn.functional.pad(values, (0, longest - len(values)))
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[: int(size)] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
         """Every rank's values, rank by rank, on every rank."""
         parts: list[list[_Value]] = [values] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(parts, values)
+            dist.all_gather_object(parts, values, group=self.group)
         return [value for part in parts for value in part]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -120,7 +122,7 @@ class Ranks:
         if self.world_size == 1:
             return values
         at: Tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(at, op=dist.ReduceOp.SUM)
+        dist.all_reduce(at, op=dist.ReduceOp.SUM, group=self.group)
         summed: list[float] = at.tolist()
         return summed
 

@@ -71,7 +71,7 @@ class ValueModule(nn.Module):
         """
         if self.packs is None:
             self.packs = can_pack(self.body)
-        states = scored_states(
+        states, _ = scored_states(
             self.body,
             input_ids,
             attention_mask,

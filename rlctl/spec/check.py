@@ -104,6 +104,27 @@ def frequencies_are_possible(spec: RunSpec) -> Problems:
             yield error(f"trainer.{name}", "0 is neither never (-1) nor a number of steps", "-1, or 1 and up")
 
 
+@reads(
+    "engine.sequence_parallel",
+    "trainer.n_gpus_per_node",
+    "algorithm.adv_estimator",
+    "model.attn_implementation",
+)
+def rows_can_be_shared(spec: RunSpec) -> Problems:
+    """Ranks that run rows together are of one node, and run only the policy and the reference so."""
+    size, key = spec.engine.sequence_parallel, "engine.sequence_parallel"
+    if size == 1:
+        return
+    if spec.trainer.n_gpus_per_node % size:
+        what = f"{spec.trainer.n_gpus_per_node} ranks of a node cannot form groups of {size}"
+        yield error(key, what, "use a divisor of trainer.n_gpus_per_node")
+    if spec.trains_critic:
+        yield error(key, "a critic runs whole rows only", "use an estimator without a critic, or 1")
+    if spec.model.attn_implementation == "eager":
+        what = "eager attention does not work on parts of a sequence"
+        yield error("model.attn_implementation", what, f"write sdpa or flash_attention_2, or set {key}: 1")
+
+
 @reads(*BATCH_KEYS, "trainer.n_gpus_per_node", "trainer.nnodes")
 def batch_divides(spec: RunSpec) -> Problems:
     """A batch is cut into equal mini-batches, and each mini-batch equally over all ranks."""

@@ -304,14 +304,15 @@ class _Estimate:
         parts = self._layers_pass(spec.model, shape, (micro, budget), ("head", "layers"))
         if shape is None:
             return [*parts, _unknown("logits and their gradient", ("head",))]
-        tokens = budget or micro * self.length
+        shared = spec.engine.sequence_parallel
+        tokens = -(-(budget or micro * self.length) // shared)
         responses = budget or micro * spec.data.max_response_length  # of a budget at worst all
         # The last norm keeps its input, scaled input and output (see `_norms`); the head reads the states.
         after = {"hidden": 4 + 4 * width}
         num_bytes = tokens * self._layer(spec.model, shape).total(after)
         words = f"{tokens} tokens × {_listed(after)} bytes"
         parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
-        most = logits_at_once(self.gpu_bytes)
+        responses, most = -(-responses // shared), logits_at_once(self.gpu_bytes)
         logits = min(responses * shape.vocab, most) * LOGIT_BYTES
         words = f"{responses} response tokens × vocabulary (at most {most:,}) × {LOGIT_BYTES} bytes"
         parts.append(MemoryPart("logits and their gradient", logits, words, ("head",)))
@@ -353,6 +354,9 @@ class _Estimate:
         words = f"{budget} tokens" if budget else f"{micro} sequences × {self.length} tokens"
         layer = self._layer(model, shape)
         kept, back = layer.kept(), layer.backward()
+        if (shared := self.spec.engine.sequence_parallel) > 1:
+            tokens, words = -(-tokens // shared), f"{words} ÷ {shared} ranks"
+            kept |= {"length": shared * kept["length"]} if "length" in kept else {}  # each has the whole mask
         if model.enable_gradient_checkpointing:  # only the layer's input is kept; the rest is computed again
             kept, back = {"hidden": self.width}, _added(kept, back)
         words = f"{words} × layers × ({_listed(kept)}) bytes"

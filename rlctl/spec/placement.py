@@ -150,7 +150,7 @@ class Placement:
             words = f"{ranks} engines × parameters × {self.sampling_width} bytes, rounded up to powers of two"
             copy = ranks * self._pinned_copy(self.sampling_width)
             yield HostPart("sleeping vLLM's weights", copy, words, _TRAINING, is_pinned=True)
-        if spec.has_rollout_servers and spec.rollout.server.weights_dir is None:
+        if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
             words = f"{versions} versions × parameters × {self.width} bytes"
             yield HostPart("weights for the servers", versions * whole, words, is_shared=True)
@@ -198,6 +198,16 @@ class Placement:
         return 2.0 * max(embeddings, (parameters - embeddings) / shape.layers) * self.width
 
     @property
+    def writes_weights(self) -> bool:
+        """Whether servers get new weights as files."""
+        return self.spec.has_rollout_servers and not self.broadcasts_weights
+
+    @property
+    def broadcasts_weights(self) -> bool:
+        """Whether servers get new weights by broadcast."""
+        return self.spec.broadcasts_weights(on_gpus=self.machine.gpus > 0)
+
+    @property
     def _sleeps(self) -> bool:
         rollout = self.spec.rollout
         colocated = not self.spec.has_rollout_servers
@@ -237,7 +247,8 @@ class Placement:
         copies = 0.0 if spec.drops_weights_asleep or not self._sleeps else 2 * sampling
         base = whole if spec.engine.offload_base else 0.0
         offload = 6.0 / self.width * shard if spec.engine.offload != "none" else 0.0
-        files = whole if spec.has_rollout_servers else 0.0
+        files = whole if self.writes_weights else 0.0
+        sent = whole if self.broadcasts_weights else 0.0
         host, shared = self.host_peak, self.shared_peak()
         pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
 
@@ -262,7 +273,12 @@ class Placement:
                 "sync",
                 self.gpu_peak("generation"),
                 _SAVING,
-                {crossing: whole if is_sharded else 0.0, "host to GPU": copies / 2, "files": files},
+                {
+                    crossing: whole if is_sharded else 0.0,
+                    "host to GPU": copies / 2,
+                    "broadcast to servers": sent,
+                    "files": files,
+                },
             ),
         ]
 
@@ -278,7 +294,8 @@ class Placement:
     def _tokens_per_pass(self) -> float:
         actor, data = self.spec.actor, self.spec.data
         length = data.max_prompt_length + data.max_response_length
-        return actor.ppo_max_token_len_per_gpu or actor.ppo_micro_batch_size_per_gpu * length
+        tokens = actor.ppo_max_token_len_per_gpu or actor.ppo_micro_batch_size_per_gpu * length
+        return tokens / self.spec.engine.sequence_parallel
 
     def seconds(self) -> dict[str, float]:
         """Phase → seconds of one step; empty where the model's dimensions are not known."""
@@ -314,7 +331,9 @@ class Placement:
         ) + 2 * sampling / machine.gpu_bandwidth
         if spec.syncs_adapter:
             sync = trained * self.width / machine.gpu_bandwidth
-        elif spec.has_rollout_servers:
+        elif self.broadcasts_weights:
+            sync += whole / machine.link
+        elif self.writes_weights:
             sync += 2 * whole / _FILES
         if self._sleeps and not spec.drops_weights_asleep and machine.gpus:
             sync += 2 * sampling / machine.bus
@@ -393,7 +412,7 @@ class Placement:
             yield Problem("error", "engine.offload", what, "use more nodes or ranks, or offload less")
         if shared > machine.shm_bytes:
             what = f"/dev/shm must hold {_gib(shared)}, {where} has {_gib(machine.shm_bytes)}"
-            holds_weights = spec.has_rollout_servers and spec.rollout.server.weights_dir is None
+            holds_weights = self.writes_weights and spec.rollout.server.weights_dir is None
             fix = "docker run --shm-size (or --ipc=host); or rollout.server.weights_dir on a disk"
             yield Problem("error" if holds_weights else "warning", "rollout.server.weights_dir", what, fix)
 

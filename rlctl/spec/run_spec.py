@@ -88,6 +88,17 @@ class RunSpec(Section):
         """Whether rollout engines run in separate processes."""
         return self.rollout.mode == "server" and "server" in self.rollout_engine.modes
 
+    def broadcasts_weights(self, *, on_gpus: bool) -> bool:
+        """Whether servers are to get new weights by broadcast; an adapter always is a file."""
+        transfer = self.rollout.server.weight_transfer
+        is_chosen = transfer == "broadcast" or (transfer == "auto" and on_gpus)
+        return is_chosen and self.has_rollout_servers and not self.syncs_adapter
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that run different rows; without sequence parallelism every rank does."""
+        return self.world_size // self.engine.sequence_parallel
+
     @property
     def world_size(self) -> int:
         """Ranks over all machines."""

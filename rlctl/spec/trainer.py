@@ -29,6 +29,9 @@ class EngineSpec(Section):
     offload_base: bool = False
     """Under LoRA the frozen weights lie in host memory while a colocated vLLM samples: only one of the two
     copies is on the GPU at a time."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks that run each row together, every one a part of its tokens (DeepSpeed-Ulysses): activations of a
+    long row are cut up. Must divide the ranks of a node, and the model's attention and key heads."""
     deepspeed: Annotated[OpenMapping, BeforeValidator(json_file)] = Field(default={})
     """Merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file with one."""
 

@@ -29,6 +29,7 @@ from rlctl.train.saving import Saver
 from rlctl.train.schedule import actor_schedule, critic_schedule, critic_updates_per_step, is_due
 from rlctl.train.score_batch import score_batch, with_advantages
 from rlctl.train.settings import CriticSettings, UpdateSettings
+from rlctl.train.shared_rows import shared_rewards, shared_rollouts
 from rlctl.train.sync import sync_weights
 from rlctl.train.timing import StepTimer
 from rlctl.train.update import update
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Train from `run.start_step` to `run.total_steps`, or until asked to stop."""
-    spec, ranks, algorithm, of_critic = run.spec, run.ranks, run.spec.algorithm, CriticSettings.of(run.spec)
+    spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
+    ranks = run.data_ranks or run.ranks
     guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
@@ -57,7 +59,7 @@ def train(run: Run) -> None:
         hold = step <= spec.trainer.critic_warmup
         metrics: dict[str, float] = {}
         with timer("step"):
-            rollouts, rewards, baseline = sample_and_grade(run, step, timer, metrics)
+            rollouts, rewards, baseline = shared(run, *sample_and_grade(run, step, timer, metrics))
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
@@ -93,7 +95,7 @@ def train(run: Run) -> None:
         if is_due(step, spec.trainer.test_freq) or (spec.trainer.test_freq > 0 and step == run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)
-        metrics |= performance(metrics, timer, ranks) | saving.metrics()
+        metrics |= performance(metrics, timer, run.ranks) | saving.metrics()
         metrics |= guardrails.observe(
             step,
             metrics,
@@ -131,6 +133,16 @@ def sample_and_grade(
         return rollouts, run.reward.score(rollouts), baseline
 
 
+def shared(
+    run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None
+) -> tuple[Rollouts, RewardResult, RewardResult | None]:
+    """Those of all ranks that run each row together: from here on these have the same rows."""
+    sequence, minis = run.sequence, run.spec.data.train_batch_size // run.spec.ppo_mini_batch_size
+    if baseline is not None:
+        baseline = shared_rewards(sequence, baseline, minis)
+    return shared_rollouts(sequence, rollouts, minis), shared_rewards(sequence, rewards, minis), baseline
+
+
 def describe_batch(
     run: Run, scored: ScoredBatch, batch: TrainBatch, rewards: RewardResult, baseline: RewardResult | None
 ) -> dict[str, float]:
@@ -139,7 +151,7 @@ def describe_batch(
     Raises:
         RunFailure: too much of it could not be graded.
     """
-    ranks, spec = run.ranks, run.spec
+    ranks, spec = run.data_ranks or run.ranks, run.spec
     reduced = ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
     metrics = batch_metrics(reduced, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = rewards.errors + (baseline.errors if baseline else [])

@@ -22,6 +22,7 @@ from rlctl.engine.lora import BasePolicy, ParkedBase, add_lora
 from rlctl.engine.model import load_beside, load_policy
 from rlctl.engine.protocol import ReferencePolicy
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.errors import UsageError
 from rlctl.rollout.assemble import end_ids, unknown_end
 from rlctl.rollout.engine_lock import EngineLock, LockedRollout
@@ -39,6 +40,7 @@ class Models:
     Attributes:
         rollout: the trainer's view of the engine.
         base: the policy as it is without its adapters; None without LoRA.
+        sequence, data_ranks: see `share_rows`.
         sampling_ahead: the same engine for the thread that samples while the trainer trains.
         notes: warnings for the user.
     """
@@ -50,6 +52,8 @@ class Models:
     base: BasePolicy | None
     ref: ReferencePolicy | None
     critic: DeepSpeedCritic | None
+    sequence: SequenceParallel | None
+    data_ranks: Ranks
     notes: list[str]
 
 
@@ -93,6 +97,7 @@ def build_models(
     if partition and engine_copies:
         del model
         model, _ = load(partition=partition)
+    sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
     beside = partial(_beside, spec, model_path, tokenizer)
     ref: ReferencePolicy | None = None
     # Under LoRA the base below the adapters is the policy as it started: no second copy is needed.
@@ -107,6 +112,7 @@ def build_models(
             zero_stage=spec.engine.zero_stage,
             dtype=dtype,
             temperature=spec.rollout.temperature,
+            sequence=sequence,
         )
     critic = None
     if spec.trains_critic:
@@ -120,7 +126,9 @@ def build_models(
             alpha=spec.model.lora_alpha,
             target_modules=spec.model.target_modules,
         )
-    actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **_training(spec, spec.actor))
+    training = _training(spec, spec.actor)
+    training["sequence"] = sequence
+    actor = DeepSpeedEngine(model, ranks, temperature=spec.rollout.temperature, **training)
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
     if spec.needs_reference and ref is None:
         ref = base
@@ -129,7 +137,7 @@ def build_models(
     trainers = LockedRollout(rollout, lock, first=True, parked=parked)
     ahead = LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, critic, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
 
 
 def _endless(tokenizer: Any, ends: list[int]) -> list[str]:

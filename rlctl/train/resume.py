@@ -23,6 +23,7 @@ _SAFE = frozenset(
         "actor.ppo_max_token_len_per_gpu",
         "critic.ppo_micro_batch_size_per_gpu",
         "critic.ppo_max_token_len_per_gpu",
+        "engine.sequence_parallel",
         "model.enable_gradient_checkpointing",
         "reward.model.batch_size",
         "reward.max_error_fraction",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rlctl.data.prompts import PromptDataset
     from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
     from rlctl.engine.ranks import Ranks
+    from rlctl.engine.sequence_parallel import SequenceParallel
     from rlctl.reward.protocol import Reward
     from rlctl.rollout.engine_lock import LockedRollout
     from rlctl.spec.run_spec import RunSpec
@@ -50,4 +51,6 @@ class Run:
     policy_version: int = 0  # optimizer updates so far
     stopped_because: str = ""  # the guardrails' reason to end it early
     history: list[dict[str, float]] = field(default_factory=list)
+    sequence: SequenceParallel | None = None  # the ranks that run each row together with this one
+    data_ranks: Ranks | None = None  # sums over them count each row once; None: `ranks`
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)

@@ -54,7 +54,7 @@ class UpdateSettings:
             agg_mode=actor.loss_agg_mode,
             horizon=spec.data.max_response_length,
             ppo_epochs=actor.ppo_epochs,
-            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.world_size,
+            mini_rows=spec.ppo_mini_batch_size * spec.rollout.n // spec.data_ranks,
             micro_rows=actor.ppo_micro_batch_size_per_gpu,
             max_nonfinite_fraction=correction.max_nonfinite_fraction,
             entropy_coeff=actor.entropy_coeff,

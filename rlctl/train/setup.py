@@ -61,8 +61,6 @@ def build(
     models = build_models(spec, model_path, ranks, run_dir, stack)
     tokenizer = models.tokenizer
     startup.phase("reading the prompts")
-    if ranks.is_main:
-        note_in_environment(run_dir, rollout_engine=models.rollout.description)
     train_prompts = _prompts(train_files, tokenizer, spec)
     val_prompts = _prompts(val_files, tokenizer, spec) if val_files else None
     _check_data(
@@ -77,6 +75,8 @@ def build(
         restored = Restored(0, 0, None, [], draws)
         if not spec.rollout_engine.starts_with_policy:
             models.rollout.sync_weights(models.actor, policy_version=0)
+    if ranks.is_main:
+        note_in_environment(run_dir, rollout_engine=models.rollout.description)
 
     writes_rollouts = ranks.is_main and spec.trainer.rollouts_per_step != 0
     exact, per_step = spec.rollout.exact_sampling, spec.trainer.rollouts_per_step
@@ -91,7 +91,7 @@ def build(
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
-    for note in [*restored.notes, *_dropped(train_prompts, spec), *models.notes]:
+    for note in [*restored.notes, *_dropped(train_prompts, spec), *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(
         spec=spec,
@@ -106,6 +106,8 @@ def build(
         base=models.base,
         ref=models.ref,
         critic=models.critic,
+        sequence=models.sequence,
+        data_ranks=models.data_ranks,
         stream=stream,
         tracker=tracker,
         rollout_writer=writer,

@@ -10,6 +10,7 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.schedule import is_due
+from rlctl.train.shared_rows import shared_rollouts
 from rlctl.train.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     )
     if run.rollout.takes_turns:
         run.rollout.release(weights_follow=False)
+    rollouts = shared_rollouts(run.sequence, rollouts, 1)
     with torch.no_grad():
         gap = _gap(ranks, rollouts, run.actor.policy(rollouts.inputs).log_probs)
     if run.base and run.spec.syncs_adapter:

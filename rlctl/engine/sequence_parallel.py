@@ -1,0 +1,186 @@
+"""Long rows, cut up among ranks (DeepSpeed-Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
+
+The ranks of a group have the same rows. Each runs all layers over its part of a packed row's tokens. Around
+attention an all-to-all gives it all tokens of some heads, and then its tokens of all heads again.
+
+    rank 0  tokens 0 … w−1    all heads  ⇄  all tokens, heads 0 … h/2 − 1
+    rank 1  tokens w … 2w−1   all heads  ⇄  all tokens, heads h/2 … h − 1
+
+DeepSpeed's own attention layers take no mask, which packed rows need; its engine is used as it is. Each rank
+computes the loss of all rows: the gradient of what it computed itself is its part, and parts are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from rlctl.engine.packing import PackedRows
+from rlctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlctl.engine.ranks import Ranks
+
+_KEY = "engine.sequence_parallel"
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """This rank's part of packed rows.
+
+    Attributes:
+        inputs: keyword arguments of the body.
+        states_at: (M,) int64, places in the flattened states of the scored tokens whose states are here.
+        scored_at: (M,) int64, places of these tokens among all N scored ones.
+    """
+
+    inputs: dict[str, Any]
+    states_at: Tensor
+    scored_at: Tensor
+
+
+class SequenceParallel:
+    """A group of ranks that share rows.
+
+    Args:
+        group: torch's process group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def install(self, model: Any) -> None:
+        """Have the model's attention exchange tokens for heads.
+
+        Raises:
+            UsageError: its heads cannot be shared evenly, or its attention is no kernel that takes part.
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+        if any(number % self.size for number in heads):
+            what = f"{heads[0]} attention heads and {heads[1]} of keys cannot be shared by {self.size} ranks"
+            raise UsageError(what, where=_KEY, fix="use a number that divides both")
+        kernel = str(config._attn_implementation)
+        if kernel != "sdpa" and not kernel.startswith("flash"):
+            what = f"attention {kernel} does not work on parts of a sequence"
+            raise UsageError(
+                what, where=_KEY, fix="set model.attn_implementation to sdpa or flash_attention_2"
+            )
+        attend, name = ALL_ATTENTION_FUNCTIONS[kernel], f"{kernel}_sequence_parallel"
+
+        def exchange_and_attend(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        ) -> tuple[Tensor, None]:
+            """(R, heads, w, D) of this rank's tokens → (R, w, heads, D)."""
+            positions = options.pop("all_position_ids", None)
+            if positions is not None:
+                options["position_ids"] = positions
+            of_heads = (self._all_to_all(states, 1, 2) for states in (query, key, value))
+            attended, _ = attend(module, *of_heads, mask, **options)
+            return self._all_to_all(attended, 1, 2), None
+
+        AttentionInterface.register(name, exchange_and_attend)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+        for part in (model.config, config):
+            part._attn_implementation = name
+
+    def exchange(self, value: _Value) -> list[_Value]:
+        """Every rank's value, rank by rank."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def own_tokens(self, rows: PackedRows) -> OwnTokens:
+        """Cut packed rows up; all ranks of the group call it with the same ones."""
+        inputs, width = rows.inputs, rows.inputs["input_ids"].shape[1]
+        more = -width % self.size
+        share = (width + more) // self.size
+        ids = functional.pad(inputs["input_ids"], (0, more))
+        # Positions that begin anew: of a sequence of padding for kernels that go by them.
+        padding = torch.arange(more, device=ids.device).expand(len(ids), more)
+        positions = torch.cat([inputs["position_ids"], padding], 1)
+        mask = inputs["attention_mask"]
+        if mask is not None and more:
+            mask = functional.pad(mask, (0, more, 0, more))
+            diagonal = torch.arange(width, width + more, device=ids.device)
+            mask[..., diagonal, diagonal] = True  # a token that reads nothing would be NaN
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        row, column = rows.states_at // width, rows.states_at % width
+        scored_at = ((column >= mine.start) & (column < mine.stop)).nonzero().squeeze(1)
+        states_at = row[scored_at] * share + column[scored_at] - mine.start
+        given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
+        own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
+        return OwnTokens(own, states_at, scored_at)
+
+    def of_all(self, values: Tensor, own: OwnTokens, count: int) -> Tensor:
+        """(F, N) of all scored tokens, from (F, M) of every rank's own; the gradient goes to the own ones."""
+        placed = values.new_zeros(len(values), count).index_copy(1, own.scored_at, values)
+        together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
+        return together
+
+    def _all_to_all(self, states: Tensor, scatter: int, gather: int) -> Tensor:
+        """Give away parts along one dimension, get parts along another."""
+        found: Tensor = _AllToAll.apply(states, scatter, gather, self._group)  # type: ignore[no-untyped-call]
+        return found
+
+
+def share_rows(ranks: Ranks, size: int) -> tuple[SequenceParallel | None, Ranks]:
+    """Form groups of `size` ranks that run each row together (all ranks call it).
+
+    Returns:
+        This rank's group, None for a size of 1; and the ranks over which sums are taken such that each row
+        counts once: one of every group.
+    """
+    if size == 1:
+        return None, ranks
+    groups = [list(range(first, first + size)) for first in range(0, ranks.world_size, size)]
+    counting = [list(range(place, ranks.world_size, size)) for place in range(size)]
+    own, ours = (
+        {rank: group for ranks_of in sets for group in [dist.new_group(ranks_of)] for rank in ranks_of}
+        for sets in (groups, counting)
+    )
+    data = replace(ranks, rank=ranks.rank // size, world_size=len(groups), group=ours[ranks.rank])
+    return SequenceParallel(own[ranks.rank]), data
+
+
+def _exchanged(states: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
+    parts = torch.stack(states.chunk(dist.get_world_size(group), scatter)).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), gather)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
+        ctx.way = gather, scatter, group
+        return _exchanged(states, scatter, gather, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _exchanged(grads[0], *ctx.way), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Every rank's values added up; each rank has the whole loss, so a gradient goes back as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None

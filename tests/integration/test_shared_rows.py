@@ -1,0 +1,24 @@
+"""A run in which two ranks run each row together learns what one learns in which each runs its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+pytestmark = pytest.mark.usefixtures("embedded")
+STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
+#: A reference model, π_old of a pass of its own, and a penalty in the reward.
+POLICIES = ("algorithm.rollout_correction.bypass_mode=false", "algorithm.use_kl_in_reward=true")
+
+
+def test_two_ranks_run_each_row_together(tmp_path: Path) -> None:
+    apart = runs.train_on_ranks(tmp_path / "apart", 2, *STEPS, *POLICIES)
+    together = runs.train_on_ranks(tmp_path / "together", 2, *STEPS, *POLICIES, "engine.sequence_parallel=2")
+    for theirs, ours in zip(runs.metrics(apart), runs.metrics(together), strict=True):
+        for name in theirs.keys() | ours.keys():
+            if not name.startswith(("timing_s/", "perf/")):
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
+        assert ours["perf/total_num_tokens"] == theirs["perf/total_num_tokens"]

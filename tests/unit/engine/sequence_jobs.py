@@ -1,0 +1,73 @@
+"""Updates with rows that ranks run together, in processes of their own."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlctl.engine.deepspeed import DeepSpeedEngine
+from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.ranks import Ranks
+from rlctl.engine.sequence_parallel import share_rows
+from rlctl.errors import UsageError
+from rlctl.train.update import update
+from tests.models import tiny_model
+from tests.unit.train.updates import CASES, ROWS, batch_of, select, settings_of
+
+
+def a_model(attention: str = "sdpa"):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, vocab_size=23,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1, attn_implementation=attention,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def trained(ranks: Ranks, size: int, name: str, stage: int, recompute: bool, micro: int) -> dict[str, object]:
+    """Weights, metrics and log-probs of the updates on one batch, and the most tokens a layer ran at once."""
+    sequence, data = share_rows(ranks, size)
+    case, model, widths = CASES[name], a_model(), []
+    model.model.layers[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    frozen = FrozenPolicy(
+        a_model(), ranks, zero_stage=stage, dtype=torch.float32, temperature=1.0, sequence=sequence
+    )
+    actor = DeepSpeedEngine(
+        model, ranks, zero_stage=stage, dtype=torch.float32, temperature=1.0, weight_decay=0.1,
+        betas=(0.9, 0.95), grad_clip=1.0, gradient_checkpointing=recompute, sequence=sequence,
+    )  # fmt: skip
+    share = case.mini_rows // data.world_size
+    starts = range(0, ROWS, case.mini_rows)
+    mine = [start + data.rank * share + row for start in starts for row in range(share)]
+    batch = select(batch_of(a_model()), mine)
+    with torch.no_grad():
+        before = actor.policy(batch.inputs, sum_pi_squared=True)
+    assert torch.equal(frozen.log_probs(batch.inputs), before.log_probs)
+    settings = settings_of(
+        case.correction, **case.options, epochs=case.epochs, mini_rows=share, micro_rows=micro
+    )
+    outcome = update(batch, actor, data, settings, lambda _: 1e-2, 0)
+    return {
+        "weights": {name: value.detach().clone() for name, value in actor.weights()},
+        "metrics": outcome.metrics,
+        "answers": [(values * batch.response_mask).sum() for values in vars_of(before)],
+        "dumped": outcome.training_log_probs,
+        "widest": max(widths),
+    }
+
+
+def vars_of(output):
+    return output.log_probs, output.entropy, output.sum_pi_squared
+
+
+def refusals(ranks: Ranks):
+    """What each model that cannot be shared is refused with."""
+    sequence, _ = share_rows(ranks, 2)
+    found = []
+    for model in (tiny_model(), a_model("eager")):
+        try:
+            sequence.install(model)
+        except UsageError as error:
+            found.append(error.what)
+    return found

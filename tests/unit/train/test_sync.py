@@ -55,6 +55,7 @@ def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, Pl
         rollout=LockedRollout(engine, EngineLock(), first=True),
         actor=SimpleNamespace(policy=lambda batch: SimpleNamespace(log_probs=policy.log_probs(batch))),
         base=frozen(random_model(1)),
+        sequence=None,
     )
     weights = [(weight.name, weight.value()) for weight in plain_weights(model)]
     return run, PlainWeights(weights)

@@ -189,7 +189,15 @@ def _print_servers(placement: Placement, console: Console) -> None:
         return
     _print_title("Rollout servers", console)
     server = spec.rollout.server
-    where = ", ".join(server.urls) or f"{_count(server.replicas, 'engine')} of this run"
+    engines = _count(server.replicas, "engine")
+    if server.urls:
+        where = ", ".join(server.urls)
+    elif server.is_placed_by_ray:
+        where = f"{engines}, wherever the Ray cluster has room"
+    elif spec.trainer.nnodes > 1:
+        where = f"{engines} on {'each' if placement.broadcasts_weights else 'the first'} node of the run"
+    else:
+        where = f"{engines} on this machine"
     console.print(Text(f"  {where}"))
     if spec.syncs_adapter:
         words = "the base once, then the adapter, as files"

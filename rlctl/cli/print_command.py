@@ -55,8 +55,11 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     train = f"{_MODULE} {shlex.join(['train', *arguments])}"
     shape = f"--nnodes {nodes} --nproc-per-node {gpus}"
     torchrun = [f"torchrun {shape} --node-rank {node} {_ADDRESS} -m {train}" for node in range(nodes)]
+    servers = spec.rollout.server
+    is_beside = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
+    taken = gpus + is_beside * servers.replicas * spec.rollout.tensor_model_parallel_size
     slurm = (
-        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {gpus} --kill-on-bad-exit torchrun "
+        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {taken} --kill-on-bad-exit torchrun "
         f'{shape} --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:{_PORT}" -m {train}'
     )
     return [

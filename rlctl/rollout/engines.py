@@ -9,6 +9,7 @@ reads names and capabilities; what an engine needs is imported when it is made.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlctl.rollout.protocol import RolloutEngine
+    from rlctl.rollout.ray_servers import RayHost
     from rlctl.rollout.replicas import ReplicaSettings
     from rlctl.spec.run_spec import RunSpec
 
@@ -165,24 +167,31 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
     server = spec.rollout.server
     broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
     needs_broadcast = server.weight_transfer == "broadcast"
+    by_ray, is_main = server.is_placed_by_ray, context.rank == 0
+    # Every node's first rank starts servers there; other nodes see no files of this one.
+    on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
+    node, local_rank = divmod(context.rank, spec.trainer.n_gpus_per_node)
     published = adapters = replicas = broadcast = None
-    if context.rank == 0:
-        if server.urls:
-            rank = spec.model.lora_rank * spec.syncs_adapter
-            backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
-            broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
-        elif importlib.util.find_spec("vllm") is None:
-            raise vllm_missing(ModuleNotFoundError(name="vllm"))
-        directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
+    directory = Path(server.weights_dir).expanduser() if server.weights_dir else None
+    held = contextlib.ExitStack()
+    if is_main and server.urls:
+        rank = spec.model.lora_rank * spec.syncs_adapter
+        backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
+        broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, needs_broadcast)
+    if local_rank == 0 and node < on_nodes:
         published = PublishedWeights(model, tokenizer, directory)
-        if spec.syncs_adapter:
-            adapters = VersionedDir(directory)
         if not server.urls:
-            settings = replica_settings(spec)
-            replicas = Replicas(server.replicas, settings, published.latest, context.run_dir / ENGINE_LOGS)
-    urls = server.urls or context.agree(" ".join(replicas.urls) if replicas else "").split()
-    urls = [url.rstrip("/") for url in urls]
-    if published and broadcasts:
+            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
+            if importlib.util.find_spec("vllm") is None and not by_ray:
+                raise vllm_missing(ModuleNotFoundError(name="vllm"))
+            logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
+            replicas = Replicas(server.replicas, replica_settings(spec), published.latest, logs, hosts)
+    if is_main and spec.syncs_adapter:
+        adapters = VersionedDir(directory)
+    urls = [url.rstrip("/") for url in server.urls]
+    for each in range(0 if urls else on_nodes):
+        urls += context.agree(" ".join(replicas.urls) if replicas and each == node else "").split()
+    if is_main and published and broadcasts:
         broadcast = WeightBroadcast(urls, published.expected, context.device)
     return VLLMServerRollout(
         urls,
@@ -200,7 +209,30 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
         broadcast=broadcast,
         needs_broadcast=needs_broadcast,
         starts_empty=broadcasts and not server.urls,
+        held=held,
     )
+
+
+def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextManager[list[RayHost]]:
+    """Places for servers in a Ray cluster.
+
+    Raises:
+        UsageError: its other machines would not see new weights.
+    """
+    import torch
+
+    from rlctl.rollout.ray_servers import ray_hosts
+
+    server, on_gpus = spec.rollout.server, torch.cuda.is_available()
+    if not (broadcasts or server.weights_dir):
+        raise UsageError(
+            "servers on other machines do not see weights in the shared memory of this machine",
+            where="rollout.server.placement: ray",
+            fix="set rollout.server.weight_transfer: broadcast, or rollout.server.weights_dir, which all see",
+        )
+    gpus = spec.rollout.tensor_model_parallel_size if on_gpus else 0
+    of_trainer = spec.trainer.n_gpus_per_node if on_gpus else 0
+    return ray_hosts(server.replicas, gpus, of_trainer, server.start_timeout)
 
 
 def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, is_needed: bool) -> bool:
@@ -243,7 +275,8 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
     rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
     on_gpus = torch.cuda.is_available()
     backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
-    theirs = rollout.server.replicas * rollout.tensor_model_parallel_size
+    here = 0 if rollout.server.is_placed_by_ray else rollout.server.replicas
+    theirs = here * rollout.tensor_model_parallel_size
     if on_gpus and trainers + theirs > (visible := torch.cuda.device_count()):
         raise UsageError(
             f"the trainer takes {trainers} GPUs and the servers {theirs}, {visible} can be seen here",
@@ -279,7 +312,13 @@ def _engine_kwargs(spec: RunSpec) -> dict[str, Any]:
 
 def _address(spec: RunSpec) -> str:
     """Where servers of this node listen: on this machine alone, or where ranks of other nodes reach it."""
-    return os.environ.get("MASTER_ADDR", LOOPBACK) if spec.trainer.nnodes > 1 else LOOPBACK
+    from rlctl.rollout.weight_broadcast import own_address
+
+    main = os.environ.get("MASTER_ADDR", LOOPBACK)
+    if spec.trainer.nnodes == 1:
+        return LOOPBACK
+    is_first = int(os.environ.get("RANK", "0")) < spec.trainer.n_gpus_per_node
+    return main if is_first else own_address([f"http://{main}"])
 
 
 def _max_lora_rank(spec: RunSpec) -> int:

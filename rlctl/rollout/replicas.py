@@ -1,6 +1,7 @@
-"""vLLM servers of this machine: started, watched, restarted when they end unexpectedly, and stopped.
+"""vLLM servers of a run: started, watched, restarted when they end unexpectedly, and stopped.
 
-`vllm serve` itself runs in each process; nothing of it is imported here.
+On this machine, or where Ray places them. `vllm serve` itself runs in each process; nothing of it is imported
+here.
 """
 
 from __future__ import annotations
@@ -8,37 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
+from rlctl.rollout.local_server import LocalServer, free_port
 
 MODEL_NAME = "policy"
+#: Of Python: runs `vllm serve` with the arguments that follow.
+SERVE = ("-P", "-m", "rlctl.rollout.vllm_serve", "serve")
 _WATCH_S = 0.5
 #: Seconds between two questions whether a server answers, and for its answer.
 _PROBE_S = 5.0
-_STOP_S = 20
 _LOG_LINES = 3
-#: Of the trainer's own process group; an engine has one of its own.
-_OF_RANKS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +93,49 @@ class ReplicaSettings:
         return [*arguments, *self.more_arguments]
 
 
+class ServerProcess(Protocol):
+    """A server, wherever it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None: it runs."""
+        ...
+
+    def end(self) -> None:
+        """End it and everything it started."""
+        ...
+
+
+class ServerHost(Protocol):
+    """Another machine, or a part of it, with room for one server."""
+
+    host: str
+    port: int
+
+    def start(
+        self, arguments: list[str], environment: dict[str, str], model: Path, log: Path
+    ) -> ServerProcess:
+        """Start Python with these arguments.
+
+        Args:
+            arguments: of Python.
+            environment: beside that of the host.
+            model: an argument, a directory of small files that are brought along; or, with weights, one that
+                the host sees.
+            log: gets the end of the server's output.
+
+        Raises:
+            OSError: the host is gone.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class _Replica:
     index: int
     host: str
     port: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: ServerProcess | None = None
     is_ready: threading.Event = field(default_factory=threading.Event)
     heard: float = 0.0  # when it last answered, and when it is asked again, on the monotonic clock
     ask_at: float = 0.0
@@ -134,19 +160,27 @@ class Replicas:
         settings: of each.
         model: names the directory to load, whenever one starts: the newest weights.
         log_dir: their output goes to `engine-<i>.log` in it.
+        hosts: of each; None: this machine.
 
     Raises:
         UsageError: `settings.host` is no address of this machine.
     """
 
     def __init__(
-        self, count: int, settings: ReplicaSettings, model: Callable[[], Path], log_dir: Path
+        self,
+        count: int,
+        settings: ReplicaSettings,
+        model: Callable[[], Path],
+        log_dir: Path,
+        hosts: Sequence[ServerHost] | None = None,
     ) -> None:
-        self._settings, self._model = settings, model
+        self._settings, self._model, self._hosts = settings, model, hosts
         log_dir.mkdir(parents=True, exist_ok=True)
+        where = [(host.host, host.port) for host in hosts or ()]
+        where = where or [(settings.host, free_port(settings.host)) for _ in range(count)]
         self._replicas = [
-            _Replica(index, settings.host, _free_port(settings.host), log_dir / f"engine-{index}.log")
-            for index in range(count)
+            _Replica(index, host, port, log_dir / f"engine-{index}.log")
+            for index, (host, port) in enumerate(where)
         ]
         self._restarts_left = settings.max_restarts
         self._failure: RunFailure | None = None
@@ -212,7 +246,8 @@ class Replicas:
         finally:
             for replica in self._replicas:
                 replica.is_ready.clear()
-                _end(replica.process)
+                if replica.process:
+                    replica.process.end()
 
     def _look(self, replica: _Replica) -> None:
         assert replica.process is not None
@@ -231,7 +266,7 @@ class Replicas:
         else:
             what = f"ended with code {code}"
         replica.is_ready.clear()
-        _end(replica.process)  # or what is left of its group
+        replica.process.end()  # or what is left of its group
         if not was_ready or not self._restarts_left:
             words = f"vLLM server {replica.index} {what}: {replica.last_words()}"
             self._failure = RunFailure(words, where=str(replica.log))
@@ -240,29 +275,21 @@ class Replicas:
         self._launch(replica)
 
     def _launch(self, replica: _Replica) -> None:
-        settings = self._settings
-        command = [sys.executable, "-P", "-m", "rlctl.rollout.vllm_serve", "serve"]
-        command += [*settings.arguments(self._model()), "--host", settings.host, "--port", str(replica.port)]
-        environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
+        settings, model = self._settings, self._model()
+        arguments = [*SERVE, *settings.arguments(model), "--host", replica.host, "--port", str(replica.port)]
         # Weight sync is an endpoint of vLLM's development mode: whoever reaches the port can use it.
-        environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if settings.max_lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         if settings.first_gpu is None:
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        else:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if self._hosts:
+            replica.process = self._hosts[replica.index].start(arguments, environment, model, replica.log)
+            return
+        if settings.first_gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(replica.index))
-        with replica.log.open("ab") as log:
-            replica.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the trainer, which ends them when it is done
-            )
+        replica.process = LocalServer(arguments, environment, replica.log)
 
     def _gpus(self, index: int) -> list[str]:
         size, first = self._settings.tensor_parallel_size, self._settings.first_gpu or 0
@@ -271,48 +298,7 @@ class Replicas:
         return names[first + index * size : first + (index + 1) * size]
 
 
-def _is_of_ranks(name: str) -> bool:
-    """With torchrun's own, an engine would wait for a store that the launcher does not keep for it."""
-    return name in _OF_RANKS or name.startswith("TORCHELASTIC_")
-
-
 def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{url}/health", timeout=_PROBE_S, trust_env=False).status_code == 200
     return False
-
-
-def _end(process: subprocess.Popen[bytes] | None) -> None:
-    """Ask a server and everything it started to end, then make them."""
-    if process is None:
-        return
-    for sign, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        if not _group_lives(process.pid):
-            return
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _free_port(host: str) -> int:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            port: int = probe.getsockname()[1]
-            return port
-    except OSError as error:
-        raise UsageError(
-            f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
-            where="MASTER_ADDR",
-            fix="give the first node's own address, which the others reach; or set rollout.server.urls",
-        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
@@ -76,6 +77,7 @@ class VLLMServerRollout(CompletionRollout):
         broadcast: sends weights without files; None: as files, and on all ranks but the main one.
         needs_broadcast: end the run where weights cannot be broadcast; otherwise they are written as files.
         starts_empty: servers start without weights, and with a loader that reads none.
+        held: closed when the servers have ended.
 
     Attributes:
         notes: what the user is to be told.
@@ -103,6 +105,7 @@ class VLLMServerRollout(CompletionRollout):
         broadcast: WeightBroadcast | None = None,
         needs_broadcast: bool = False,
         starts_empty: bool = False,
+        held: contextlib.ExitStack | None = None,
     ) -> None:
         super().__init__(tokenizer, generation_config, policy_version=None, device=device)
         self._urls, self._rank, self._agree = urls, rank, agree
@@ -112,6 +115,7 @@ class VLLMServerRollout(CompletionRollout):
         self._adapter_numbers = count(1)
         self._newest = PublishedPaths()
         self._broadcast, self._needs_broadcast, self._starts_empty = broadcast, needs_broadcast, starts_empty
+        self._held = held or contextlib.ExitStack()
         self.notes: list[str] = []
         self._lost: set[str] = set()  # servers without the weights that were broadcast last
 
@@ -133,8 +137,10 @@ class VLLMServerRollout(CompletionRollout):
         weights = None  # the base below an adapter stays as it is
         if adapter is None or not self._newest.weights:
             weights = policy.weights(merged=adapter is None)
+        if self._starts_empty and not self._newest.tag:
+            self._start_servers()
         newest, failure = self._newest, None
-        if self._published:
+        if self._published and self._rank == 0:
             try:
                 newest = self._publish(self._published, weights, adapter, policy_version)
             except RlctlError as error:
@@ -150,6 +156,25 @@ class VLLMServerRollout(CompletionRollout):
         self._lost.clear()
         self._policy_version = policy_version
 
+    def _start_servers(self) -> None:
+        """Start this node's servers, which get their weights afterwards (a collective).
+
+        Raises:
+            RunFailure: on every rank; a server does not start.
+        """
+        failure = None
+        if self._replicas and self._published:
+            try:
+                self._published.write_config()
+                self._replicas.start()
+            except RlctlError as error:
+                failure = error
+        others = self._agree(str(failure or ""))
+        if failure:
+            raise failure
+        if others:
+            raise RunFailure(others)
+
     def close(self) -> None:
         """End the servers started here, and remove the weights handed over."""
         if self._broadcast:
@@ -159,6 +184,7 @@ class VLLMServerRollout(CompletionRollout):
         for versions in (self._published, self._adapters):
             if versions:
                 versions.close()
+        self._held.close()
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
         return asyncio.run(self._complete_all(requests, sampling))
@@ -239,10 +265,6 @@ class VLLMServerRollout(CompletionRollout):
         """Bring a version to every server; returns where it lies."""
         newest = replace(self._newest, tag=f"{policy_version}-{uuid.uuid4().hex[:12]}")
         starts = self._replicas if self._replicas and not self._replicas.is_started else None
-        if starts and self._starts_empty:
-            published.write_config()
-            starts.start()
-            starts = None
         if weights is not None and self._broadcast and self._forms_group(self._broadcast):
             self._broadcast.send(weights)
             weights, newest = None, replace(newest, weights="")

@@ -77,7 +77,7 @@ class WeightBroadcast:
         """
         self.close()
         sizes = [int(_ask("GET", url, "/get_world_size")["world_size"]) for url in self._urls]
-        host = _own_address(self._urls)
+        host = own_address(self._urls)
         with socket.create_server((host, 0)) as probe:
             port = probe.getsockname()[1]
         world_size = 1 + sum(sizes)
@@ -221,7 +221,7 @@ def _offsets(sizes: list[int]) -> Iterator[int]:
         offset += size
 
 
-def _own_address(urls: list[str]) -> str:
+def own_address(urls: list[str]) -> str:
     """This machine's address as the servers see it: where one is on another machine, not the loopback's."""
     found = "127.0.0.1"
     for url in urls:

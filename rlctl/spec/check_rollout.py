@@ -87,6 +87,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.temperature",
     "rollout.server.urls",
     "rollout.server.weight_transfer",
+    "rollout.server.placement",
     "rollout.merge_lora",
     "rollout.engine_params",
 )
@@ -117,7 +118,10 @@ def engine_supports_it(spec: RunSpec) -> Problems:
             f"{rollout.name} raises lower temperatures to {lowest}; the trainer's log-probs would not match"
         )
         yield error("rollout.temperature", what, f"use {lowest} or more")
-    transfer = rollout.server.weight_transfer
+    transfer, placement = rollout.server.weight_transfer, rollout.server.placement
+    if urls and placement != "auto":
+        what = f"has no effect: the engines of rollout.server.urls run already; placement is {placement}"
+        yield warning("rollout.server.placement", what, "leave it out")
     if transfer == "broadcast" and has_servers and spec.syncs_adapter:
         what = "adapters are handed over as files"
         yield error("rollout.server.weight_transfer", what, "write auto, or set rollout.merge_lora: true")

@@ -383,7 +383,7 @@ class Placement:
         where = machine.name
         if machine.gpus:
             servers = spec.rollout.server
-            own = spec.has_rollout_servers and not servers.urls
+            own = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
             needed = self.ranks + (servers.replicas * spec.rollout.tensor_model_parallel_size if own else 0)
             if needed > machine.gpus:
                 what = f"the run takes {needed} GPUs of each node, {where} has {machine.gpus}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -85,7 +86,10 @@ class ServerSpec(Section):
     """Engines in separate processes, with `rollout.mode: server`."""
 
     replicas: int = Field(default=1, ge=1)
-    """Engines to start on this machine; on GPUs they take those after `trainer.n_gpus_per_node`."""
+    """Engines to start: on each node of the run, on GPUs after `trainer.n_gpus_per_node`; by Ray, in all."""
+    placement: Literal["auto", "nodes", "ray"] = "auto"
+    """Where: on `nodes` of the run (where weights are files, on the first), or by `ray` wherever its
+    cluster has room. `auto`: ray if RAY_ADDRESS is set."""
     urls: StrList = Field(default=[])
     """Running engines, on any node (`http://host:port`); if set, no engine is started."""
     weights_dir: str | None = None
@@ -99,6 +103,12 @@ class ServerSpec(Section):
     """Seconds after which an engine that listens and does not answer counts as crashed."""
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of crashed engines in one run."""
+
+    @property
+    def is_placed_by_ray(self) -> bool:
+        """Whether Ray says on which machines engines start."""
+        has_cluster = self.placement == "auto" and "RAY_ADDRESS" in os.environ
+        return not self.urls and (has_cluster or self.placement == "ray")
 
 
 class RolloutSpec(Section):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import replicas
+from rlctl.rollout import local_server, replicas
 from rlctl.rollout.engines import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.spec.load import load_spec
@@ -65,7 +65,7 @@ def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
 
     monkeypatch.setattr(subprocess, "Popen", stub)
     monkeypatch.setattr(replicas, "_PROBE_S", 0.2)
-    monkeypatch.setattr(replicas, "_STOP_S", 0.5)
+    monkeypatch.setattr(local_server, "_STOP_S", 0.5)
     settings = ReplicaSettings(dtype="float32", max_model_len=8, answer_timeout=1.0, max_restarts=1)
     servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
     servers.start()

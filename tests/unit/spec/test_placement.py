@@ -71,7 +71,8 @@ def test_a_small_dev_shm_is_refused_before_the_start() -> None:
     docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
     server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")
     server += ("trainer.n_gpus_per_node=4", "engine.zero_stage=3", "model.enable_gradient_checkpointing=true")
-    found = errors(place(docker, *server))
+    found = errors(place(docker, *server, "rollout.server.weight_transfer=files"))
+    assert "rollout.server.weights_dir" not in errors(place(docker, *server))  # weights are broadcast
     assert found["rollout.server.weights_dir"].startswith("/dev/shm must hold 28.5 GiB")
     assert "64 MiB" in found["rollout.server.weights_dir"]
     assert errors(place("8xh100", *server)) == {}

@@ -2,11 +2,11 @@
 
     python benchmarks/dynamic_sampling.py DIR [--seeds 1-10] [--steps 60] [--workers 1]
 
-The embedded task, plain, with `algorithm.filter_groups`, and with its curriculum. Every run makes as many
-steps; validation every five is read off at equal sampled tokens, by linear interpolation. Prints a Markdown
-table: means over seeds, and 90 % bootstrap intervals of the paired difference to plain. Finished runs are
-lines of DIR/runs.jsonl: interrupted, the same command goes on.
-30 runs, one to two minutes each on a quiet core.
+The embedded task on 256 of its prompts, so that difficulty is known from the second epoch on: plain, with
+`algorithm.filter_groups`, and with its curriculum. Every run makes as many steps; validation every five is
+read off at equal sampled tokens, by linear interpolation. Prints a Markdown table: means over seeds, and 90 %
+bootstrap intervals of the paired difference to plain. Finished runs are lines of DIR/runs.jsonl: interrupted,
+the same command goes on. 30 runs, one to two minutes each on a quiet core.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.learning import seeds_of
 from benchmarks.runs import Job, Outcome, run_all
+from rlctl.tiny.embedded import ensure_embedded
 
 FILTER = "algorithm.filter_groups.enable=true"
 SIDES = {
@@ -28,9 +30,11 @@ SIDES = {
     "filter": (FILTER,),
     "filter, curriculum": (FILTER, "algorithm.filter_groups.curriculum=true"),
 }
-BATCH, SIBLINGS = 32, 8
+BATCH, SIBLINGS, PROMPTS = 32, 8, 256
 COMMON = (
     f"data.train_batch_size={BATCH}",
+    f"actor.ppo_mini_batch_size={BATCH}",
+    "actor.lr_warmup_steps=0",
     f"rollout.n={SIBLINGS}",
     "actor.lr_scheduler_type=constant",
     "trainer.test_freq=5",
@@ -38,11 +42,20 @@ COMMON = (
 BUDGETS = (0.25, 0.5, 0.75, 1.0)
 
 
-def jobs_of(seeds: list[int], steps: int) -> list[Job]:
+def prompts_in(directory: Path) -> Path:
+    """The first of the built-in task's training prompts."""
+    path = directory / "train.parquet"
+    if not path.exists():
+        pq.write_table(pq.read_table(ensure_embedded(0).train_file).slice(0, PROMPTS), path)
+    return path
+
+
+def jobs_of(data: Path, seeds: list[int], steps: int) -> list[Job]:
     """Side × seed."""
     limit = f"trainer.total_training_steps={steps}"
+    common = (*COMMON, f"data.train_files={data}")
     return [
-        Job("dynamic sampling", name, seed, ("rloo-seq-is",), (*COMMON, limit, *more))
+        Job("dynamic sampling", name, seed, ("rloo-seq-is",), (*common, limit, *more))
         for seed in seeds
         for name, more in SIDES.items()
     ]
@@ -78,7 +91,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    jobs = jobs_of(options.seeds, options.steps)
+    jobs = jobs_of(prompts_in(options.directory), options.seeds, options.steps)
     found = run_all(jobs, options.directory / "runs.jsonl", options.workers)
     found = {job: outcome for job, outcome in found.items() if not outcome.error}
     by_side = {name: {job.seed: out for job, out in found.items() if job.name == name} for name in SIDES}

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
+#: Environment variable in which a process names itself to one that it starts, for `end_with_parent`.
+PARENT = "RLCTL_PARENT"
 _progress = [0]
 
 
@@ -36,7 +38,8 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
 
     Args:
         number: the signal.
-        parent: process id of the parent; if it has ended already, the signal is sent at once.
+        parent: process id of the parent, as the parent itself says it: a child whose parent has ended already
+            is told another one. Then the signal is sent at once.
     """
     if sys.platform != "linux":
         return

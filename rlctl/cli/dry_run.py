@@ -106,9 +106,11 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
         if parent != section:
             section = parent
             console.print(Text(f"  {section}", "bold"))
-        value = show(value_of(loaded.spec, key))
-        text = f"{name:<30}{value:<22} {loaded.origins[key]}"
-        _print_indented(Text(text, "dim" if key in defaults else ""), 4, console)
+        style = "dim" if key in defaults else ""
+        text = f"{show(value_of(loaded.spec, key)):<22} {loaded.origins[key]}"
+        if console.is_terminal and 4 + 30 + len(text) > console.width:  # the origin below its value
+            text = f"{show(value_of(loaded.spec, key))}\n{loaded.origins[key]}"
+        _print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
     if not show_all:
         _print_indented(
             Text(f"{len(defaults)} more keys hold their defaults: --all shows them", "dim"), 2, console

@@ -76,7 +76,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
     with temporary_directory("ranks") as directory:
         os.environ[_ERRORS] = str(directory)
         try:
-            codes: dict[int, int] = elastic_launch(config, _rank_main)(target, *args)
+            codes: dict[int, int] = elastic_launch(config, _rank_main)(os.getpid(), target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             # A killed rank reports nothing; the others may have reported meanwhile that they lost it.
@@ -96,9 +96,10 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
     return codes[0]
 
 
-def _rank_main(target: Callable[..., int], *args: object) -> int:
+def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
     """One rank: leave the error where the parent finds it, then end so that the others are stopped."""
-    end_with_parent(signal.SIGKILL, os.getppid())  # a killed launcher frees the run's lock: no rank may go on
+    # A killed launcher frees the run's lock: no rank may go on, nor begin if it was killed meanwhile.
+    end_with_parent(signal.SIGKILL, launcher)
     try:
         code = target(*args)
         if code > 128:  # stopped by a signal: so is the agent, which no longer takes return values

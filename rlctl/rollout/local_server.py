@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from rlctl.errors import UsageError
+from rlctl.processes import PARENT
 
 #: Seconds that a server has to end by itself.
 _STOP_S = 20
@@ -41,7 +42,7 @@ class LocalServer:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env=inherited | environment,
+                env=inherited | environment | {PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`vllm serve` in a process that ends with the trainer: run as a module, with vLLM's own arguments."""
+"""`vllm serve` in a process that ends with whoever started it: run as a module, with vLLM's own arguments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import signal
 from importlib import metadata
 
-from rlctl.processes import end_with_parent
+from rlctl.processes import PARENT, end_with_parent
 
 
 def main() -> None:
     """Run vLLM's command line."""
-    end_with_parent(signal.SIGTERM, os.getppid())  # a killed trainer leaves no server behind
+    end_with_parent(signal.SIGTERM, int(os.environ.pop(PARENT)))  # a killed trainer leaves no server behind
     _name_the_build()
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -71,6 +73,21 @@ def launched(target) -> int:
     except RlctlError as error:
         print(type(error).__name__, error)
         return error.exit_code
+
+
+STARTS_A_RANK = """
+import os, subprocess, sys
+rank = "from rlctl.engine.launch import _rank_main; import sys; _rank_main(int(sys.argv[1]), print, 'begins')"
+late = "import os, time\\nwhile os.getppid() == int(__import__('sys').argv[1]): time.sleep(0.01)\\n"
+subprocess.Popen([sys.executable, "-c", late + rank, str(os.getpid())])
+"""
+
+
+def test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begin() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_A_RANK], capture_output=True, text=True, timeout=120, check=True
+    )  # returns when the rank, which inherits the pipes, has ended as well
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.parametrize(

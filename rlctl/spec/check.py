@@ -249,16 +249,16 @@ def offload_has_a_stage(spec: RunSpec) -> Problems:
 _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
 
 
-@reads(*_BUDGETS, "data.max_prompt_length", "data.max_response_length")
+@reads(*_BUDGETS, "data.max_prompt_length", "data.max_response_length", "engine.sequence_parallel")
 def budget_holds_a_row(spec: RunSpec) -> Problems:
     """A token budget must hold the longest prompt with the longest response."""
     longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
-    budgets = (spec.actor.ppo_max_token_len_per_gpu, spec.critic.ppo_max_token_len_per_gpu)
-    for key, budget in zip(_BUDGETS, budgets, strict=True):
+    budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu)
+    for key, budget, ranks in zip(_BUDGETS, budgets, (spec.engine.sequence_parallel, 1), strict=True):
         if budget is not None and budget < longest:
             what = f"{budget} tokens, but one prompt and its response may have {longest}"
-            fix = f"use {longest} or more, or lower data.max_prompt_length or data.max_response_length"
-            yield error(key, what, fix)
+            limits = "data.max_prompt_length or data.max_response_length"
+            yield error(key, what, f"use {-(-longest // ranks)} or more, or lower {limits}")
 
 
 @reads("reward.name", "reward.terms", "reward.params", "reward.model.path")

@@ -66,7 +66,7 @@ class BatchArithmetic:
         self.samples_per_mini_batch = mini * self.responses_per_prompt
         self.ranks, self.ranks_per_row = spec.world_size, spec.engine.sequence_parallel
         self.samples_per_rank = self.samples_per_mini_batch // spec.data_ranks
-        self.micro_batch_tokens = spec.actor.ppo_max_token_len_per_gpu
+        self.micro_batch_tokens = spec.pass_tokens
         self.micro_batch_size = min(spec.actor.ppo_micro_batch_size_per_gpu, self.samples_per_rank)
         count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
         self.micro_batches_per_rank = count

@@ -305,14 +305,15 @@ class _Estimate:
         if shape is None:
             return [*parts, _unknown("logits and their gradient", ("head",))]
         shared = spec.engine.sequence_parallel
-        tokens = -(-(budget or micro * self.length) // shared)
-        responses = budget or micro * spec.data.max_response_length  # of a budget at worst all
+        tokens = budget or -(-micro * self.length // shared)
+        # Of a budget at worst all are responses'.
+        responses = budget or -(-micro * spec.data.max_response_length // shared)
         # The last norm keeps its input, scaled input and output (see `_norms`); the head reads the states.
         after = {"hidden": 4 + 4 * width}
         num_bytes = tokens * self._layer(spec.model, shape).total(after)
         words = f"{tokens} tokens × {_listed(after)} bytes"
         parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
-        responses, most = -(-responses // shared), logits_at_once(self.gpu_bytes)
+        most = logits_at_once(self.gpu_bytes)
         logits = min(responses * shape.vocab, most) * LOGIT_BYTES
         words = f"{responses} response tokens × vocabulary (at most {most:,}) × {LOGIT_BYTES} bytes"
         parts.append(MemoryPart("logits and their gradient", logits, words, ("head",)))
@@ -355,7 +356,8 @@ class _Estimate:
         layer = self._layer(model, shape)
         kept, back = layer.kept(), layer.backward()
         if (shared := self.spec.engine.sequence_parallel) > 1:
-            tokens, words = -(-tokens // shared), f"{words} ÷ {shared} ranks"
+            if not budget:
+                tokens, words = -(-tokens // shared), f"{words} ÷ {shared} ranks"
             kept |= {"length": shared * kept["length"]} if "length" in kept else {}  # each has the whole mask
         if model.enable_gradient_checkpointing:  # only the layer's input is kept; the rest is computed again
             kept, back = {"hidden": self.width}, _added(kept, back)

@@ -294,8 +294,8 @@ class Placement:
     def _tokens_per_pass(self) -> float:
         actor, data = self.spec.actor, self.spec.data
         length = data.max_prompt_length + data.max_response_length
-        tokens = actor.ppo_max_token_len_per_gpu or actor.ppo_micro_batch_size_per_gpu * length
-        return tokens / self.spec.engine.sequence_parallel
+        each = actor.ppo_micro_batch_size_per_gpu * length / self.spec.engine.sequence_parallel
+        return actor.ppo_max_token_len_per_gpu or each
 
     def seconds(self) -> dict[str, float]:
         """Phase → seconds of one step; empty where the model's dimensions are not known."""

@@ -100,6 +100,12 @@ class RunSpec(Section):
         return self.world_size // self.engine.sequence_parallel
 
     @property
+    def pass_tokens(self) -> int | None:
+        """Tokens of a pass of the policy at most, over the ranks that run it together; None: by sequences."""
+        budget = self.actor.ppo_max_token_len_per_gpu
+        return None if budget is None else budget * self.engine.sequence_parallel
+
+    @property
     def world_size(self) -> int:
         """Ranks over all machines."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes

@@ -60,9 +60,7 @@ def score_batch(
     device = rollouts.responses.device
     spec = run.spec
     inputs = rollouts.inputs
-    parts = micro_batches(
-        inputs, spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu, run.ranks
-    )
+    parts = micro_batches(inputs, spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, run.ranks)
     scores, valid = rewards.scores.to(device), rewards.valid.to(device) & ~rollouts.aborted
     baseline_scores = None
     if baseline is not None:

@@ -60,7 +60,7 @@ class UpdateSettings:
             entropy_coeff=actor.entropy_coeff,
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
             kl_loss_coef=actor.kl_loss_coef,
-            micro_tokens=actor.ppo_max_token_len_per_gpu,
+            micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
             measure_grad_error=correction.measure_grad_error,
         )

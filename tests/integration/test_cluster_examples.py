@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from rlctl.cli.app import run
+from rlctl.cli.print_command import launches
+from rlctl.spec.load import load_spec
 
 CLUSTERS = Path(__file__).parents[2] / "examples/clusters"
 #: File → where its command stands, and machine that it is for.
@@ -57,3 +59,15 @@ def test_the_kubernetes_job_has_the_gpus_of_its_run() -> None:
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {
             volume["name"] for volume in pod["volumes"]
         }
+
+
+def test_slurm_is_asked_for_the_gpus_of_ranks_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ranks = ["trainer.nnodes=2", "trainer.n_gpus_per_node=6", "trainer.run_dir=/shared/run"]
+    ranks += ["data.train_batch_size=96", "actor.ppo_mini_batch_size=48"]
+    servers = ["rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=2"]
+    for more, gpus in (([], 6), (servers, 8), ([*servers, "rollout.server.placement=ray"], 6)):
+        spec = load_spec([], [], [*ranks, *more]).spec
+        (slurm,) = (each for each in launches(spec, []) if each.launcher == "srun")
+        assert f"--gpus-per-node {gpus} " in " ".join(slurm.commands)
+        assert "--nproc-per-node 6 " in " ".join(slurm.commands)

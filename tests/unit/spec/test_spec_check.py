@@ -32,6 +32,9 @@ def test_defaults_are_clean():
     assert problems_of(*REAL) == {}
 
 
+FILTER = "algorithm.filter_groups.enable=true"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -101,6 +104,15 @@ def test_defaults_are_clean():
         (["rollout.min_p=0.1"], {"rollout.min_p": "warning"}),
         (["rollout.top_p=0.9", "rollout.exact_sampling=true"], {}),
         (["rollout.exact_sampling=true"], {"rollout.exact_sampling": "warning"}),
+        ([FILTER], {}),
+        ([FILTER, "algorithm.filter_groups.metric=acc"], {}),
+        ([FILTER, "rollout.staleness=1"], {"algorithm.filter_groups.enable": "error"}),
+        (
+            [FILTER, "algorithm.adv_estimator=reinforce_plus_plus"],
+            {"algorithm.filter_groups.enable": "error"},
+        ),
+        ([FILTER, "actor.entropy_coeff=0.01"], {"algorithm.filter_groups.enable": "warning"}),
+        (["algorithm.filter_groups.curriculum=true"], {"algorithm.filter_groups.curriculum": "warning"}),
         (
             ["rollout.top_p=0.9", "rollout.exact_sampling=true", "rollout.name=vllm"],
             {"rollout.exact_sampling": "error"},

@@ -9,7 +9,7 @@ themselves: `auto bound` takes, batch by batch, the rule of smallest estimated e
 the rate by the estimated squared cosine between the rule's expected gradient and the true one. Score: mean
 expected reward over the run. Regret: to the fixed setting (rule and rate) that is best on average at that
 staleness; 90 % bootstrap intervals over seeds. Finished runs are lines of FILE: interrupted, the same command
-goes on. 990 runs, two seconds each: half an hour.
+goes on. 990 runs, one to two seconds each.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.frozen import FrozenPolicy
+from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import share_rows
 from rlctl.errors import UsageError
@@ -25,7 +26,9 @@ def a_model(attention: str = "sdpa"):
     return LlamaForCausalLM(config).eval()
 
 
-def trained(ranks: Ranks, size: int, name: str, stage: int, recompute: bool, micro: int) -> dict[str, object]:
+def trained(
+    ranks: Ranks, size: int, name: str, stage: int, recompute: bool, micro: int, lora_rank: int = 0
+) -> dict[str, object]:
     """Weights, metrics and log-probs of the updates on one batch, and the most tokens a layer ran at once."""
     sequence, data = share_rows(ranks, size)
     case, model, widths = CASES[name], a_model(), []
@@ -33,6 +36,8 @@ def trained(ranks: Ranks, size: int, name: str, stage: int, recompute: bool, mic
     frozen = FrozenPolicy(
         a_model(), ranks, zero_stage=stage, dtype=torch.float32, temperature=1.0, sequence=sequence
     )
+    if lora_rank:
+        add_lora(model, rank=lora_rank, alpha=4, target_modules=["all-linear"])
     actor = DeepSpeedEngine(
         model, ranks, zero_stage=stage, dtype=torch.float32, temperature=1.0, weight_decay=0.1,
         betas=(0.9, 0.95), grad_clip=1.0, gradient_checkpointing=recompute, sequence=sequence,

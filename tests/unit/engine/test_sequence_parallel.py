@@ -22,6 +22,7 @@ CASES = [
     ("decoupled clip", 2, False, 16),
     ("gspo", 3, True, 4),
     ("bypass clip", 1, True, 2),
+    ("bypass clip", 2, False, 16, 2),  # adapters of rank 2
 ]
 
 

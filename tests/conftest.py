@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # Two cores and many small tensors: threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+# Typer builds the whole command tree anew for every call, which takes longer than most commands.
+typer.main.get_command = cache(typer.main.get_command)
 
 #: What a test module mentions if it starts processes, engines or training.
 _STARTS = re.compile(
@@ -47,17 +49,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _starts_processes(item.path))
 
 
+#: Rows of the data that the embedded model trains on in tests: every start reads and renders all of them.
+FEW_ROWS = 1024
+
+
 @pytest.fixture(scope="session")
-def embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`RLCTL_CACHE` of this worker, with the embedded model of seed 1, which all workers build once."""
+def whole_embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`RLCTL_CACHE` of all workers, with the embedded model of seed 1 and all of its data: built once."""
     from rlctl.tiny.embedded import ensure_embedded
 
-    cache = tmp_path_factory.mktemp("rlctl-cache")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = tmp_path_factory.getbasetemp().parent / "rlctl-cache"
-        ensure_embedded(1, shared)
-        shutil.copytree(shared, cache, dirs_exist_ok=True)
-    ensure_embedded(1, cache)
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rlctl-cache"
+    ensure_embedded(1, shared)
+    return shared
+
+
+@pytest.fixture(scope="session")
+def embedded_cache(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`RLCTL_CACHE` of this worker, with the same model and the first of its data."""
+    from rlctl.tiny import embedded
+
+    whole = embedded.ensure_embedded(1, whole_embedded_cache)
+    cache, split = tmp_path_factory.mktemp("rlctl-cache"), embedded.split
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(embedded, "_build_model", lambda where, *_: shutil.copytree(whole.model_dir, where))
+        patched.setattr(embedded, "split", lambda num_val: (split(num_val)[0][:FEW_ROWS], split(num_val)[1]))
+        embedded.ensure_embedded(1, cache)
     return cache
 
 
@@ -66,3 +83,10 @@ def embedded(embedded_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs of the embedded model find it there; returns the cache."""
     monkeypatch.setenv("RLCTL_CACHE", str(embedded_cache))
     return embedded_cache
+
+
+@pytest.fixture
+def whole_embedded(whole_embedded_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with all of its data: for runs that learn."""
+    monkeypatch.setenv("RLCTL_CACHE", str(whole_embedded_cache))
+    return whole_embedded_cache

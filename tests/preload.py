@@ -4,15 +4,24 @@
 import contextlib
 import io
 import logging
+from functools import cache
 
 logging.disable(logging.WARNING)
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    import deepspeed.module_inject.auto_ep_layer
     import deepspeed.ops
     import peft
+    import pyarrow.pandas_compat
+    import torch.utils.serialization.config
+    import typer.main
+    from pydantic import type_adapter
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     import rlctl.cli.app
+    import rlctl.cli.messages
+    import rlctl.cli.train_output
     import rlctl.train.loop
+    import rlctl.train.preflight
     import rlctl.train.setup
     import rlctl.train.start
     import tests.models
@@ -23,4 +32,6 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")  # compiles hundreds of patterns
+typer.main.get_command = cache(typer.main.get_command)
+typer.main.get_command(rlctl.cli.app.app)  # which every job would build
 logging.disable(logging.NOTSET)

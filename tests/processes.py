@@ -71,7 +71,7 @@ class Job:
             if time.monotonic() > deadline:
                 self.end()
                 raise AssertionError(f"not within {timeout:g} s:\n{self.output[-4000:]}")
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -486,8 +486,9 @@ def _import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\.")
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # Ranks on one CPU host may talk through a shared-memory operator that is compiled with a
-        # C++ compiler at first use; gloo does the same job here without either.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # C++ compiler at first use; gloo does the same job here without either. Reading the dictionary
+        # would run the compiler for every operator: only this entry is needed.
+        vars(ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -13,7 +13,9 @@ import pytest
 import typer
 
 from rlctl.cli import init as init_module
+from rlctl.cli import schema as schema_module
 from rlctl.cli.app import app, run
+from rlctl.spec import yaml_source
 from rlctl.spec.keys import known_leaves
 from rlctl.spec.load import load_spec
 from rlctl.spec.presets import all_presets
@@ -90,7 +92,14 @@ def test_explain_one(name: str, expected: dict[str, str], capsys: Capture) -> No
     assert entry["meaning"] in capsys.readouterr().out
 
 
-def test_explain_knows_every_key_and_what_presets_set(capsys: Capture) -> None:
+def test_explain_knows_every_key_and_what_presets_set(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schema and presets are read once, not once per key."""
+    rows, paths = list(schema_module.key_rows()), [preset.path for preset in all_presets().values()]
+    presets = {path: yaml_source.read_yaml_file(path, known_leaves()) for path in paths}
+    monkeypatch.setattr(schema_module, "key_rows", lambda: rows)
+    monkeypatch.setattr(yaml_source, "read_yaml_file", lambda path, _: presets[path])
     for key in known_leaves():
         assert run(["explain", key, "--json"]) == 0
         [entry] = json.loads(capsys.readouterr().out)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests import runs
+
+pytestmark = pytest.mark.usefixtures("embedded")
 
 AHEAD, STEPS = 2, 14
 ASYNCHRONOUS = (

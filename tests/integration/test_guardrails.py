@@ -105,6 +105,7 @@ COLLAPSING = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_embedded")
 def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
     rewards = {}
     for mode in (WARN, ACT):
@@ -116,6 +117,7 @@ def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_embedded")
 @pytest.mark.parametrize(
     ("preset", "batches"),
     # PPO makes many updates per batch: fewer batches, but enough for one look with all rules.

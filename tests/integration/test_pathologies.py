@@ -8,6 +8,7 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from tests.runs import start_train
 
+pytestmark = pytest.mark.usefixtures("embedded")
 STEPS = 22
 
 

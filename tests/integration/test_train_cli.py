@@ -223,7 +223,7 @@ def _torchrun(run_dir: str) -> int:
 
 
 @pytest.mark.slow
-def test_it_learns(embedded: Path, tmp_path: Path) -> None:
+def test_it_learns(whole_embedded: Path, tmp_path: Path) -> None:
     """One to two minutes: addition from a third right to seven eighths."""
     job = runs.start(
         "train",

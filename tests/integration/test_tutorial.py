@@ -16,7 +16,7 @@ _FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_as_written(tmp_path: Path, embedded: Path) -> None:
+def test_the_tutorial_runs_as_written(tmp_path: Path, whole_embedded: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     program = f"#!{sys.executable}\nfrom rlctl.cli.app import main\nmain()\n"

@@ -30,8 +30,9 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	$(BIN)/rlctl evaluate compare $$run/before $$run/after; \
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
+# One worker more than CI has cores: a third of a worker's time is waiting.
 test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system check  ## Set everything up; lint, types, import directions, all tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties

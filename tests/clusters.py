@@ -18,7 +18,7 @@ import pytest
 from tests.processes import free_port
 
 _MARK = "RLCTL_TEST_CLUSTER"
-_READY_S = 30.0
+_READY_S = 120.0
 
 
 @contextmanager

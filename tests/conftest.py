@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _starts_processes(item.path):
             item.add_marker("processes")
     items.sort(key=lambda item: not _starts_processes(item.path))
+    gc.freeze()  # what is imported by now stays: no collection need look at it
 
 
 #: Rows of the data that the embedded model trains on in tests: every start reads and renders all of them.

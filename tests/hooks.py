@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -125,7 +126,7 @@ def failing_sync_at(step: int) -> None:
 
 
 def slow_steps() -> None:
-    """Every generation takes several seconds."""
+    """From the third on, every generation takes a minute."""
     import time
 
     from rlctl.rollout.hf import HFRollout
@@ -136,7 +137,7 @@ def slow_steps() -> None:
     def generate(self, *args, **kwargs):
         calls[0] += 1
         if calls[0] > 2:
-            time.sleep(10.0)
+            time.sleep(60.0)
         return original(self, *args, **kwargs)
 
     HFRollout.generate = generate
@@ -198,3 +199,4 @@ def forked_ranks_with_vllm() -> None:
     vllm._settle_environment()
     with Guest().running():
         from vllm import LLM  # noqa: F401
+    gc.freeze()  # see tests/preload.py

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 180.0
+TIMEOUT_S = 400.0
 
 # Before the server starts: it, and processes that jobs spawn, must find `rlctl` and `tests`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -91,7 +91,7 @@ class Job:
                 continue
         return found
 
-    def orphans(self, grace_s: float = 5.0) -> list[int]:
+    def orphans(self, grace_s: float = 30.0) -> list[int]:
         """Processes that outlived the job by more than `grace_s`."""
         deadline = time.monotonic() + grace_s
         while (left := self.family()) and time.monotonic() < deadline:

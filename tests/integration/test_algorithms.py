@@ -133,10 +133,10 @@ def spec_of(plan: Plan) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def ppo(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ppo(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run with everything, never written to."""
     where = tmp_path_factory.mktemp("ppo") / "run"
-    return runs.train(where, *PPO.arguments, env={"RLCTL_CACHE": str(embedded_cache)})
+    return runs.train(where, *PPO.arguments, env={"RLCTL_CACHE": str(whole_embedded_cache)})
 
 
 # --- what a run logs -------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_the_adaptive_coefficient_follows_the_kl(ppo: Path) -> None:
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Path:
+def half(tmp_path: Path, whole_embedded: Path) -> Path:
     """The run with everything, killed after step 3 with a checkpoint of step 2."""
     run = tmp_path / "run"
     job = runs.start_train(run, *PPO.arguments, before=partial(hooks.kill_after_logging, 3))
@@ -256,7 +256,7 @@ def test_resumed_it_is_the_same_run(ppo: Path, half: Path) -> None:
     assert (half / weights).read_bytes() == (ppo / weights).read_bytes()
 
 
-def test_two_ranks_are_one_run(ppo: Path, tmp_path: Path) -> None:
+def test_two_ranks_are_one_run(ppo: Path, whole_embedded: Path, tmp_path: Path) -> None:
     two = runs.train_on_ranks(tmp_path / "run", 2, *PPO.arguments)
     runs.assert_close(two, ppo, rel=1e-3)
 

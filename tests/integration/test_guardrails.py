@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rlctl.diagnose.thresholds import WINDOW
 from tests import hooks, runs
 
-pytestmark = pytest.mark.usefixtures("embedded")
+pytestmark = pytest.mark.usefixtures("whole_embedded")
 SEQ = ("-p", "rloo-seq-is")
 ACT, WARN = "trainer.guardrails.mode=act", "trainer.guardrails.mode=warn"
 #: Adam's first steps are full-size: at this rate they carry the policy away from its samples.
@@ -26,10 +26,10 @@ def column(run: Path, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def wild(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wild(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps at far too high a rate, under guardrails."""
     where = tmp_path_factory.mktemp("wild") / "run"
-    return runs.train(where, *SEQ, *WILD, ACT, env={"RLCTL_CACHE": str(embedded_cache)})
+    return runs.train(where, *SEQ, *WILD, ACT, env={"RLCTL_CACHE": str(whole_embedded_cache)})
 
 
 def test_what_was_done_is_logged_and_summed_up(wild: Path) -> None:
@@ -70,7 +70,7 @@ def test_warning_and_off_train_alike(tmp_path: Path) -> None:
     assert json.loads((off / "summary.json").read_text())["guardrails"] == {}
 
 
-def test_a_run_that_cannot_be_saved_ends_with_a_checkpoint(tmp_path: Path, embedded: Path) -> None:
+def test_a_run_that_cannot_be_saved_ends_with_a_checkpoint(tmp_path: Path, whole_embedded: Path) -> None:
     """Log-probs that are wrong from the start: no update is made, and no weight has moved at the end."""
     run = tmp_path / "run"
     job = runs.start_train(run, *SEQ, ACT, "trainer.total_training_steps=30", before=hooks.far_rollouts)
@@ -82,7 +82,7 @@ def test_a_run_that_cannot_be_saved_ends_with_a_checkpoint(tmp_path: Path, embed
     assert summary["guardrails"]["stopped_because"].startswith("no update was made")
     assert summary["interrupted"]
     trained = load_file(run / summary["model"] / "model.safetensors")
-    [start] = embedded.rglob("model.safetensors")
+    [start] = whole_embedded.rglob("model.safetensors")
     for name, weight in load_file(start).items():
         assert trained[name].equal(weight), name
 
@@ -105,7 +105,6 @@ COLLAPSING = (
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_embedded")
 def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
     rewards = {}
     for mode in (WARN, ACT):
@@ -117,7 +116,6 @@ def test_a_run_that_collapses_without_survives_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_embedded")
 @pytest.mark.parametrize(
     ("preset", "batches"),
     # PPO makes many updates per batch: fewer batches, but enough for one look with all rules.

@@ -56,5 +56,5 @@ def test_a_hang_ends_in_time_with_all_its_processes(tmp_path: Path, monkeypatch:
     assert not outcome.works
     assert outcome.found.startswith("hangs: nothing after 5 s")
     for pid in map(int, pids.read_text().split()):
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=60)
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

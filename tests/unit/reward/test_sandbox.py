@@ -13,7 +13,7 @@ import pytest
 from rlctl.reward.sandbox import confine, run, seccomp
 from rlctl.reward.sandbox.run import Limits, run_program
 
-LIMITS = Limits(timeout_s=5.0, memory_mb=256)
+LIMITS = Limits(timeout_s=60.0, memory_mb=256)
 needs_landlock = pytest.mark.skipif(confine.landlock_version() == 0, reason="the kernel has no Landlock")
 
 

@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self.server.is_awake.wait(20)
+        self.server.is_awake.wait(120)
         if self.path == "/v1/models":
             self.answer(200, {"data": [{"id": name} for name in ["policy", *self.server.adapters]]})
         elif self.path == "/weight_info":
@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
         self.server.asked.append((self.path, body))
-        self.server.is_awake.wait(20)
+        self.server.is_awake.wait(120)
         if self.path.endswith("lora_adapter"):
             self.load_or_unload(body["lora_name"])
         elif self.path == "/update_weight_version":
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(code, {"error": {"message": "the engine says why"}})
         else:
             self.server.is_asked.set()
-            self.server.may_answer.wait(20)
+            self.server.may_answer.wait(120)
             token = body["prompt"][-1]
             end = TOKENIZER.eos_token_id
             names = (f"token_id:{token}", f"token_id:{end}", "token_id:3")
@@ -150,7 +150,7 @@ def engine_on(servers: list[Server], tmp_path: Path, **options: Any) -> tuple[VL
         agree=lambda text: text,
         published=PublishedWeights(model, TOKENIZER, tmp_path / "weights"),
         replicas=None,
-        start_timeout=5.0,
+        start_timeout=60.0,
         **options,
     )
     return engine, model

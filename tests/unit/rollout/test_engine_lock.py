@@ -26,7 +26,7 @@ def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
     thread.start()
     for _ in range(20):
         sampling.clear()
-        sampling.wait(5)
+        sampling.wait(60)
         before = len(order)
         with lock.held(first=True):
             inside.append(1)

@@ -122,11 +122,11 @@ def test_a_server_that_refuses_the_adapter_names_the_remedy(
 def test_servers_started_without_adapters_are_refused_before_a_run(
     server: Server, lora: dict[str, Any] | None, takes_new: bool
 ) -> None:
-    reachable([server.url], seconds=5, lora_rank=8)
+    reachable([server.url], seconds=60, lora_rank=8)
     server.lora, server.takes_new_adapters = lora, takes_new
-    reachable([server.url], seconds=5)
+    reachable([server.url], seconds=60)
     with pytest.raises(EnvironmentFailure, match="no adapters of rank 8") as caught:
-        reachable([server.url], seconds=5, lora_rank=8)
+        reachable([server.url], seconds=60, lora_rank=8)
     assert server.url in str(caught.value.where)
     for option in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora", "rollout.merge_lora=true"):
         assert option in str(caught.value.fix)

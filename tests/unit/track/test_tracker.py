@@ -151,7 +151,7 @@ with build_tracker(Path(sys.argv[1]), ["console"], "p", "e", {}, total_steps=3, 
     assert child.stdin is not None
     child.stdout.close()
     child.stdin.close()
-    child.wait(30)
+    child.wait(120)
     assert steps(tmp_path) == [1, 2, 3]
 
 

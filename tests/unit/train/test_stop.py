@@ -43,11 +43,11 @@ def asked_with_nobody_reading() -> int:
     ],
 )
 def test_heard(tmp_path: Path, plan: tuple[float, ...], code: int) -> None:
-    assert Job(asked, *plan, log=tmp_path / "log").wait(30) == code
+    assert Job(asked, *plan, log=tmp_path / "log").wait() == code
 
 
 def test_heard_though_nobody_reads_the_answer(tmp_path: Path) -> None:
-    assert Job(asked_with_nobody_reading, log=tmp_path / "log").wait(30) == 143
+    assert Job(asked_with_nobody_reading, log=tmp_path / "log").wait() == 143
 
 
 def asked_while_ranks_wait() -> int:
@@ -58,7 +58,7 @@ def asked_while_ranks_wait() -> int:
 
 
 def test_while_ranks_wait_for_one_another_the_first_signal_ends(tmp_path: Path) -> None:
-    assert Job(asked_while_ranks_wait, log=tmp_path / "log").wait(30) == 143
+    assert Job(asked_while_ranks_wait, log=tmp_path / "log").wait() == 143
 
 
 @pytest.mark.parametrize("is_shown", [True, False])

@@ -133,7 +133,7 @@ def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> No
         return rollouts_of(seed=step, policy_version=0)
 
     RolloutStream(sample, ahead=1, last_step=LAST, executor=executor).take(1)
-    assert began.wait(5)  # nobody asked for batch 2 yet
+    assert began.wait(60)  # nobody asked for batch 2 yet
 
 
 def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
@@ -144,12 +144,12 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
     def sample(step: int) -> Rollouts:
         if step == 3:
             began.set()
-            may_go.wait(5)
+            may_go.wait(60)
         return sampler(step)
 
     stream = RolloutStream(sample, ahead=4, last_step=LAST, executor=executor)
     stream.take(1)
-    assert began.wait(5)
+    assert began.wait(60)
     threading.Timer(0.05, may_go.set).start()
     stream.drain()  # the third is at work and finished, the fourth and fifth never begin
     assert sampler.asked == [1, 2, 3]

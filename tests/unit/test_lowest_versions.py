@@ -35,3 +35,13 @@ def test_deepspeed_that_drops_offloaded_gradients_is_not_allowed(version: str) -
     [deepspeed] = [Requirement(text) for text in PROJECT["dependencies"] if text.startswith("deepspeed")]
     assert not deepspeed.specifier.contains(version)
     assert deepspeed.specifier.contains("0.19.8")
+
+
+def test_the_newest_vllm_allowed_runs_on_the_newest_torch_allowed() -> None:
+    """vLLM 0.33 asks for torch 2.14."""
+    texts = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"]
+    allowed = {part.name: part.specifier for part in map(Requirement, texts)}
+    assert allowed["vllm"].contains("0.32.0")
+    assert not allowed["vllm"].contains("0.33.0")
+    assert allowed["torch"].contains("2.13.0")
+    assert not allowed["torch"].contains("2.14.0")

@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
+from rlctl.spec import check_rollout
 from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts, memory_total
 from rlctl.spec.model import EMBEDDED
@@ -106,3 +107,27 @@ def test_a_preset_of_hardware_says_which_engine_and_how_large_its_share_is() -> 
     for name in CARDS:
         assert {"rollout.name", "rollout.gpu_memory_utilization", "trainer.n_gpus_per_node"} <= keys(name)
         assert {"trainer.nnodes", "engine.zero_stage", "actor.ppo_max_token_len_per_gpu"} <= keys(name)
+
+
+def test_hardware_presets_sample_as_many_at_once_as_the_cache_holds() -> None:
+    """A limit of its own would cut a batch into waves."""
+    for name in of_kind("hardware"):
+        assert "rollout.max_num_seqs" not in keys(name)
+        assert load_spec([name, "rloo-seq-is"], [], PROMPTS).spec.rollout.max_num_seqs is None
+
+
+def test_plain_generation_on_a_gpu_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_rollout, "gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"])
+    monkeypatch.setattr(check_rollout, "gpus_are_hidden", lambda: False)
+    said = {
+        engine: [
+            problem.fix
+            for problem in check_rollout.gpu_samples_fast(
+                load_spec([], [], [*PROMPTS, "model.path=Qwen/Qwen2.5-7B", f"rollout.name={engine}"]).spec
+            )
+        ]
+        for engine in ("hf", "vllm")
+    }
+    assert said["vllm"] == []
+    assert len(said["hf"]) == 1
+    assert "rollout.name=vllm" in said["hf"][0]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.chaos --kills 50 --out chaos.json
 
-Each kill is a run of its own: started, killed after a time drawn uniformly from a whole run's, the launcher
-alone or every process (by turns), resumed at once (or started anew where nothing was saved yet), compared at
-its end.
+Each kill is a run of its own, killed at a moment drawn uniformly: two counted from its start, two from its
+first step on by turns, the launcher alone or every process (by turns too). It is resumed at once (or started
+anew where nothing was saved yet) and compared at its end.
 Equal means: every step once and in order, every metric and the trained weights bit for bit, apart from times.
 With `rollout.max_staleness` which weights sampled a batch depends on the clock, a vLLM server's arithmetic
 on its batches: there only the steps are compared.
@@ -83,19 +83,30 @@ def result(run: Path) -> dict[str, object]:
     }
 
 
-def whole(run: Path, mode: tuple[str, ...]) -> float:
-    """A run that nobody kills; its seconds."""
+def await_first_step(run: Path, process: subprocess.Popen[bytes]) -> None:
+    while not (run / "metrics.jsonl").is_file() and process.poll() is None:
+        time.sleep(0.01)
+
+
+def whole(run: Path, mode: tuple[str, ...]) -> tuple[float, float]:
+    """A run that nobody kills; its seconds, and those from its first step on."""
     begun = time.monotonic()
-    code = start(*RUN, *mode, f"trainer.run_dir={run}", log=run.with_suffix(".log")).wait()
-    if code:
+    process = start(*RUN, *mode, f"trainer.run_dir={run}", log=run.with_suffix(".log"))
+    await_first_step(run, process)
+    stepped = time.monotonic()
+    if code := process.wait():
         sys.exit(f"the run to compare with ended with {code}: see {run.with_suffix('.log')}")
-    return time.monotonic() - begun
+    return time.monotonic() - begun, time.monotonic() - stepped
 
 
-def killed(run: Path, mode: tuple[str, ...], after: float, *, everyone: bool) -> dict[str, object] | None:
-    """A run killed after so many seconds and resumed; None if it had ended by then."""
+def killed(
+    run: Path, mode: tuple[str, ...], after: float, *, stepping: bool, everyone: bool
+) -> dict[str, object] | None:
+    """A run killed so many seconds after its start, or its first step, and resumed; None if it had ended."""
     log = run.with_suffix(".log")
     process = start(*RUN, *mode, f"trainer.run_dir={run}", log=log)
+    if stepping:
+        await_first_step(run, process)
     time.sleep(after)
     if process.poll() is not None:
         return None
@@ -110,6 +121,7 @@ def killed(run: Path, mode: tuple[str, ...], after: float, *, everyone: bool) ->
     saved = sorted(path.name for path in (run / "checkpoints").glob("step_*[0-9]"))
     found = {
         "after_s": round(after, 2),
+        "stepping": stepping,
         "everyone": everyone,
         "logged": logged,
         "saved": saved,
@@ -145,7 +157,8 @@ def main() -> None:
         expected, kills = result(place / "whole"), []
         for number in range(chosen.kills):
             run = place / f"killed-{number}"
-            while (kill := killed(run, mode, drawn.uniform(0.0, lasts), everyone=number % 2 == 1)) is None:
+            how = {"stepping": number % 4 >= 2, "everyone": number % 2 == 1}
+            while (kill := killed(run, mode, drawn.uniform(0.0, lasts[how["stepping"]]), **how)) is None:
                 shutil.rmtree(run)  # it was faster than the one it is compared with: drawn again
             got = result(run) if (run / "metrics.jsonl").is_file() else {"steps": []}
             same = got == expected if is_exact else got["steps"] == expected["steps"]

@@ -16,30 +16,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
-class Command(TyperCommand):
-    """A command whose help shows no `<bool>` behind flags, and its prose wrapped to the terminal."""
+class _Help:
+    """Help that shows no `<bool>` behind flags, and its prose wrapped to the terminal."""
+
+    help: str | None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help, its paragraphs laid out."""
-        self.help = _laid_out(self.help or "")
-        super().format_help(ctx, formatter)
+        """The help, its paragraphs laid out; as often as it is asked for."""
+        given, self.help = self.help, _laid_out(self.help or "")
+        try:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        finally:
+            self.help = given
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, flags without a type."""
-        return _without_types_of_flags(super().get_params(ctx))
+        return _without_types_of_flags(super().get_params(ctx))  # type: ignore[misc]
 
 
-class Group(TyperGroup):
-    """A group of commands, its help as that of `Command`."""
+class Command(_Help, TyperCommand):
+    """A command with that help."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help, its paragraphs laid out."""
-        self.help = _laid_out(self.help or "")
-        super().format_help(ctx, formatter)
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, flags without a type."""
-        return _without_types_of_flags(super().get_params(ctx))
+class Group(_Help, TyperGroup):
+    """A group of commands with that help."""
 
 
 class CommandWithSubcommands(Command):

@@ -188,6 +188,8 @@ def test_help_fits_80_columns_and_has_two_examples(
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*command, "--help"]) == 0
     out = capsys.readouterr().out
+    assert run([*command, "--help"]) == 0
+    assert capsys.readouterr().out == out  # the commands are built once
     assert max(map(len, out.splitlines())) <= 80
     assert "<bool>" not in out
     text = out.partition("╭")[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import correct
-from rlctl.algos.losses import ppo_clip, reinforce
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 
 VOCABULARY, HORIZON, END = 3, 3, 0
@@ -64,7 +64,7 @@ def corrected_gradient(train: Tensor, rollout: Tensor, rules: CorrectionRules) -
     share = probabilities(rollout_log_probs) * REWARDS
     advantages = share[:, None].expand_as(MASK)
     rule, keep = LossRule("reinforce"), MASK & found.keep_mask
-    loss = reinforce(rule, log_probs, log_probs.detach(), advantages, keep, found.weights)
+    loss = policy_loss(rule, log_probs, log_probs.detach(), advantages, keep, found.weights)
     whole = Denominators(num_tokens=float(MASK.sum()), num_sequences=1.0)  # the shares already average
     total = aggregate(loss.values, MASK, whole, "seq-mean-token-sum", horizon=HORIZON)
     return torch.autograd.grad(total, train)[0]
@@ -129,7 +129,7 @@ def test_ppo_at_the_sampling_policy_is_the_policy_gradient() -> None:
     train = policy(2)
     log_probs = log_probs_of(train)
     share = (probabilities(log_probs).detach() * REWARDS)[:, None].expand_as(MASK)
-    loss = ppo_clip(LossRule("ppo_clip"), log_probs, log_probs.detach(), share, MASK, None)
+    loss = policy_loss(LossRule("ppo_clip"), log_probs, log_probs.detach(), share, MASK, None)
     total = aggregate(loss.values, MASK, Denominators(1.0, 1.0), "seq-mean-token-sum", horizon=HORIZON)
     found = torch.autograd.grad(total, train)[0]
     torch.testing.assert_close(found, exact_gradient(train), rtol=1e-10, atol=1e-12)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlctl.algos.aggregate import Denominators, aggregate
 from rlctl.algos.correction import normalization_factor
-from rlctl.algos.losses import reinforce
+from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.statistics import correction_metrics, normalized
 from tests.properties.batches import (
@@ -50,7 +50,9 @@ class Update:
         for part, correction, keep in zip(parts, corrections, self.keep, strict=True):
             log_probs = part.log_probs.clone().requires_grad_()
             weights = None if correction.weights is None else correction.weights / self.factor
-            values = reinforce(RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights).values
+            values = policy_loss(
+                RULE, log_probs, part.rollout_log_probs, part.advantages, keep, weights
+            ).values
             loss = aggregate(values, keep if after else part.mask, whole, mode, horizon=HORIZON)
             loss.backward()
             assert log_probs.grad is not None

@@ -37,6 +37,7 @@ def save(ranks: Ranks, root: str) -> list[str]:
         ranks=ranks,
         run_dir=Path(root),
         stream=nothing,
+        draws=None,
         rollout_writer=None,
         tokenizer=nothing,
         actor=option_engine(ranks, (2, "fp32", 0, False, "none")),

@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.runs import interval
 from rlctl.bench.exact import BenchRule
 from rlctl.bench.learned import LearnedWorld, log_softmax
 from rlctl.what_if.settings import NO_UPPER
@@ -110,12 +111,6 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
         logits = logits + rate * factor * first / (1 - 0.9 ** (step + 1)) / size
         past.append(logits)
     return float(np.mean(scores))
-
-
-def interval(values: np.ndarray) -> str:
-    draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
-    low, high = np.quantile(draws, [0.05, 0.95])
-    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.learning import seeds_of
-from benchmarks.runs import Job, Outcome, run_all
+from benchmarks.runs import Job, Outcome, interval, run_all
 from rlctl.tiny.embedded import ensure_embedded
 
 FILTER = "algorithm.filter_groups.enable=true"
@@ -75,12 +75,6 @@ def validation_at(outcome: Outcome, tokens: float) -> float:
         (paid[step], value) for step, value in enumerate(outcome.series["validation"]) if value is not None
     ]
     return float(np.interp(tokens, *zip(*known, strict=True)))
-
-
-def interval(values: np.ndarray) -> str:
-    draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
-    low, high = np.quantile(draws, [0.05, 0.95])
-    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def main() -> None:

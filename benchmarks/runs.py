@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).parents[1]
 REWARD = "critic/score/mean"
 VALIDATION = re.compile(r"val/.+/reward_mean")
@@ -182,3 +184,10 @@ def _train(job: Job, run_dir: Path) -> None:
         run_rank(dump_spec(spec), str(run_dir), False)
     except RlctlError as error:  # a run that the trainer stopped is a result too
         (run_dir / "error").write_text(str(error))
+
+
+def interval(values: np.ndarray) -> str:
+    """Their mean, and its 90 % interval by a bootstrap."""
+    draws = np.random.default_rng(0).choice(values, (2000, len(values))).mean(1)
+    low, high = np.quantile(draws, [0.05, 0.95])
+    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"

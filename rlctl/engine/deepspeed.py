@@ -90,10 +90,7 @@ class _Engine:
         self.ranks = ranks
         dtype, grad_clip = settings["dtype"], settings["grad_clip"]
         self._deepspeed = _import_deepspeed()
-        # DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32
-        # master weights the same way and differs from stage 0 only in where they lie.
-        stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
-        self.zero_stage = stage
+        self.zero_stage = stage = _stage(settings)
         plain = stage == 0
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
@@ -448,11 +445,19 @@ def keeping_buffers(model: Any) -> Iterator[None]:
         buffer.data = buffers[name].to(buffer.device)
 
 
+def _stage(settings: Settings) -> int:
+    """The ZeRO stage that DeepSpeed runs.
+
+    Its bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32 master weights the same
+    way and differs from stage 0 only in where they lie.
+    """
+    return max(settings["zero_stage"], 1) if settings["dtype"] == torch.bfloat16 else settings["zero_stage"]
+
+
 def _config(settings: Settings) -> dict[str, Any]:
     """DeepSpeed's configuration; `offload`: float32 weights, moments and the step itself go to the host
     ("optimizer", from stage 1 on), and between their uses the parameters too ("all", stage 3)."""
-    dtype, offload = settings["dtype"], settings.get("offload", "none")
-    stage = max(settings["zero_stage"], 1) if dtype == torch.bfloat16 else settings["zero_stage"]
+    dtype, offload, stage = settings["dtype"], settings.get("offload", "none"), _stage(settings)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -103,10 +103,10 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
         count: servers.
         gpus: of each; 0: they compute on CPUs.
         trainer_gpus: of this machine that are taken, which Ray does not know.
-        seconds: how long to wait until there is room.
+        seconds: how long to wait for free resources.
 
     Raises:
-        EnvironmentFailure: Ray is not installed, there is no cluster, or not enough room in it.
+        EnvironmentFailure: Ray is not installed, there is no cluster, or too few of its resources are free.
     """
     try:
         import ray

@@ -78,13 +78,13 @@ class VLLMServerRollout(CompletionRollout):
         needs_broadcast: end the run where weights cannot be broadcast; otherwise they are written as files.
         starts_empty: servers start without weights, and with a loader that reads none.
         held: closed when the servers have ended.
-
-    Attributes:
-        notes: what the user is to be told.
         replicas: the servers of this process, if it has any; they start with the first weights.
         start_timeout: seconds to wait for a server that went away.
         answer_timeout: seconds after which one that listens must have answered; None: whoever started the
             servers sees to that.
+
+    Attributes:
+        notes: what the user is to be told.
     """
 
     def __init__(

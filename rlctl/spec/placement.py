@@ -96,7 +96,7 @@ class Placement:
 
     @cached_property
     def gpu_parts(self) -> list[MemoryPart]:
-        """Of one rank, with the cache that the machine's GPU has room for."""
+        """Of one rank, with the cache that fits into the machine's GPU."""
         return memory_parts(self.spec, self.size, self.machine.gpu_bytes if self.machine.gpus else None)
 
     def gpu_peak(self, *phases: Phase) -> float:
@@ -359,10 +359,10 @@ class Placement:
         gpus = spec.rollout.tensor_model_parallel_size if servers else 1
         responses = spec.data.train_batch_size * spec.rollout.n / engines
         mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
-        room = (
+        cache_bytes = (
             spec.rollout.gpu_memory_utilization * machine.gpu_bytes * gpus - parameters * self.sampling_width
         )
-        fits = max(1.0, room / (cached * mean)) if machine.gpus else responses
+        fits = max(1.0, cache_bytes / (cached * mean)) if machine.gpus else responses
         at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
         read = parameters * self.sampling_width + at_once * cached * mean
         computed = 2 * parameters * at_once / (machine.flops * gpus)

@@ -89,7 +89,7 @@ class ServerSpec(Section):
     """Engines to start: on each node of the run, on GPUs after `trainer.n_gpus_per_node`; by Ray, in all."""
     placement: Literal["auto", "nodes", "ray"] = "auto"
     """Where: on `nodes` of the run (where weights are files, on the first), or by `ray` wherever its
-    cluster has room. `auto`: ray if RAY_ADDRESS is set."""
+    cluster has free resources. `auto`: ray if RAY_ADDRESS is set."""
     urls: StrList = Field(default=[])
     """Running engines, on any node (`http://host:port`); if set, no engine is started."""
     weights_dir: str | None = None

@@ -38,7 +38,7 @@ ACTOR_CPUS = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[object]:
-    """Two nodes with room for one server each."""
+    """Two nodes with the resources of one server each."""
     import ray
     from ray.cluster_utils import Cluster
 

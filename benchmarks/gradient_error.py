@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.bench.corrections import BenchPlace
-from rlctl.bench.exact import BenchRule, effective_sample_size, moments, token_factors
+from rlctl.bench.exact import BenchRule
 
 REGIMES = ((0.9, "> 0.9"), (0.5, "0.5–0.9"), (0.0, "< 0.5"))
 SIZES, GROUPS = (0.1, 0.5, 1.0, 1.6), (64, 256, 1024)
@@ -62,13 +62,13 @@ def main() -> None:
     for size in SIZES:
         for seed in range(options.seeds):
             world = BenchPlace("KL", size=size, horizon=4).world(seed)
-            ess = effective_sample_size(world)
+            ess = world.ess
             regime = next(
                 name for low, name in ((0.9, "> 0.9"), (0.5, "0.5–0.9"), (0.0, "< 0.5")) if ess >= low
             )
             for rule in RULES.values():
-                factors = [token_factors(world, rule, N, prompt) for prompt in range(world.num_prompts)]
-                truth = moments(world, rule, N).error(MINI)
+                factors = [world.token_factors(rule, N, prompt) for prompt in range(world.num_prompts)]
+                truth = world.moments(rule, N).error(MINI)
                 for groups in GROUPS:
                     for _ in range(options.draws):
                         found = gradient_error(*sampled(rng, world, factors, groups), MINI)

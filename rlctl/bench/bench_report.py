@@ -1,10 +1,13 @@
-"""What CorrectionBench found, as Markdown tables and one picture."""
+"""What CorrectionBench found, as Markdown tables.
+
+Intervals are at 90 %, by bootstrap over seeds: the worlds of one seed share policies and rewards, so they are
+drawn together. Enumerated and learned worlds have tables of their own.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -15,15 +18,19 @@ from rlctl.bench.exact import GradientMoments, ess_against_length
 from rlctl.bench.learned import LENGTH_RULES, length_shares
 
 Row = dict[str, Any]
+#: (place, seed) → a figure.
+Figures = dict[tuple[str, int], float]
 #: Effective sample size of sequence weights → what tables call it.
 REGIMES = ((0.9, 1.01, "> 0.9"), (0.5, 0.9, "0.5–0.9"), (0.1, 0.5, "0.1–0.5"), (0.0, 0.1, "< 0.1"))
-#: Rules of the picture.
-SHOWN = ("no correction", "exact", "token truncate 2.0", "sequence truncate 2.0", "loss ppo_clip", "loss p3o")
-_COLOURS = ("#444444", "#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd")
+#: Rules of the tables by place and of the picture.
+SHOWN = ("no correction", "token truncate 2.0", "sequence truncate 2.0", "exact", "loss ppo_clip", "loss p3o")
 LENGTHS = [1, 4, 16, 64, 256, 1024]
+#: Mini-batch, in groups, of the tables that show one only.
+GROUPS = 64
+_DRAWS = 1000
 
 
-def error_of(row: Row, groups: float) -> float:
+def error_of(row: Row, groups: float = GROUPS) -> float:
     """Relative error of a mini-batch of so many groups, see `GradientMoments.error`."""
     names = ("inner", "norm", "signal", "distance", "noise")
     return GradientMoments(**{name: row[name] for name in names}).error(groups)
@@ -31,11 +38,18 @@ def error_of(row: Row, groups: float) -> float:
 
 def markdown(rows: list[Row]) -> str:
     """All tables."""
-    parts = [
-        ("What to use", decision_table(rows)),
-        ("Every rule", rules_table(rows)),
-        ("Defaults of other frameworks", regret_table(rows)),
-        ("Worlds to tell two rules apart", separation_table(rows)),
+    parts = []
+    for kind, is_learned in (("Enumerated worlds", False), ("Learned worlds", True)):
+        found = [row for row in rows if row["is_learned"] is is_learned]
+        if found:
+            parts += [
+                (f"{kind}: what to use", decision_table(found)),
+                (f"{kind}: by place", place_table(found)),
+                (f"{kind}: every rule", rules_table(found)),
+                (f"{kind}: defaults of other frameworks", regret_table(found)),
+                (f"{kind}: seeds that tell two rules apart", separation_table(found)),
+            ]
+    parts += [
         ("Effective sample size against length", length_table()),
         ("What stale data does to response length", stale_length_table()),
     ]
@@ -43,23 +57,38 @@ def markdown(rows: list[Row]) -> str:
 
 
 def decision_table(rows: list[Row], best: int = 3) -> str:
-    """Per regime and mini-batch: the rules of smallest mean error, and the error without correction."""
+    """Per regime and mini-batch: the rules of smallest mean error, how many others are as good as the first
+    (the interval of the paired difference reaches 0), and the error without correction."""
     head = ["effective sample size", "groups", *[f"{place}. rule" for place in range(1, best + 1)]]
-    lines = [*_head([*head, "no correction"])]
+    lines = _head([*head, "as good as the 1.", "no correction"])
     for low, high, name in REGIMES:
         inside = [row for row in rows if low <= row["ess"] < high]
         for groups in BATCHES if inside else ():
             found = _errors(inside, groups)
-            order = sorted(
-                (rule for rule in found if not rule.startswith("default")), key=lambda r: np.mean(found[r])
-            )
+            order = _order(found)
+            first = found[order[0]]
+            as_good = sum(_bounds(_minus(found[rule], first))[0] <= 0.0 for rule in order[1:])
             cells = [f"`{rule}` {_interval(found[rule])}" for rule in order[:best]]
-            lines.append(_line([name, str(groups), *cells, _interval(found.get("no correction", []))]))
+            cells += [f"{as_good} of {len(order) - 1}", _interval(found.get("no correction", {}))]
+            lines.append(_line([name, str(groups), *cells]))
+    return "\n".join(lines)
+
+
+def place_table(rows: list[Row]) -> str:
+    """Per place: the rule of smallest mean error, and the errors of a few rules."""
+    lines = _head(["place", "effective sample size", "smallest error", *[f"`{rule}`" for rule in SHOWN]])
+    for place in dict.fromkeys(row["place"] for row in rows):
+        here = [row for row in rows if row["place"] == place]
+        found = _errors(here, GROUPS)
+        ess = np.mean(list({row["seed"]: row["ess"] for row in here}.values()))
+        best = _order(found)[0]
+        cells = [f"`{best}` {_interval(found[best])}", *[_interval(found.get(rule, {})) for rule in SHOWN]]
+        lines.append(_line([place, f"{ess:.2f}", *cells]))
     return "\n".join(lines)
 
 
 def rules_table(rows: list[Row]) -> str:
-    """Per rule, means over all places and seeds."""
+    """Per rule over all places and seeds: medians of bias and noise, means of angle and errors."""
     lines = _head(["rule", "bias²/|g|²", "noise/|g|²", "angle", *[f"error, {n} groups" for n in BATCHES]])
     by_rule = defaultdict(list)
     for row in rows:
@@ -67,42 +96,42 @@ def rules_table(rows: list[Row]) -> str:
     errors = {
         rule: [np.mean([error_of(x, n) for x in some]) for n in BATCHES] for rule, some in by_rule.items()
     }
-    for rule in sorted(by_rule, key=lambda name: errors[name][1]):
+    for rule in sorted(by_rule, key=lambda name: errors[name][BATCHES.index(GROUPS)]):
         some = by_rule[rule]
-        bias = np.mean([row["distance"] / row["signal"] for row in some])
-        noise = np.mean([row["noise"] / row["signal"] for row in some])
-        angle = np.mean([np.degrees(np.arccos(np.clip(row["cosine"], -1, 1))) for row in some])
-        cells = [f"{bias:.2g}", f"{noise:.3g}", f"{angle:.0f}°", *[f"{error:.3f}" for error in errors[rule]]]
-        lines.append(_line([f"`{rule}`", *cells]))
+        bias = np.median([row["distance"] / row["signal"] for row in some])
+        noise = np.median([row["noise"] / row["signal"] for row in some])
+        cells = [f"{bias:.2g}", f"{noise:.3g}", f"{np.mean([angle(row) for row in some]):.0f}°"]
+        lines.append(_line([f"`{rule}`", *cells, *[f"{error:.3f}" for error in errors[rule]]]))
     return "\n".join(lines)
 
 
+def angle(row: Row) -> float:
+    """Between the rule's expected gradient and the true one, degrees."""
+    return float(np.degrees(np.arccos(np.clip(row["cosine"], -1, 1))))
+
+
 def regret_table(rows: list[Row]) -> str:
-    """Per default: its error less that of the best measured rule in the same world, with 64 groups."""
-    places: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        places[row["place"], row["seed"]][row["rule"]] = error_of(row, 64)
-    regrets: dict[str, list[float]] = defaultdict(list)
-    for errors in places.values():
-        least = min(errors.values())
-        for rule, error in errors.items():
-            if rule.startswith("default: "):
-                regrets[rule.removeprefix("default: ")].append(error - least)
+    """Per default: its error less that of the best measured rule in the same world."""
+    found = _errors(rows, GROUPS)
+    keys = set[tuple[str, int]]().union(*found.values())
+    least = {key: min(figures[key] for figures in found.values() if key in figures) for key in keys}
+    regrets = {
+        rule.removeprefix("default: "): _minus(figures, least)
+        for rule, figures in found.items()
+        if rule.startswith("default: ")
+    }
     if not regrets:
         return ""
     lines = _head(["default", "mean regret", "largest"])
-    for rule in sorted(regrets, key=lambda name: np.mean(regrets[name])):
-        lines.append(_line([rule, _interval(regrets[rule]), f"{max(regrets[rule]):.3f}"]))
+    for rule in sorted(regrets, key=lambda name: _mean(regrets[name])):
+        lines.append(_line([rule, _interval(regrets[rule]), f"{max(regrets[rule].values()):.3f}"]))
     return "\n".join(lines)
 
 
 def separation_table(rows: list[Row], best: int = 6) -> str:
-    """Independent worlds that a paired comparison takes, see `worlds_to_separate`, with 64 groups."""
-    by_rule: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
-    for row in rows:
-        if not row["rule"].startswith("default"):
-            by_rule[row["rule"]][row["place"], row["seed"]] = error_of(row, 64)
-    order = sorted(by_rule, key=lambda rule: np.mean(list(by_rule[rule].values())))
+    """Seeds that a paired comparison takes, each with all of its places, see `worlds_to_separate`."""
+    found = _errors(rows, GROUPS)
+    order = _order(found)
     shown = [rule for rule in order if rule in SHOWN or rule in order[: best // 2]][:best]
     if len(shown) < 2:
         return ""
@@ -110,9 +139,8 @@ def separation_table(rows: list[Row], best: int = 6) -> str:
     for place, rule in enumerate(shown[:-1]):
         cells = [""] * place
         for other in shown[place + 1 :]:
-            common = sorted(by_rule[rule].keys() & by_rule[other].keys())
-            gaps = np.array([by_rule[rule][key] - by_rule[other][key] for key in common])
-            cells.append(worlds_to_separate(gaps))
+            sums, counts = _by_seed(_minus(found[rule], found[other]))
+            cells.append(worlds_to_separate(sums / counts))
         lines.append(_line([f"`{rule}`", *cells]))
     return "\n".join(lines)
 
@@ -152,58 +180,53 @@ def length_table() -> str:
     return "\n".join(lines)
 
 
-def picture(rows: list[Row], groups: int = 64) -> str:
-    """SVG: error against the size of the mismatch, means over seeds."""
-    series: dict[str, dict[float, list[float]]] = {name: defaultdict(list) for name in SHOWN}
+def _errors(rows: Iterable[Row], groups: float) -> dict[str, Figures]:
+    """Rule → its errors."""
+    found: dict[str, Figures] = defaultdict(dict)
     for row in rows:
-        if row["axis"] == "KL" and row["rule"] in series:
-            series[row["rule"]][float(row["place"].split()[1].rstrip(","))].append(error_of(row, groups))
-    series = {name: line for name, line in series.items() if line}
-    sizes = sorted({size for line in series.values() for size in line})
-    if not sizes:
-        return ""
-    width, height, left, top = 640, 360, 60, 20
-    inner_w, inner_h = width - left - 190, height - top - 50
-
-    def at(place: int, error: float) -> str:
-        return f"{left + inner_w * place / max(len(sizes) - 1, 1):.1f},{top + inner_h * (1 - error):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = at(0, tick).split(",")
-        parts.append(
-            f'<path d="M{x} {y}h{inner_w}" stroke="#ddd"/><text x="{left - 34}" y="{y}">{tick:g}</text>'
-        )
-    for place, size in enumerate(sizes):
-        x = at(place, 0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{top + inner_h + 18}" text-anchor="middle">{size:g}</text>')
-    label = f"size of the mismatch; relative error of the gradient of {groups} groups"
-    parts.append(f'<text x="{left}" y="{height - 10}">{label}</text>')
-    for (name, line), colour in zip(series.items(), _COLOURS, strict=False):
-        points = " ".join(at(sizes.index(size), float(np.mean(line[size]))) for size in sorted(line))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        line_at = top + 16 * (1 + list(series).index(name))
-        parts.append(f'<text x="{left + inner_w + 12}" y="{line_at}" fill="{colour}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _errors(rows: Iterable[Row], groups: float) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        found[row["rule"]].append(error_of(row, groups))
+        found[row["rule"]][row["place"], row["seed"]] = error_of(row, groups)
     return found
 
 
-def _interval(values: list[float]) -> str:
-    """Mean, and the 90 % interval of it by bootstrap over worlds."""
-    if not values:
+def _order(found: dict[str, Figures]) -> list[str]:
+    """The rules but for named defaults, by their mean."""
+    return sorted((rule for rule in found if not rule.startswith("default")), key=lambda r: _mean(found[r]))
+
+
+def _minus(one: Figures, other: Figures) -> Figures:
+    """Paired differences."""
+    return {key: one[key] - other[key] for key in one.keys() & other.keys()}
+
+
+def _mean(figures: Figures) -> float:
+    return float(np.mean([figures[key] for key in sorted(figures)]))
+
+
+def _by_seed(figures: Figures) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seeds,) sums and numbers of figures."""
+    seeds = {seed: place for place, seed in enumerate(sorted({seed for _, seed in figures}))}
+    which = [seeds[seed] for _, seed in sorted(figures)]
+    values = [figures[key] for key in sorted(figures)]
+    sums, counts = np.bincount(which, values), np.bincount(which)
+    return sums.astype(np.float64), counts.astype(np.float64)
+
+
+def _bounds(figures: Figures) -> tuple[float, float]:
+    """The 90 % interval of the mean by bootstrap over seeds."""
+    sums, counts = _by_seed(figures)
+    draws = np.random.default_rng(0).integers(len(sums), size=(_DRAWS, len(sums)))
+    low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), [0.05, 0.95])
+    return float(low), float(high)
+
+
+def _interval(figures: Figures) -> str:
+    """Mean and interval; of one seed the mean alone."""
+    if not figures:
         return "—"
-    draws = np.random.default_rng(0).choice(values, (1000, len(values))).mean(1)
-    low, high = np.quantile(draws, [0.05, 0.95])
-    return f"{np.mean(values):.3f} ({low:.3f}–{high:.3f})"
+    if len({seed for _, seed in figures}) == 1:
+        return f"{_mean(figures):.3f}"
+    low, high = _bounds(figures)
+    return f"{_mean(figures):.3f} ({low:.3f}–{high:.3f})"
 
 
 def _head(cells: list[str]) -> list[str]:

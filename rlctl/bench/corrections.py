@@ -9,20 +9,42 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlctl.bench.exact import BenchRule, GradientMoments, effective_sample_size, moments
+from rlctl.bench.exact import BenchRule, BenchWorld, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
-from rlctl.bench.worlds import World
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
 from rlctl.what_if.settings import NO_UPPER, frameworks
 
 #: Mini-batches that tables are made for, in groups.
 BATCHES = (8, 64, 512)
+#: Defaults beside those of `what_if.settings`: AReaL's `behave_imp_weight_cap`, prime-rl's three losses, and
+#: what NeMo-RL's asynchronous recipes set.
+MORE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "AReaL token mask": {
+        "rollout_is": "token",
+        "rollout_is_bound": "mask",
+        "rollout_is_threshold": "1e-9_5.0",
+    },
+    "NeMo-RL recipes": {
+        "rollout_is": "token",
+        "rollout_is_bound": "truncate",
+        "rollout_is_threshold": "5.0",
+        "rollout_rs": "mult_prob_error",
+        "rollout_rs_threshold": "2.0",
+    },
+} | {
+    f"prime-rl {name}": {
+        "rollout_is": None,
+        "loss_type": "sampler_penalty",
+        "loss_params": {"region": region},
+    }
+    for name, region in (("default", "dppo"), ("ipo", "ipo"), ("kpop", "kpop"))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +65,25 @@ class BenchPlace:
         kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
         return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
 
-    def ess(self, seed: int) -> float:
-        """Exact effective sample size of sequence weights."""
-        if self.is_learned:
-            return _learned(seed, self.mismatch, self.size, self.horizon).ess
-        return effective_sample_size(self.world(seed))
-
-    def moments(self, rule: BenchRule, seed: int) -> GradientMoments:
-        """What the rule makes of the gradient."""
-        if self.is_learned:
-            return _learned(seed, self.mismatch, self.size, self.horizon).moments(rule, self.n)
-        return moments(self.world(seed), rule, self.n)
-
-    def world(self, seed: int) -> World:
-        """The policies and rewards."""
-        return _world(seed, self.mismatch, self.size, self.horizon, self.sharpness)
+    def world(self, seed: int) -> BenchWorld:
+        """The policies and rewards; the worlds of one seed differ in what their places differ in."""
+        return _world(self, seed)
 
 
-@lru_cache(maxsize=4)
-def _learned(seed: int, mismatch: str, size: float, horizon: int) -> LearnedWorld:
-    return LearnedWorld(seed, mismatch, size, horizon)
-
-
-@lru_cache(maxsize=4)
-def _world(seed: int, mismatch: str, size: float, horizon: int, sharpness: float) -> World:
+@lru_cache(maxsize=2)
+def _world(place: BenchPlace, seed: int) -> BenchWorld:
+    if place.is_learned:
+        return LearnedWorld(seed, place.mismatch, place.size, place.horizon)
     for number in range(seed, seed + 100_000, 1000):  # the first in which every prompt has both rewards
-        found = World(
-            number, "hidden", mismatch, size, "sparse", prompts=2, horizon=horizon, sharpness=sharpness
+        found = EnumeratedWorld(
+            number,
+            "hidden",
+            place.mismatch,
+            place.size,
+            "sparse",
+            prompts=2,
+            horizon=place.horizon,
+            sharpness=place.sharpness,
         )
         if (found.rewards.min(1) < found.rewards.max(1)).all():
             return found
@@ -92,7 +106,7 @@ def places(*, small: bool = False) -> list[BenchPlace]:
     found += [BenchPlace("group size", n=n) for n in (2, 4, 16)]
     for horizon in (16, 32, 64):
         found += [BenchPlace("learned", "noise", size, horizon, is_learned=True) for size in (0.05, 0.1, 0.2)]
-        found += [BenchPlace("learned", "stale", size, horizon, is_learned=True) for size in (1, 4)]
+        found += [BenchPlace("learned", "stale", size, horizon, is_learned=True) for size in (1, 4, 16)]
     return found
 
 
@@ -124,13 +138,17 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
         for setting in frameworks():
             spec = setting.spec.model_copy(update={"rollout_is_batch_normalize": False})
             found[f"default: {setting.name}"] = BenchRule(spec)
+        found |= {f"default: {name}": BenchRule.of(**given) for name, given in MORE_DEFAULTS.items()}
     return found
 
 
 def measured(
     directory: Path, chosen: dict[str, BenchRule], where: list[BenchPlace], seeds: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Every measurement and whether it is new; new ones are appended to `results.jsonl`, known ones read."""
+    """Every measurement with the fields of its place, and whether it is new.
+
+    New ones are appended to `results.jsonl`, known ones read.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
     if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
@@ -142,19 +160,19 @@ def measured(
                 for name, rule in chosen.items():
                     key = (name, json.dumps(rule.spec.model_dump(mode="json")), place.key, seed)
                     if key in known:
-                        yield known[key], False
+                        yield known[key] | asdict(place), False
                         continue
+                    world = place.world(seed)
                     row = {
                         "rule": name,
                         "spec": rule.spec.model_dump(mode="json"),
-                        "axis": place.axis,
                         "place": place.key,
                         "seed": seed,
-                        "ess": place.ess(seed),
-                    } | place.moments(rule, seed).as_json()
+                        "ess": world.ess,
+                    } | world.moments(rule, place.n).as_json()
                     file.write(json.dumps(row) + "\n")
                     file.flush()
-                    yield row, True
+                    yield row | asdict(place), True
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -85,42 +86,57 @@ class BenchRule:
         return LossRule(part.name, params=params)
 
 
-def moments(world: World, rule: BenchRule, n: int) -> GradientMoments:
-    """Exact ones, for groups of n ≥ 2."""
-    factors = _Factors(world, rule, n)
-    means, squares, truths = [], [], []
-    for prompt in range(world.num_prompts):
-        share = world.rollout[prompt] / world.rollout[prompt].sum()
-        success = float(share @ world.rewards[prompt])
-        per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), world.scores[prompt])  # (n, Y, P)
-        wins = world.rewards[prompt] > 0
-        sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # by reward, (n, P)
-        others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
-        means.append(others @ (sums[0] + sums[1]))
-        own = np.einsum("k,y,kyp,kyp->", others, share, per_k, per_k)
-        pairs = sum(
-            rest @ np.einsum("kp,kp->k", sums[one][other : n - 1 + other], sums[other][one : n - 1 + one])
-            for one in (0, 1)
-            for other in (0, 1)
-        )
-        squares.append(own / n + (n - 1) / n * pairs)
-        centred = world.rewards[prompt] - world.train[prompt] @ world.rewards[prompt]
-        truths.append((world.train[prompt] * centred) @ world.scores[prompt].sum(1))
-    m, g = np.mean(means, 0), np.mean(truths, 0)
-    noise = max(float(np.mean(squares) - m @ m), 0.0)
-    return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
+class BenchWorld(Protocol):
+    """A pair of policies with rewards, whose true gradient is known."""
+
+    @property
+    def ess(self) -> float:
+        """Exact effective sample size of sequence weights: 1 / E_μ[(π/μ)²], mean over the prompts."""
+        ...
+
+    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
+        """What a rule makes of the gradient of a group of n ≥ 2 responses."""
+        ...
 
 
-def token_factors(world: World, rule: BenchRule, n: int, prompt: int) -> Floats:
-    """(Y, n, T): what the rule multiplies the score of each token by, for every response and every number of
-    successes among its siblings."""
-    return _Factors(world, rule, n).of(prompt)
+class EnumeratedWorld(World):
+    """A `BenchWorld` in which every response is enumerated: its moments are exact."""
 
+    @cached_property
+    def ess(self) -> float:
+        """See `BenchWorld`."""
+        share = self.rollout / self.rollout.sum(1, keepdims=True)
+        return float(np.mean(1.0 / (share * (self.train / self.rollout) ** 2).sum(1)))
 
-def effective_sample_size(world: World) -> float:
-    """Of sequence weights in the limit of a large batch: 1 / E_μ[(π/μ)²], mean over the prompts."""
-    share = world.rollout / world.rollout.sum(1, keepdims=True)
-    return float(np.mean(1.0 / (share * (world.train / world.rollout) ** 2).sum(1)))
+    def moments(self, rule: BenchRule, n: int) -> GradientMoments:
+        """See `BenchWorld`."""
+        factors = _Factors(self, rule, n)
+        means, squares, truths = [], [], []
+        for prompt in range(self.num_prompts):
+            share = self.rollout[prompt] / self.rollout[prompt].sum()
+            success = float(share @ self.rewards[prompt])
+            per_k = np.einsum("ykt,ytp->kyp", factors.of(prompt), self.scores[prompt])  # (n, Y, P)
+            wins = self.rewards[prompt] > 0
+            sums = [np.einsum("y,kyp->kp", share * which, per_k) for which in (~wins, wins)]  # by reward
+            others, rest = _binomial(n - 1, success), _binomial(n - 2, success)
+            means.append(others @ (sums[0] + sums[1]))
+            own = np.einsum("k,y,kyp,kyp->", others, share, per_k, per_k)
+            pairs = sum(
+                rest @ np.einsum("kp,kp->k", sums[one][other : n - 1 + other], sums[other][one : n - 1 + one])
+                for one in (0, 1)
+                for other in (0, 1)
+            )
+            squares.append(own / n + (n - 1) / n * pairs)
+            centred = self.rewards[prompt] - self.train[prompt] @ self.rewards[prompt]
+            truths.append((self.train[prompt] * centred) @ self.scores[prompt].sum(1))
+        m, g = np.mean(means, 0), np.mean(truths, 0)
+        noise = max(float(np.mean(squares) - m @ m), 0.0)
+        return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
+
+    def token_factors(self, rule: BenchRule, n: int, prompt: int) -> Floats:
+        """(Y, n, T): what the rule multiplies the score of each token by, for every response and every
+        number of successes among its siblings."""
+        return _Factors(self, rule, n).of(prompt)
 
 
 class _Factors:

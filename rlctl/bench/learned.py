@@ -22,8 +22,6 @@ Floats = NDArray[np.float64]
 #: Token 0 ends a response, 1 and 2 are counted, 3 is a filler. Before the first stands a filler.
 VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
 GROUPS, LENGTH_GROUPS = 2000, 500
-#: Share of right answers at which learning ends.
-LEARNED = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +35,15 @@ class SampledGroups:
 
 
 class LearnedWorld:
-    """A policy that has learned its task, and a sampler that is another one.
+    """A `BenchWorld`: a policy that has learned its task, and a sampler that is another one.
 
     Args:
         seed: of everything.
         mismatch: `noise` on every context's logits, or `stale`: the policy has made `size` steps since.
         size: of the mismatch.
         horizon: tokens of the longest response.
+        needed: how often 2 must follow 1, by prompt; None: in a 16th and an 8th of the tokens.
+        learned: share of right answers at which learning ends.
 
     Attributes:
         train, rollout: (prompts · parts · tokens before, vocabulary) log-probs.
@@ -51,15 +51,24 @@ class LearnedWorld:
         ess: exact effective sample size of sequence weights.
     """
 
-    def __init__(self, seed: int, mismatch: str, size: float, horizon: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        mismatch: str,
+        size: float,
+        horizon: int,
+        *,
+        needed: tuple[int, int] | None = None,
+        learned: float = 0.4,
+    ) -> None:
         self._rng, self.horizon = np.random.default_rng(seed), horizon
-        self._needed = [max(1, horizon // 16), max(1, horizon // 8)]  # by prompt
+        self._needed = needed or (max(1, horizon // 16), max(1, horizon // 8))
         shape = (PROMPTS * PARTS * VOCABULARY, VOCABULARY)
         logits = 0.3 * self._rng.normal(size=shape)
         logits[:, 0] -= np.log(horizon / 2.0)  # most responses are long
         for _ in range(400):
             share, gradient = self.expected(logits)
-            if share >= LEARNED:
+            if share >= learned:
                 break
             logits = logits + gradient / np.linalg.norm(gradient)
         sampler = logits
@@ -72,6 +81,7 @@ class LearnedWorld:
         self.train, self.rollout = log_softmax(logits), log_softmax(sampler)
         _, gradient = self.expected(logits)
         self.gradient = gradient.ravel()
+        self._drawn: dict[int, SampledGroups] = {}
 
     def _table(self, prompt: int, t: int) -> slice:
         first = (prompt * PARTS + t * PARTS // self.horizon) * VOCABULARY
@@ -81,16 +91,14 @@ class LearnedWorld:
         """Mean reward over the prompts and its gradient, by a sweep back and one forth."""
         probs, gradient, total = np.exp(log_softmax(logits)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
-            counts = np.arange(needed + 1)
-            done = (counts >= needed).astype(float)
-            # values[t]: (token before, count); action[t]: (token before, count, token).
+            more = np.minimum(np.arange(needed + 1) + 1, needed)  # the count after one more
+            done = (np.arange(needed + 1) >= needed).astype(float)
+            # values[t]: (token before, count); actions[t]: (token before, count, token).
             values, actions = np.tile(done, (VOCABULARY, 1)), []
             for t in reversed(range(self.horizon)):
-                action = np.empty((VOCABULARY, needed + 1, VOCABULARY))
-                for before in range(VOCABULARY):
-                    for token in range(VOCABULARY):
-                        after = np.minimum(counts + (before == 1 and token == 2), needed)
-                        action[before, :, token] = done if token == 0 else values[token, after]
+                action = np.tile(values.T, (VOCABULARY, 1, 1))
+                action[1, :, 2] = values[2, more]
+                action[:, :, 0] = done
                 actions.append(action)
                 values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
             total += values[FILLER, 0] / PROMPTS
@@ -101,11 +109,9 @@ class LearnedWorld:
                 p = probs[rows]
                 advantage = action - np.einsum("bv,bcv->bc", p, action)[..., None]
                 gradient[rows] += p * np.einsum("bc,bcv->bv", here, advantage) / PROMPTS
-                after = np.zeros_like(here)
-                for before in range(VOCABULARY):
-                    for token in range(1, VOCABULARY):
-                        moved = np.minimum(counts + (before == 1 and token == 2), needed)
-                        np.add.at(after[token], moved, here[before] * p[before, token])
+                after, counted = np.einsum("bc,bv->vc", here, p), here[1] * p[1, 2]
+                after[2] += np.bincount(more, counted, needed + 1) - counted
+                after[0] = 0.0
                 here = after
         return total, gradient
 
@@ -163,8 +169,10 @@ class LearnedWorld:
         return self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """Of groups of n ≥ 2; |m|² without the bias that noise gives to a squared mean."""
-        gradients = self.group_gradients(rule, self.sample(n), n)
+        """See `BenchWorld`; |m|² is without the bias that noise gives to a squared mean."""
+        if n not in self._drawn:
+            self._drawn[n] = self.sample(n)
+        gradients = self.group_gradients(rule, self._drawn[n], n)
         groups, mean = len(gradients), gradients.mean(0)
         square = float(np.mean(np.sum(gradients**2, 1)))
         norm = max((groups * float(mean @ mean) - square) / (groups - 1), 0.0)

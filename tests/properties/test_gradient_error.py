@@ -9,7 +9,6 @@ import torch
 from benchmarks.gradient_error import MINI, RULES, N, sampled
 from rlctl.algos.gradient_error import gradient_error
 from rlctl.bench.corrections import BenchPlace
-from rlctl.bench.exact import moments, token_factors
 
 
 @pytest.mark.parametrize("size", [0.1, 0.5, 1.0])
@@ -19,8 +18,8 @@ def test_the_interval_holds_the_exact_error(size: float) -> None:
     for seed in (0, 1):
         world = BenchPlace("KL", size=size, horizon=4).world(seed)
         for rule in RULES.values():
-            factors = [token_factors(world, rule, N, prompt) for prompt in range(world.num_prompts)]
-            truth = moments(world, rule, N).error(MINI)
+            factors = [world.token_factors(rule, N, prompt) for prompt in range(world.num_prompts)]
+            truth = world.moments(rule, N).error(MINI)
             for groups in (64, 256):
                 for _ in range(7):
                     found = gradient_error(*sampled(rng, world, factors, groups), MINI)
@@ -37,9 +36,9 @@ def test_the_interval_holds_the_exact_error(size: float) -> None:
 def test_the_estimate_tends_to_the_exact_error() -> None:
     rng, world = np.random.default_rng(1), BenchPlace("KL", size=0.5, horizon=4).world(0)
     for rule in RULES.values():
-        factors = [token_factors(world, rule, N, prompt) for prompt in range(world.num_prompts)]
+        factors = [world.token_factors(rule, N, prompt) for prompt in range(world.num_prompts)]
         found = gradient_error(*sampled(rng, world, factors, 3000), MINI)
-        assert found.estimate == pytest.approx(moments(world, rule, N).error(MINI), abs=0.02)
+        assert found.estimate == pytest.approx(world.moments(rule, N).error(MINI), abs=0.02)
 
 
 def test_uneven_weights_and_no_gradient_are_said_to_say_nothing() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from rlctl.algos.correction import correct
 from rlctl.bench import corrections as bench
-from rlctl.bench.bench_report import error_of, markdown, worlds_to_separate
-from rlctl.bench.exact import BenchRule, effective_sample_size, ess_against_length, moments
+from rlctl.bench.bench_picture import picture
+from rlctl.bench.bench_report import SHOWN, decision_table, error_of, markdown, worlds_to_separate
+from rlctl.bench.exact import BenchRule, ess_against_length
 from rlctl.bench.learned import LENGTH_RULES, LearnedWorld, length_shares
 from rlctl.cli.app import run
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
@@ -53,28 +54,23 @@ def test_exact_weights_have_no_bias_and_every_rule_has_less_than_none_at_all(sma
 def test_moments_are_those_of_all_groups_of_two(rule: BenchRule) -> None:
     """Every pair of responses to a prompt, drawn by the sampler, with RLOO's advantages."""
     world = PLACE.world(0)
-    from rlctl.bench import exact
-
-    factors = exact._Factors(world, rule, 2)
     mean, square = 0.0, 0.0
     for prompt in range(world.num_prompts):
         share = world.rollout[prompt] / world.rollout[prompt].sum()
-        by_k = np.einsum("ykt,ytp->ykp", factors.of(prompt), world.scores[prompt])
+        by_k = np.einsum("ykt,ytp->ykp", world.token_factors(rule, 2, prompt), world.scores[prompt])
         rewards = world.rewards[prompt].astype(int)
         for i, j in itertools.product(range(len(share)), repeat=2):
             group = 0.5 * (by_k[i, rewards[j]] + by_k[j, rewards[i]])
             mean = mean + share[i] * share[j] * group / world.num_prompts
             square = square + share[i] * share[j] * group @ group / world.num_prompts
-    found = moments(world, rule, 2)
+    found = world.moments(rule, 2)
     assert found.norm == pytest.approx(mean @ mean, rel=1e-9)
     assert found.noise == pytest.approx(square - mean @ mean, rel=1e-9)
 
 
 def test_factors_are_the_weights() -> None:
     world, rule = PLACE.world(1), BenchRule.of(rollout_is="token", rollout_is_threshold="1.2")
-    from rlctl.bench import exact
-
-    found = exact._Factors(world, rule, 3).of(0)
+    found = world.token_factors(rule, 3, 0)
     mask = torch.from_numpy(world.mask)
     given = (torch.from_numpy(x[0]) for x in (world.log_probs, world.rollout_log_probs))
     weights = correct(*given, mask, rule.correction).weights
@@ -169,15 +165,56 @@ def test_length_and_ess() -> None:
     assert found[100][0] == pytest.approx(found[1][0] ** 100)
     assert found[10][1] == pytest.approx(found[10][0], rel=0.05)
     near, far = (bench.BenchPlace("KL", size=size).world(0) for size in (0.05, 1.2))
-    assert effective_sample_size(near) > 0.99 > effective_sample_size(far)
+    assert near.ess > 0.99 > far.ess
 
 
 def test_reports(small) -> None:
     text = markdown(small)
-    for title in ("What to use", "Every rule", "Effective sample size against length"):
-        assert f"## {title}" in text
+    for title in ("what to use", "by place", "every rule", "seeds that tell two rules apart"):
+        assert f"## Enumerated worlds: {title}" in text
+        assert f"## Learned worlds: {title}" in text
+    assert "## Effective sample size against length" in text
     best = min(small, key=lambda row: error_of(row, 512))
     assert 0.0 <= error_of(best, 512) < error_of(best, 8) <= 1.0
+    drawing = picture(small)
+    assert drawing.count("<polyline") == 4 * len(SHOWN)  # along one axis
+    assert picture([row for row in small if row["is_learned"]]) == ""
+
+
+def rows_of(errors: dict[str, list[list[float]]]) -> list[dict]:
+    """By rule, seed and place: rows without noise whose error is as given."""
+    return [
+        {
+            "rule": rule, "place": f"place {place}", "seed": seed, "ess": 0.95, "is_learned": False,
+            "inner": (1.0 - error) ** 0.5, "norm": 1.0, "signal": 1.0, "distance": 0.0, "noise": 0.0,
+        }
+        for rule, by_seed in errors.items()
+        for seed, by_place in enumerate(by_seed)
+        for place, error in enumerate(by_place)
+    ]  # fmt: skip
+
+
+def test_intervals_draw_whole_seeds() -> None:
+    """Twenty places of four seeds are four independent figures: the interval is as wide as of the seeds."""
+    seeds = [0.1, 0.2, 0.3, 0.4]
+    table = decision_table(rows_of({"one": [[error] * 20 for error in seeds]}), best=1)
+    low, high = (float(x) for x in table.splitlines()[2].split("(")[1].split(")")[0].split("–"))
+    assert "0.250" in table
+    assert high - low == pytest.approx(2 * 1.645 * np.std(seeds) / 2, rel=0.15)
+    alone = decision_table(rows_of({"one": [[0.2, 0.3]]}), best=1)
+    assert "`one` 0.250 |" in alone
+
+
+def test_rules_as_good_as_the_best_are_counted_in_pairs() -> None:
+    """`near` is worse on one seed and better on others; `worse` by little, but on every seed."""
+    errors = {
+        "best": [[0.1], [0.3], [0.5], [0.7]],
+        "near": [[0.2], [0.29], [0.49], [0.69]],
+        "worse": [[0.11], [0.32], [0.52], [0.71]],
+    }
+    row = decision_table(rows_of(errors), best=1).splitlines()[2]
+    assert "`best`" in row
+    assert "| 1 of 2 |" in row
 
 
 def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:

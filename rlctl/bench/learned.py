@@ -3,7 +3,8 @@
 The policy reads prompt, position (in four parts) and the token before; the reward is 1 if token 2 followed
 token 1 often enough. Both are a Markov chain together, so that the gradient of the expected reward and the
 effective sample size of sequence weights are finite sums over its states. What a rule makes of a group has no
-such form: its mean and variance are taken over GROUPS sampled groups, the same ones for every rule.
+such form: its mean and variance are taken over sampled groups, the same ones for every rule: 2,000 of up to
+16 tokens, fewer of longer responses.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from rlctl.bench.exact import POPULATION, BenchRule, GradientMoments, token_grad
 Floats = NDArray[np.float64]
 #: Token 0 ends a response, 1 and 2 are counted, 3 is a filler. Before the first stands a filler.
 VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
-GROUPS, LENGTH_GROUPS = 2000, 500
+#: Groups times tokens, of the moments; groups of the table of lengths.
+GROUP_TOKENS, LENGTH_GROUPS = 32_000, 500
 
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """Groups of n responses, siblings adjacent; B = GROUPS · n rows."""
+    """Groups of n responses, siblings adjacent; B = groups · n rows."""
 
     contexts: NDArray[np.int64]  # (B, T): which row of the table each token was drawn from
     tokens: NDArray[np.int64]  # (B, T)
@@ -129,7 +131,7 @@ class LearnedWorld:
         return float(np.mean(found))
 
     def sample(
-        self, n: int, groups: int = GROUPS, of: Floats | None = None, draw: tuple[int, ...] = ()
+        self, n: int, groups: int, of: Floats | None = None, draw: tuple[int, ...] = ()
     ) -> SampledGroups:
         """Groups of n, prompts in turn; the same ones in every call with the same `draw`.
 
@@ -171,7 +173,7 @@ class LearnedWorld:
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
         """See `BenchWorld`; |m|² is without the bias that noise gives to a squared mean."""
         if n not in self._drawn:
-            self._drawn[n] = self.sample(n)
+            self._drawn[n] = self.sample(n, GROUP_TOKENS // self.horizon)
         gradients = self.group_gradients(rule, self._drawn[n], n)
         groups, mean = len(gradients), gradients.mean(0)
         square = float(np.mean(np.sum(gradients**2, 1)))

@@ -58,6 +58,8 @@ class Part:
             (`rlctl.algos.losses.WholeBatch`, `LossRule`) → what the loss then finds in `LossRule.of_batch`.
         unbiased: on-policy its expected gradient is that of the expected reward; of a correction weight, off
             policy and without a bound (tested by enumeration).
+        needs_advantage: of a loss, a token of advantage 0 has no gradient (tested): rows of such tokens go
+            through the model without a backward pass.
         experimental: not yet proven on real runs.
         answer_of: of a grader: response → what it answers, as text that is equal for equal answers.
     """
@@ -75,6 +77,7 @@ class Part:
     thresholds: tuple[str, ...] = ()
     of_batch: Callable[..., Any] | None = None
     unbiased: bool = False
+    needs_advantage: bool = False
     experimental: bool = False
     answer_of: Callable[[str], str | None] | None = None
 
@@ -124,6 +127,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         thresholds: Iterable[str] = (),
         of_batch: Callable[..., Any] | None = None,
         unbiased: bool = False,
+        needs_advantage: bool = False,
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
     ) -> Callable[[Function], Function]:
@@ -151,6 +155,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
                 thresholds=tuple(thresholds),
                 of_batch=of_batch,
                 unbiased=unbiased,
+                needs_advantage=needs_advantage,
                 experimental=experimental,
                 answer_of=answer_of,
             )

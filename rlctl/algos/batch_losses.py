@@ -78,6 +78,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     params=M2poParams,
     of_batch=_largest_kept,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -136,6 +137,7 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     params=BapoParams,
     of_batch=_balanced_bounds,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:

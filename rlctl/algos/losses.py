@@ -127,6 +127,7 @@ class WholeBatch(LossInputs):
     formula="−w · A · log π_θ",
     source="Williams 1992",
     unbiased=True,
+    needs_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE with importance weights: −w · A · log π_θ. Reads neither rule nor π_old.
@@ -144,6 +145,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs={"old_log_probs"},
     options=_CLIP | {"actor.clip_ratio_c"},
     unbiased=True,
+    needs_advantage=True,
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
@@ -166,6 +168,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs={"old_log_probs"},
     options=_CLIP,
     unbiased=True,
+    needs_advantage=True,
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's surrogate with one ratio per sequence: s = exp(mean_t log r_t), clipped as a whole.
@@ -192,6 +195,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs={"old_log_probs"},
     options=_CLIP,
     unbiased=True,
+    needs_advantage=True,
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio: −w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ.
@@ -212,6 +216,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs={"old_log_probs"},
     options={"actor.tau_pos", "actor.tau_neg"},
     unbiased=True,
+    needs_advantage=True,
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """A smooth gate instead of a clip: −w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg.
@@ -233,6 +238,7 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs={"old_log_probs"},
     options=_CLIP | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
+    needs_advantage=True,
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE in a trust region of divergence: −w · sg(M · min(r, clip_c)) · A · log π_θ.

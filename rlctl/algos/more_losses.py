@@ -41,6 +41,7 @@ class VespoParams(LossParams):
     needs=_RATIO,
     params=VespoParams,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -59,6 +60,7 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     source="Le Roux et al. 2025, arXiv 2503.14286",
     needs=_RATIO,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -87,6 +89,7 @@ class DispoParams(LossParams):
     needs=_RATIO,
     params=DispoParams,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -116,6 +119,7 @@ class CtpoParams(LossParams):
     needs=_RATIO,
     params=CtpoParams,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -147,6 +151,7 @@ class GmpoParams(LossParams):
     needs=_RATIO,
     params=GmpoParams,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -172,6 +177,7 @@ class DrpoParams(LossParams):
     needs=_RATIO,
     params=DrpoParams,
     unbiased=True,
+    needs_advantage=True,
     experimental=True,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:

@@ -3,6 +3,8 @@
 A forward pass runs over the columns that some row of it uses (`engine/inputs.py`). Rows of unlike
 length therefore pay for each other's padding; of like length, they do not. A budget in tokens also
 bounds the memory of a pass by what it computes, not by what the longest response might have been.
+
+Rows that the loss has no gradient of come first, so that their forward passes need no backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from rlctl.batch import ModelInputs, Rows
 
 
-def micro_batches(inputs: ModelInputs, rows: int, max_tokens: int | None, ranks: Ranks) -> list[Rows]:
+def micro_batches(
+    inputs: ModelInputs, rows: int, max_tokens: int | None, ranks: Ranks, *, first: Tensor | None = None
+) -> list[Rows]:
     """Which rows go through the model together; every row is in exactly one part.
 
     By tokens, rows are sorted by their length, longest first, and packed one after the other as long
@@ -30,19 +34,30 @@ def micro_batches(inputs: ModelInputs, rows: int, max_tokens: int | None, ranks:
         rows: per part, where `max_tokens` is None (the last part may be smaller).
         max_tokens: columns × rows per part; a longer row makes a part of its own.
         ranks: the processes of the run; all call this.
+        first: (B,) bool, rows of the first parts: none of the others is in a part with them, but one that
+            is cut by number. None: in any order.
     """
-    total = len(inputs)
+    total, device = len(inputs), inputs.input_ids.device
     if max_tokens is None:
-        return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
+        starts = range(0, total, rows)
+        if first is None or len(starts) == 1 or not first.any():
+            return [slice(start, min(start + rows, total)) for start in starts]
+        order = first.int().argsort(descending=True, stable=True)
+        return [order[start : start + rows] for start in starts]
     prompts, responses = _lengths(inputs)
-    parts = _packed(prompts, responses, max_tokens)
+    is_first: list[bool] = [False] * total if first is None else first.tolist()
+    parts: list[list[int]] = []
+    for which in (True, False):
+        parts += _packed(
+            [row for row in range(total) if is_first[row] is which], prompts, responses, max_tokens
+        )
     count = int(ranks.max(len(parts)))
     while len(parts) < count:
-        widest = max(parts, key=len)
-        parts.remove(widest)
-        parts += [widest[: len(widest) // 2], widest[len(widest) // 2 :]]
+        place = max(range(len(parts)), key=lambda place: len(parts[place]))
+        middle = len(parts[place]) // 2
+        parts[place : place + 1] = [parts[place][:middle], parts[place][middle:]]
     # In the batch's own order: adjacent rows may share a prompt, which is then run once.
-    return [torch.tensor(sorted(part), device=inputs.input_ids.device) for part in parts]
+    return [torch.tensor(sorted(part), device=device) for part in parts]
 
 
 def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
@@ -64,11 +79,10 @@ def _lengths(inputs: ModelInputs) -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-def _packed(prompts: list[int], responses: list[int], max_tokens: int) -> list[list[int]]:
-    order = sorted(range(len(prompts)), key=lambda row: -(prompts[row] + responses[row]))
+def _packed(rows: list[int], prompts: list[int], responses: list[int], max_tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
     prompt = response = 0
-    for row in order:
+    for row in sorted(rows, key=lambda row: -(prompts[row] + responses[row])):
         prompt, response = max(prompt, prompts[row]), max(response, responses[row])
         if parts and (len(parts[-1]) + 1) * (prompt + response) <= max_tokens:
             parts[-1].append(row)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.algos.aggregate import AggMode
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
+from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
@@ -81,6 +82,12 @@ class UpdateSettings:
         """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
         return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
+
+    @property
+    def needs_advantage(self) -> bool:
+        """Whether rows without advantage have no gradient, and nothing else asks for one."""
+        has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None or self.measure_grad_error
+        return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property
     def scales_with_statistics(self) -> bool:

@@ -154,11 +154,13 @@ class MiniBatch:
     Attributes:
         batch: all rows of this rank.
         places: the rows of each micro-batch.
+        num_silent: micro-batches at the beginning of which the loss has no gradient, on any rank.
         policy: the trained policy's forward pass.
     """
 
     batch: TrainBatch
     places: list[Rows]
+    num_silent: int
     policy: Callable[[ModelInputs], PolicyOutput]
     ranks: Ranks
     settings: UpdateSettings
@@ -166,11 +168,25 @@ class MiniBatch:
     @classmethod
     def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
         """Cut `batch` into micro-batches (all ranks call this)."""
-        places = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, ranks)
+        silent = None
+        if settings.needs_advantage:
+            silent = ((batch.advantages == 0.0) | ~batch.valid_mask).all(-1)
+        places = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=silent)
+        num_silent = 0
+        if silent is not None and len(places) > 1:  # a step needs the backward pass of the last one
+            has_gradient = [not bool(silent[rows].all()) for rows in places[:-1]] + [True]
+            num_silent = -int(ranks.max(-has_gradient.index(True)))
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
         if settings.measure_grad_error:
             policy = partial(policy, sketch=True)
-        return cls(batch, places, policy, ranks, settings)
+        return cls(batch, places, num_silent, policy, ranks, settings)
+
+    def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        """The rows of each micro-batch, the micro-batch, and its output, with gradient if it has one."""
+        for place, (rows, micro) in enumerate(self.micros()):
+            with torch.set_grad_enabled(place >= self.num_silent):
+                output = self.policy(micro.inputs)
+            yield rows, micro, output
 
     def micros(self) -> Iterator[tuple[Rows, TrainBatch]]:
         """The rows of each micro-batch, and the micro-batch."""
@@ -190,7 +206,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch after its forward pass with gradient."""
+    """One micro-batch after the forward pass that its loss is formed with."""
 
     rows: Rows
     micro: TrainBatch
@@ -209,7 +225,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def passes(self) -> Iterator[Pass]:
-        """One forward pass with gradient per micro-batch, each run when it is asked for."""
+        """One forward pass per micro-batch, with gradient if it has one, each run when it is asked for."""
 
     @abstractmethod
     def sums(self) -> CorrectionSums[float]:
@@ -236,15 +252,15 @@ class FixedCorrection(Strategy):
     def passes(self) -> Iterator[Pass]:
         """See `Strategy.passes`."""
         whole = self._correction
-        for rows, micro in self._mini.micros():
+        for rows, micro, output in self._outputs():
             weights = None if whole.weights is None else whole.weights[rows]
             part = replace(
                 whole, weights=weights, keep_mask=whole.keep_mask[rows], nonfinite=whole.nonfinite[rows]
             )
-            yield Pass(rows, micro, self._output(micro), part)
+            yield Pass(rows, micro, output, part)
 
-    def _output(self, micro: TrainBatch) -> PolicyOutput:
-        return self._mini.policy(micro.inputs)
+    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        return self._mini.outputs()
 
     def sums(self) -> CorrectionSums[float]:
         """See `Strategy.sums`."""
@@ -255,13 +271,12 @@ class OnePass(FixedCorrection):
     """The only micro-batch's only pass gives the correction, and then the loss."""
 
     def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
-        [(_, micro)] = mini.micros()
-        self._only = mini.policy(micro.inputs)
-        log_probs = mini.log_probs([self._only])
+        [self._only] = mini.outputs()
+        log_probs = mini.log_probs([self._only[-1]])
         super().__init__(mini, of_old_policy or _correct(mini.batch, log_probs, mini.settings), log_probs)
 
-    def _output(self, micro: TrainBatch) -> PolicyOutput:
-        return self._only
+    def _outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
+        return iter([self._only])
 
 
 class TwoPasses(FixedCorrection):
@@ -285,8 +300,7 @@ class PerMicroBatch(Strategy):
 
     def passes(self) -> Iterator[Pass]:
         """See `Strategy.passes`."""
-        for rows, micro in self._mini.micros():
-            output = self._mini.policy(micro.inputs)
+        for rows, micro, output in self._mini.outputs():
             correction = _correct(micro, output.log_probs.detach(), self._mini.settings)
             self._parts.append(correction.sums)
             yield Pass(rows, micro, output, correction)
@@ -349,7 +363,8 @@ def _step(
         stats.append(stat)
         if sketches is not None:
             sketches.add(done.micro, done.output, loss)
-        actor.backward(loss, last=len(stats) == len(mini.places))
+        if loss.requires_grad:
+            actor.backward(loss, last=len(stats) == len(mini.places))
         dumped.write(done, settings, normalizers.factor)
 
     sums, losses = strategy.sums(), mini.ranks.to_host(MetricSums.merged(stats))

@@ -162,6 +162,15 @@ class TestLosses:
             values_and_gradient(name, doubled)[1], 2.0 * values_and_gradient(name, given)[1]
         )
 
+    def test_it_says_whether_rows_without_advantage_have_a_gradient(self, name: str) -> None:
+        silent = torch.tensor([True, False, True, True, False, False, True, False])
+        given = tensors()
+        # far from 0, so that a penalty of the most extreme tokens is one of silent rows
+        given["advantages"] = (given["advantages"] + 5.0).masked_fill(silent[:, None], 0.0)
+        gradient = values_and_gradient(name, given)[1]
+        assert gradient[~silent].any()
+        assert bool(gradient[silent].any()) is not POLICY_LOSSES.part(name).needs_advantage
+
 
 # --- correction weights and rejection criteria --------------------------------------------------------
 

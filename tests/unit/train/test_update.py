@@ -22,6 +22,7 @@ from tests.unit.train.updates import (
     REINFORCE,
     ROWS,
     RS,
+    Case,
     PlainEngine,
     alone,
     batch_of,
@@ -54,7 +55,7 @@ def moved(engine: PlainEngine, before: dict[str, torch.Tensor]) -> float:
 def test_gradient_is_that_of_the_formula(name: str, micro: int) -> None:
     case = CASES[name]
     model = tiny_model()
-    batch = batch_of(model)
+    batch = case.batch(model)
     if case.correction["bypass_mode"]:
         batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
     loss = slow_loss(model, batch, settings_of(case.correction, **case.options))
@@ -152,6 +153,28 @@ def test_one_forward_pass_where_one_is_enough() -> None:
     # The mean weight divides the policy-gradient term alone: beside another term it must be known before.
     _, engine, _ = updated(BYPASS | REINFORCE | {"rollout_is": "token"}, micro_rows=4, entropy_coeff=0.1)
     assert engine.num_forwards == 8
+
+
+def test_rows_without_advantage_have_no_backward_pass() -> None:
+    silent = (0, 1, 2, 5, 6, 7, 9, 10, 12)
+
+    def passes(*, silent: tuple[int, ...], loss: str = "reinforce", **options: object) -> list[bool]:
+        correction = {"loss_type": loss, "rollout_is": "sequence"} | BYPASS
+        batch = Case(correction, silent=silent).batch(tiny_model())
+        _, engine, _ = updated(correction, batch, **options)
+        assert engine.num_forwards >= 4
+        return engine.last
+
+    assert passes(silent=(), micro_rows=4) == [False, False, False, True]
+    assert passes(silent=silent, micro_rows=4) == [False, True]
+    assert (
+        len(passes(silent=silent, micro_rows=1, micro_tokens=24)) < len(passes(silent=(), micro_rows=4)) + 3
+    )
+    # The step is taken, from the last pass, even where nothing has an advantage.
+    assert passes(silent=tuple(range(ROWS)), micro_rows=4) == [True]
+    # Another term of the loss, or the loss itself, has a gradient there.
+    assert len(passes(silent=silent, micro_rows=4, entropy_coeff=0.1)) == 4
+    assert len(passes(silent=silent, micro_rows=4, loss="p3o")) == 4
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, DECOUPLED | CLIP])

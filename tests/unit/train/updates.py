@@ -42,6 +42,7 @@ class Case:
         correction: fields of `algorithm.rollout_correction`.
         mini_rows: sequences per mini-batch over all ranks.
         terms: further arguments of `settings_of`.
+        silent: rows of advantage 0, from which no gradient comes.
     """
 
     correction: dict[str, object]
@@ -49,6 +50,14 @@ class Case:
     epochs: int = 1
     mini_rows: int = ROWS
     terms: dict[str, object] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
+
+    def batch(self, model) -> TrainBatch:
+        """All rows."""
+        batch = batch_of(model)
+        advantages = batch.advantages.clone()
+        advantages[list(self.silent)] = 0.0
+        return replaced(batch, advantages=advantages)
 
     @property
     def options(self) -> dict[str, object]:
@@ -77,6 +86,16 @@ CASES = {
     ),
     "bypass clip": Case(BYPASS | CLIP | RS | {"rollout_is": "token"}, "seq-mean-token-sum-norm"),
     "decoupled clip": Case(DECOUPLED | CLIP | RS | {"rollout_is": "sequence"}, epochs=2, mini_rows=8),
+    "silent rows": Case(
+        BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
+        silent=(0, 1, 3, 4, 6, 7, 9, 12, 13, 15),
+    ),
+    "silent rows, two steps": Case(
+        DECOUPLED | CLIP | RS | {"rollout_is": "sequence"},
+        epochs=2,
+        mini_rows=8,
+        silent=(0, 2, 3, 4, 8, 9, 14),
+    ),
     "decoupled reinforce": Case(
         DECOUPLED | REINFORCE | RS | {"rollout_is": "token", "loss_denominator": "after_rejection"},
         epochs=2,
@@ -234,7 +253,7 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
         betas=(0.9, 0.999),
         grad_clip=1.0,
     )
-    batch = select(batch_of(tiny_model()), mine)
+    batch = select(case.batch(tiny_model()), mine)
     settings = settings_of(
         case.correction, epochs=case.epochs, mini_rows=share, **sizes_of(micro), **case.options
     )

@@ -16,7 +16,8 @@ and its rise over the level just before the first step.
 
 `--llm`: SmolLM2-135M-Instruct on sums asked in words, as `make train-llm` trains it (16 prompts × 8 responses
 of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), beside TRL's RLOOTrainer
-and GRPOTrainer. The reward is the last number of the response on TRL's side, the grader `maths` on ours.
+and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only where the CPU does
+(AVX512-BF16, AMX). The reward is the last number of the response on TRL's side, the grader `maths` on ours.
 
 `--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
 `--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
@@ -42,7 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 SAMPLES = 8
 SIDES = ("rlctl", "rlctl, 2 updates", "trl")
-LLM_SIDES = ("rlctl", "trl", "trl, GRPO")
+LLM_SIDES = ("rlctl", "rlctl, bf16", "trl", "trl, GRPO", "trl, bf16")
 
 
 class Clock(list):
@@ -144,7 +145,7 @@ def time_correction() -> list[float]:
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def run_trl(job: dict[str, Any], steps: int, is_grpo: bool) -> dict[str, Any]:
+def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) -> dict[str, Any]:
     """The same step by TRL; imports nothing of this project, whose dependencies may be missing here."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -181,7 +182,7 @@ def run_trl(job: dict[str, Any], steps: int, is_grpo: bool) -> dict[str, Any]:
         config = (GRPOConfig if is_grpo else RLOOConfig)(
             output_dir=output,
             use_cpu=True,
-            bf16=False,
+            bf16=is_bf16,
             gradient_checkpointing=False,
             per_device_train_batch_size=job["micro_batch"],
             gradient_accumulation_steps=job["prompts"] * SAMPLES // job["micro_batch"],
@@ -411,11 +412,12 @@ def one_side(options: argparse.Namespace) -> dict[str, Any]:
         return run_rlctl("rloo-seq-is", larger_model(options.larger), warm_up=3, **timing)
     job = json.loads(options.job.read_text())
     if options.side.startswith("trl"):
-        return run_trl(job, options.steps, is_grpo="GRPO" in options.side)
+        return run_trl(job, options.steps, is_grpo="GRPO" in options.side, is_bf16="bf16" in options.side)
     prompts, micro_batch = job["prompts"], job["micro_batch"]
     updates = 2 if "2" in options.side else 1
     overrides = [f"actor.ppo_mini_batch_size={prompts // updates}"]
     overrides.append(f"actor.ppo_micro_batch_size_per_gpu={micro_batch}")
+    overrides.append(f"engine.dtype={'bf16' if 'bf16' in options.side else 'fp32'}")
     return run_rlctl(job["preset"], [*job["overrides"], *overrides], warm_up=job["warm_up"], **timing)
 
 

@@ -46,6 +46,7 @@ def run_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rollout.n=4",
         "actor.ppo_micro_batch_size_per_gpu=4",
         "actor.entropy_coeff=0.01",  # all of a small group may be wrong: without it there is no gradient
+        "engine.dtype=fp32",
         "actor.lr=1e-4",
         "model.lora_rank=4",
         f"model.target_modules=[{','.join(ADAPTED)}]",

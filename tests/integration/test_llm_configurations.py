@@ -59,6 +59,7 @@ def job(data: Path, run_dir: Path, *overrides: str, before: Callable[[], None] |
         "rollout.n=4",
         "actor.ppo_micro_batch_size_per_gpu=8",
         "actor.entropy_coeff=0.01",  # all of a small group may be wrong: without it there is no gradient
+        "engine.dtype=fp32",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=-1",
         "trainer.rollouts_per_step=-1",

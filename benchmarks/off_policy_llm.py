@@ -28,13 +28,11 @@ from rlctl.spec.hardware import native_dtype
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "staleness 8": ("rollout.staleness=8",),
     "int8 rollouts": ("rollout.dtype=int8",),
-    "staleness 0": (),
 }
 #: What is compared within each condition; the others would need more machine time than they can tell.
 COMPARED: dict[str, tuple[str, ...]] = {
     "staleness 8": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
     "int8 rollouts": ("none", "sequence IS"),
-    "staleness 0": ("none", "sequence IS"),
 }
 
 

@@ -93,6 +93,15 @@ def _without_types_of_flags(params: list[Any]) -> list[Any]:
     return params
 
 
-def print_json(content: object) -> None:
-    """To standard output, indented."""
-    typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+def as_json(document: object) -> str:
+    """For programs: indented text that any encoding can carry.
+
+    Numbers that JSON does not have become strings, as in `metrics.jsonl`: "NaN", "Infinity", "-Infinity".
+    """
+    only_json = json.loads(json.dumps(document, default=str), parse_constant=str)
+    return json.dumps(only_json, indent=2) + "\n"
+
+
+def print_json(document: object) -> None:
+    """To standard output."""
+    typer.echo(as_json(document), nl=False)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson, print_json
+from rlctl.cli.command import AsJson, as_json, print_json
 from rlctl.errors import UsageError
-
-
-class CompareFormat(StrEnum):
-    """How the comparison is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
 
 
 def compare(
@@ -31,9 +21,10 @@ def compare(
         ),
     ] = None,
     output_format: Annotated[
-        CompareFormat, typer.Option("--format", help="Text, JSON, or a page that needs nothing else.")
-    ] = CompareFormat.TEXT,
-    as_json: AsJson = False,
+        Literal["text", "json", "html"],
+        typer.Option("--format", help="Text, JSON, or a page that needs nothing else."),
+    ] = "text",
+    is_json: AsJson = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
@@ -48,15 +39,15 @@ def compare(
 
       rlctl evaluate compare A B --format html --out compared.html
     """
-    from rlctl.cli.diagnose_output import check_out, text_console, write_out
+    from rlctl.cli.output import check_out, text_console, write_out
     from rlctl.evaluate.compare import compare as run_comparison
 
-    output_format = CompareFormat.JSON if as_json else output_format
-    check_out([a, b], out, is_page=output_format is CompareFormat.HTML)
+    output_format = "json" if is_json else output_format
+    check_out([a, b], out, is_page=output_format == "html")
     report = run_comparison(a, b, None if k is None else numbers(k))
-    if output_format is CompareFormat.JSON:
-        write_out(json.dumps(report.as_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", out)
-    elif output_format is CompareFormat.HTML:
+    if output_format == "json":
+        write_out(as_json(report.as_document()), out)
+    elif output_format == "html":
         from rlctl.evaluate.compare import comparison_page
 
         write_out(comparison_page(report), out)
@@ -79,7 +70,7 @@ def numbers(text: str) -> list[int]:
         raise UsageError(f"not a list of numbers: {text}", where="--k", fix="for example --k 1,4,8") from None
 
 
-def list_benchmarks(as_json: AsJson = False) -> None:
+def list_benchmarks(is_json: AsJson = False) -> None:
     """List the benchmarks: questions, source, revision, prompt and grader, all pinned.
 
     rlctl evaluate list
@@ -90,7 +81,7 @@ def list_benchmarks(as_json: AsJson = False) -> None:
 
     from rlctl.data.benchmarks import BENCHMARKS
 
-    if as_json:
+    if is_json:
         print_json([asdict(each) for each in BENCHMARKS.values()])
         return
     for each in BENCHMARKS.values():

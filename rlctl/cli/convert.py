@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rlctl.cli.command import print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.convert.translate import KeyOutcome, Translation
 
 
-class ConversionFormat(StrEnum):
-    """How the table is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
-class ExportTarget(StrEnum):
-    """What can be written."""
-
-    VERL = "verl"
-    TRL = "trl"
-    OPENRLHF = "openrlhf"
-
-
-_FORMAT_HELP = "How to print what became of every key."
+Format = Annotated[
+    Literal["text", "json", "markdown"],
+    typer.Option("--format", help="How to print what became of every key."),
+]
 
 
 def import_config(
@@ -56,7 +43,7 @@ def import_config(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the spec here.", show_default="printed")
     ] = None,
-    format_: Annotated[ConversionFormat, typer.Option("--format", help=_FORMAT_HELP)] = ConversionFormat.TEXT,
+    format_: Format = "text",
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
@@ -68,6 +55,7 @@ def import_config(
 
       rlctl import train_grpo.py --from trl --format markdown
     """
+    from rlctl.cli.output import write_file
     from rlctl.convert import report
     from rlctl.convert.source import read
     from rlctl.convert.translate import translate
@@ -77,10 +65,10 @@ def import_config(
     )
     text = report.spec_yaml(result, file.name)
     if output is not None:
-        _write(output, text)
-    if format_ is ConversionFormat.JSON:
-        typer.echo(report.as_json(result, text))
-    elif format_ is ConversionFormat.MARKDOWN:
+        write_file(output, text)
+    if format_ == "json":
+        print_json(report.document(result, text))
+    elif format_ == "markdown":
         typer.echo(report.as_markdown(result, text))
     else:
         _print(result, text if output is None else "")
@@ -90,11 +78,13 @@ def import_config(
 
 def export_config(
     spec: Annotated[str, typer.Argument(metavar="SPEC", help="A spec file, or the name of a preset.")],
-    to: Annotated[ExportTarget, typer.Option("--to", help="Whose configuration to write.")],
+    to: Annotated[
+        Literal["verl", "trl", "openrlhf"], typer.Option("--to", help="Whose configuration to write.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here.", show_default="printed")
     ] = None,
-    format_: Annotated[ConversionFormat, typer.Option("--format", help=_FORMAT_HELP)] = ConversionFormat.TEXT,
+    format_: Format = "text",
 ) -> None:
     """Write a spec as a configuration of verl, TRL or OpenRLHF.
 
@@ -105,6 +95,7 @@ def export_config(
 
       rlctl export-config rloo-seq-is --to trl --format markdown
     """
+    from rlctl.cli.output import write_file
     from rlctl.convert import report
     from rlctl.convert.export import as_text, export
     from rlctl.convert.table import table
@@ -113,13 +104,13 @@ def export_config(
     is_file = Path(spec).is_file() or spec.endswith((".yaml", ".yml"))
     presets, files = ([], [Path(spec)]) if is_file else ([spec], [])
     loaded = load_spec(presets, files, [], left_open=frozenset({"data.train_files"}))
-    result = export(loaded.spec, table(to.value))
+    result = export(loaded.spec, table(to))
     text = as_text(result)
     if output is not None:
-        _write(output, text)
-    if format_ is ConversionFormat.JSON:
-        typer.echo(report.export_json(result, text))
-    elif format_ is ConversionFormat.MARKDOWN:
+        write_file(output, text)
+    if format_ == "json":
+        print_json(report.export_document(result, text))
+    elif format_ == "markdown":
         typer.echo(report.export_markdown(result, text))
     else:
         typer.echo(f"{result.table.title}, {report.summary(result)}")
@@ -135,15 +126,6 @@ def _variables(given: list[str]) -> dict[str, str]:
             raise UsageError(f"not NAME=VALUE: {text}", where="--set", fix="for example --set N_GPUS=8")
         pairs[name] = value
     return pairs
-
-
-def _write(path: Path, text: str) -> None:
-    from rlctl.files import write_text
-
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
 def _print(result: Translation, spec_text: str) -> None:

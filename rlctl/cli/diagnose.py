@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from rlctl.cli.command import CommandWithSubcommands
-from rlctl.cli.diagnose_output import DiagnosisFormat, as_json, check_out, reading, text_console, write_out
+from rlctl.cli.command import CommandWithSubcommands, as_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from rlctl.diagnose.rules import Diagnosis
+    from rlctl.diagnose.table import RunLog
 
-
-class FailOn(StrEnum):
-    """From which severity on the exit code is 3."""
-
-    WARNING = "warning"
-    CRITICAL = "critical"
+DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
 
 def _compare() -> Callable[..., None]:
@@ -55,13 +53,13 @@ def diagnose(
     ] = None,
     output_format: Annotated[
         DiagnosisFormat, typer.Option("--format", help="For people, for programs, or a page with plots.")
-    ] = DiagnosisFormat.TEXT,
+    ] = "text",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
     ] = None,
     fail_on: Annotated[
-        FailOn | None,
+        Literal["warning", "critical"] | None,
         typer.Option("--fail-on", help="Exit with 3 when a finding is this severe.", show_default="never"),
     ] = None,
     fix: Annotated[
@@ -113,14 +111,17 @@ def diagnose(
     rlctl diagnose -   (paste a step, a table or a part of a log, then Ctrl-D)
     """
     if selftest:
-        _selftest(
-            output_format, out, paths=paths, what_if=what_if or None, rules=rules, fix=fix, fail_on=fail_on
-        )
+        why = "applies to a run; --selftest uses simulated logs"
+        _refuse(why, paths=paths, what_if=what_if, rules=rules, fix=fix, fail_on=fail_on)
+        from rlctl.cli.diagnose_selftest import selftest as test_rules
+
+        test_rules(output_format, out)
         return
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
-        _what_if(paths, output_format, out, rules=rules, fix=fix, fail_on=fail_on)
+        _refuse("is about findings; --what-if replays rollouts", rules=rules, fix=fix, fail_on=fail_on)
+        replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
@@ -132,41 +133,84 @@ def diagnose(
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
-    severity: Literal["warning", "critical"] | None = fail_on.value if fail_on else None
-    if severity and any(diagnosis.reaches(severity) for diagnosis in diagnoses):
+    if fail_on and any(diagnosis.reaches(fail_on) for diagnosis in diagnoses):
         raise typer.Exit(3)
 
 
-def _selftest(output_format: DiagnosisFormat, out: Path | None, **others: object) -> None:
-    """Test the rules on simulated logs.
+def _refuse(why: str, **options: object) -> None:
+    """Refuse the options that are given.
 
     Raises:
-        UsageError: something is given that is about a run.
+        UsageError: one is, and `why` is about it.
     """
-    for name, value in others.items():
+    for name, value in options.items():
         if value:
             option = "PATH…" if name == "paths" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} applies to a run; --selftest uses simulated logs", where=option)
-    from rlctl.cli.diagnose_selftest import selftest
-
-    selftest(output_format, out)
+            raise UsageError(f"{option} {why}", where=option)
 
 
-def _what_if(
-    paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, **others: object
-) -> None:
-    """Replay instead of a diagnosis.
+def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
+    """Replay every run's dumped rollouts under a grid of corrections, and write what each would do.
+
+    Args:
+        paths: run directories or dumped rollouts.
+        output_format: text, JSON, or a page with the plot.
+        out: a file; None: standard output.
 
     Raises:
-        UsageError: an option is given that is about findings; or see `what_if`.
+        UsageError: there is nothing to replay, `out` cannot be written, or a replay has no such format.
     """
-    for name, value in others.items():
-        if value:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is about findings; --what-if replays rollouts", where=option)
-    from rlctl.cli.diagnose_what_if import what_if
+    from rlctl.cli.output import check_out, text_console, write_out
 
-    what_if(paths, output_format, out)
+    if output_format == "markdown":
+        raise UsageError("--what-if writes text, json or html", where=f"--format {output_format}")
+    check_out(paths, out, is_page=output_format == "html")
+    from rich.console import Console
+    from rich.text import Text
+
+    from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.what_if.what_if_run import what_if
+
+    found = []
+    for path in paths:
+        title = visible(str(path))
+        with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
+            found.append((title, what_if(path)))
+    if output_format == "json":
+        write_out(as_json([tradeoff.as_document() for _, tradeoff in found]), out)
+    elif output_format == "html":
+        from rlctl.what_if.page import page
+
+        write_out(page(found), out)
+    else:
+        from rlctl.what_if.what_if_report import print_tradeoff
+
+        with text_console(out) as console:
+            for title, tradeoff in found:
+                print_tradeoff(console, title, tradeoff)
+
+
+@contextmanager
+def reading(paths: Sequence[Path], wanted: frozenset[str]) -> Iterator[Iterator[RunLog]]:
+    """The runs, read one after the other, with a bar on standard error."""
+    from rich.progress import TaskProgressColumn, TimeElapsedColumn
+
+    from rlctl.cli.output import progress_bar
+    from rlctl.diagnose.diagnosis_report import visible
+    from rlctl.diagnose.readers.detect import read_run
+
+    with progress_bar(TaskProgressColumn(), TimeElapsedColumn()) as bar:
+
+        def advance(task: TaskID, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        def runs() -> Iterator[RunLog]:
+            for path in paths:
+                task = bar.add_task(visible(f"reading {path.name or path}"), total=None)
+                yield read_run(path, wanted, partial(advance, task))
+                bar.remove_task(task)
+
+        yield runs()
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
@@ -175,7 +219,9 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         raise UsageError("standard input is given twice, and can be read once", where="-")
     if Path("-") in paths and sys.stdin.isatty():
         typer.echo("Paste a log, or a part of one; end it with Ctrl-D on a line of its own.", err=True)
-    check_out(paths, out, is_page=output_format is DiagnosisFormat.HTML)
+    from rlctl.cli.output import check_out
+
+    check_out(paths, out, is_page=output_format == "html")
     if fix is None:
         return
     if len(paths) > 1:
@@ -188,7 +234,9 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 
 def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
-    if output_format is DiagnosisFormat.TEXT:
+    from rlctl.cli.output import text_console, write_out
+
+    if output_format == "text":
         from rlctl.diagnose.output_text import print_diagnosis
 
         with text_console(out) as console:
@@ -200,11 +248,11 @@ def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path
 
 
 def _rendered(diagnoses: list[Diagnosis], output_format: DiagnosisFormat) -> str:
-    if output_format is DiagnosisFormat.JSON:
+    if output_format == "json":
         from rlctl.diagnose.diagnosis_report import diagnosis_document
 
         return as_json(diagnosis_document(diagnoses))
-    if output_format is DiagnosisFormat.MARKDOWN:
+    if output_format == "markdown":
         from rlctl.diagnose.output_markdown import as_markdown
 
         return as_markdown(diagnoses)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-
-class ComparisonFormat(StrEnum):
-    """How the comparison is written."""
-
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
 
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory or log, of any framework.")],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
     output_format: Annotated[
-        ComparisonFormat,
+        Literal["text", "json", "html"],
         typer.Option("--format", help="For people, for programs, or a page with both runs' plots."),
-    ] = ComparisonFormat.TEXT,
+    ] = "text",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write there.", show_default="standard output"),
@@ -38,9 +29,11 @@ def compare(
 
       rlctl diagnose compare good.log bad.log --format html --out compared.html
     """
-    from rlctl.cli.diagnose_output import as_json, check_out, reading, text_console, write_out
+    from rlctl.cli.command import as_json
+    from rlctl.cli.diagnose import reading
+    from rlctl.cli.output import check_out, text_console, write_out
 
-    check_out([a, b], out, is_page=output_format is ComparisonFormat.HTML)
+    check_out([a, b], out, is_page=output_format == "html")
     from rlctl.diagnose.compare import compare as run_comparison
     from rlctl.diagnose.compare import comparison_document
     from rlctl.diagnose.rules import examine, metrics_read
@@ -48,12 +41,12 @@ def compare(
 
     with reading([a, b], frozenset({*METRICS, *ELSEWHERE, *metrics_read()})) as runs:
         found = run_comparison(*(examine(run) for run in runs))
-    if output_format is ComparisonFormat.TEXT:
+    if output_format == "text":
         from rlctl.diagnose.output_text import print_comparison
 
         with text_console(out) as console:
             print_comparison(console, found)
-    elif output_format is ComparisonFormat.JSON:
+    elif output_format == "json":
         write_out(as_json(comparison_document(found)), out)
     else:
         from rlctl.diagnose.page.diagnosis_page import diagnosis_page

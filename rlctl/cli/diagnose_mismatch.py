@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-
-class MismatchFormat(StrEnum):
-    """How the report is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class MismatchEngine(StrEnum):
-    """What samples."""
-
-    HF = "hf"
-    VLLM = "vllm"
-
-
-class EngineDtype(StrEnum):
-    """The engine's precision."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    INT8 = "int8"
 
 
 def mismatch(
     model: Annotated[
         str, typer.Option(metavar="PATH", help="The trainer's model: a run, a model directory or a hub id.")
     ] = "embedded",
-    engine: Annotated[MismatchEngine, typer.Option(help="What samples.")] = MismatchEngine.HF,
+    engine: Annotated[Literal["hf", "vllm"], typer.Option(help="What samples.")] = "hf",
     engine_dtype: Annotated[
-        EngineDtype | None, typer.Option(help="The engine's precision.", show_default="the trainer's")
+        Literal["fp32", "bf16", "int8"] | None,
+        typer.Option(help="The engine's precision.", show_default="the trainer's"),
     ] = None,
     engine_model: Annotated[
         str | None,
@@ -61,8 +39,8 @@ def mismatch(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
     output_format: Annotated[
-        MismatchFormat, typer.Option("--format", help="For people or for programs.")
-    ] = MismatchFormat.TEXT,
+        Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
+    ] = "text",
 ) -> None:
     """Sample with the rollout engine, score with the trainer, and find out why the two differ.
 
@@ -70,25 +48,24 @@ def mismatch(
 
     rlctl diagnose mismatch --model runs/rlctl/rloo-seq-is-20260101-120000 --temperature 0.7
     """
+    from rlctl.cli.command import print_json
     from rlctl.mismatch.mismatch_report import as_document, print_report
     from rlctl.mismatch.mismatch_run import MismatchRequest, run_preflight
 
     report = run_preflight(
         MismatchRequest(
             model=model,
-            engine=engine.value,
+            engine=engine,
             engine_model=engine_model,
-            engine_dtype=engine_dtype.value if engine_dtype else None,
+            engine_dtype=engine_dtype,
             data_files=list(data or []),
             temperature=temperature,
             top_p=top_p,
             seed=seed,
         )
     )
-    if output_format is MismatchFormat.JSON:
-        import json
-
-        typer.echo(json.dumps(as_document(report), indent=2, ensure_ascii=False, allow_nan=False))
+    if output_format == "json":
+        print_json(as_document(report))
     else:
         from rich.console import Console
 

@@ -12,7 +12,7 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlctl.cli.diagnose_output import DiagnosisFormat
+    from rlctl.cli.diagnose import DiagnosisFormat
     from rlctl.diagnose.selftest import SelftestResult
 
 
@@ -27,21 +27,19 @@ def selftest(output_format: DiagnosisFormat, out: Path | None) -> None:
         UsageError: another format, or `out` cannot be written.
         typer.Exit: with 1 if a rule misses its fault or a healthy run gets a warning.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    from rlctl.cli.diagnose_output import DiagnosisFormat, as_json, check_out, text_console, write_out
+    from rlctl.cli.command import as_json
+    from rlctl.cli.output import check_out, progress_bar, text_console, write_out
     from rlctl.diagnose.selftest import run_selftest, selftest_document, selftest_summary
 
-    if output_format not in {DiagnosisFormat.TEXT, DiagnosisFormat.JSON}:
-        raise UsageError("--selftest writes text or json", where=f"--format {output_format.value}")
+    if output_format not in {"text", "json"}:
+        raise UsageError("--selftest writes text or json", where=f"--format {output_format}")
     check_out((), out, is_page=False)
-    error = Console(stderr=True)
-    columns = ("logs", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=error, transient=True, disable=not error.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task("logs", total=None)
         results = run_selftest(lambda done, total: bar.update(task, completed=done, total=total))
-    if output_format is DiagnosisFormat.JSON:
+    if output_format == "json":
         write_out(as_json(selftest_document(results)), out)
     else:
         with text_console(out) as console:
@@ -57,14 +55,11 @@ def selftest(output_format: DiagnosisFormat, out: Path | None) -> None:
 
 def _table(results: list[SelftestResult]) -> Table:
     """Logs that passed of all logs, per rule or kind of healthy run, and framework."""
-    from rich.table import Table
-
+    from rlctl.cli.output import plain_table
     from rlctl.diagnose.selftest import FRAMEWORKS
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rule, or kind of healthy run", no_wrap=True)
-    for framework in FRAMEWORKS:
-        table.add_column(framework, justify="right")
+    table = plain_table(("rule, or kind of healthy run", *FRAMEWORKS), right=FRAMEWORKS)
+    table.columns[0].no_wrap = True
     for name in dict.fromkeys(one.rule or one.kind for one in results):
         cells = []
         for framework in FRAMEWORKS:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -20,12 +18,7 @@ if TYPE_CHECKING:
     from rlctl.evaluate.evaluation import Progress
 
 
-class Engine(StrEnum):
-    """Who samples."""
-
-    HF = "hf"
-    VLLM = "vllm"
-    OPENAI = "openai"
+Engine = Literal["hf", "vllm", "openai"]
 
 
 class EvaluateCommand(CommandWithSubcommands):
@@ -201,7 +194,7 @@ def evaluate(
         again = RegradeRequest(Path(model_or_run), ks, reward, out)
         _run(lambda progress: run_regrade(again, progress), as_json)
         return
-    if engine is Engine.OPENAI:
+    if engine == "openai":
         _refuse_options(context, ("batch_size",), "is for models on this machine", "leave it out")
     else:
         _refuse_options(context, ("concurrency", "timeout"), "is for a server", "add --engine openai")
@@ -223,7 +216,7 @@ def evaluate(
         limit=limit,
         seed=seed,
         reward=reward,
-        engine=engine.value if engine else None,
+        engine=engine,
         base_url=base_url,
         concurrency=concurrency,
         timeout=timeout,
@@ -235,8 +228,15 @@ def evaluate(
 
 
 def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> None:
-    with _progress() as progress:
-        out, evaluation = work(progress)
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
+    from rlctl.cli.output import progress_bar
+
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("reading the model", total=None)
+        out, evaluation = work(
+            lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
+        )
     if as_json:
         from rlctl.evaluate.evaluate_report import RESULTS_FILE
 
@@ -248,7 +248,7 @@ def _run(work: Callable[[Progress], tuple[Path, Evaluation]], as_json: bool) -> 
 
 
 def _only_name(model_or_run: str | None, model: str, engine: Engine | None) -> str:
-    if engine is not Engine.OPENAI:
+    if engine != "openai":
         raise UsageError("--model names a server's model", where="--model", fix="write it without --model")
     if model_or_run not in {None, model}:
         what = f"two models are named: {model_or_run} and {model}"
@@ -262,17 +262,3 @@ def _refuse_options(context: typer.Context, names: tuple[str, ...], why: str, fi
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {why}", where=option, fix=fix)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error, on terminals only."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading the model", total=None)
-        yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)

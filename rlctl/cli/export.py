@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,13 +15,6 @@ if TYPE_CHECKING:
     from rlctl.engine.checkpoint import Checkpoint
 
 
-class Dtype(StrEnum):
-    """Precision of the exported weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     out: Annotated[Path, typer.Option(help="Directory to write, new or empty.")],
@@ -30,7 +22,8 @@ def export(
         int | None, typer.Option(min=0, help="Which checkpoint.", show_default="the newest")
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Convert the weights.", show_default="as they are")
+        Literal["fp32", "bf16"] | None,
+        typer.Option(help="Convert the weights.", show_default="as they are"),
     ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, in PEFT's format.")
@@ -71,7 +64,7 @@ def export(
             (stage / "README.md").write_text(card, encoding="utf-8")
         readable_as_umask_says(stage)
     what = "adapter" if adapter else "model"
-    typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype.value}" if dtype else ""))
+    typer.echo(f"{out}: the {what} of step {checkpoint.state.step}" + (f", {dtype}" if dtype else ""))
     if push_to_hub:
         typer.echo(_push(out, push_to_hub, is_public=public))
 
@@ -136,7 +129,7 @@ def _adapter(checkpoint: Checkpoint) -> Path:
     return checkpoint.adapter_dir
 
 
-def _convert(model_dir: Path, dtype: Dtype) -> None:
+def _convert(model_dir: Path, dtype: Literal["fp32", "bf16"]) -> None:
     """Cast the weights in place, one file in memory at a time, and the dtype in the config.
 
     `from_pretrained` is not used: it would run code that comes with the model.
@@ -144,7 +137,7 @@ def _convert(model_dir: Path, dtype: Dtype) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    wanted = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}[dtype]
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     total_size = 0
     for file in sorted(model_dir.glob("*.safetensors")):
         tensors = {

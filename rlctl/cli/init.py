@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.errors import UsageError
-
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
 
@@ -40,15 +38,13 @@ def init(
 
     rlctl init my.yaml --model Qwen/Qwen2.5-0.5B-Instruct --data data/gsm8k/train.parquet --gpus 1
     """
+    from rlctl.cli.output import check_new, write_file
     from rlctl.spec.hardware import gpus as cards
     from rlctl.spec.load import load_spec
     from rlctl.spec.model import EMBEDDED
     from rlctl.spec.presets import all_presets
 
-    if out.exists() and not force:
-        raise UsageError("the file exists", where=str(out), fix="choose another name, or add --force")
-    if not out.absolute().parent.is_dir():
-        raise UsageError("no such directory", where=str(out.parent), fix="create it first")
+    check_new(out, force=force)
     memory = [_gib(card) for card in cards()]
     model = model or _ask("Model (directory, hub id, or embedded)", EMBEDDED)
     if model != EMBEDDED:
@@ -62,8 +58,7 @@ def init(
         values.append(f"trainer.n_gpus_per_node={gpus}")
     if data:
         values.append(f"data.train_files={data}")
-    text = _commented(load_spec(presets, [], values), presets)
-    out.write_text(text, encoding="utf-8")
+    write_file(out, _commented(load_spec(presets, [], values), presets))
     typer.echo(f"{out} written. Check it: rlctl train {out} --dry-run")
 
 

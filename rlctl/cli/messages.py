@@ -13,14 +13,6 @@ from rlctl.user_code import visible
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
 
-def unwrapped() -> Console:
-    """The console for tables on stdout: as wide as the terminal; where it is piped, nothing is wrapped."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    return console
-
-
 def print_error(error: RlctlError) -> None:
     """What is wrong, where, and what to write instead."""
     console = Console(stderr=True)

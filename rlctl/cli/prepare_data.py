@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import AsJson
+from rlctl.cli.command import AsJson, print_json
 from rlctl.errors import UsageError
 
 Recipe = Literal[
@@ -187,7 +187,7 @@ def parquet(
     """
     from dataclasses import asdict
 
-    from rlctl.cli.prepare_data_output import print_json, show_progress, summary_lines
+    from rlctl.cli.prepare_data_output import show_progress, summary_lines
     from rlctl.prepare.pipeline import prepare
     from rlctl.prepare.request import PrepareRequest
 
@@ -309,7 +309,7 @@ def show(
 
       rlctl prepare-data show train.parquet --model MODEL --row 42 -n 1 --ids
     """
-    from rlctl.cli.prepare_data_output import print_json, print_rows, rows_document
+    from rlctl.cli.prepare_data_output import print_rows, rows_document
     from rlctl.prepare.lengths import PromptLengths
     from rlctl.prepare.show import measure, show_rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.progress import TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
+from rlctl.cli.command import print_json
+from rlctl.cli.output import progress_bar
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.show import visible
@@ -53,18 +55,8 @@ class _Bar(Progress):
 @contextmanager
 def show_progress() -> Iterator[Progress]:
     """A bar on standard error, on terminals only: bytes read and rows per second, then the phases."""
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    rate = TextColumn("{task.fields[rate]}")
+    with progress_bar(TaskProgressColumn(), rate, TimeRemainingColumn()) as bar:
         yield _Bar(bar)
 
 
@@ -117,11 +109,6 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
     ]
     arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}"]))
     return ["next:", f"  rlctl train {arguments}"]
-
-
-def print_json(document: object) -> None:
-    """For programs: text that any encoding can carry."""
-    typer.echo(json.dumps(document, indent=2))
 
 
 def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> dict[str, Any]:

@@ -37,9 +37,7 @@ def list_presets(
 
     Presets go together: -p llama3-8b -p 8gpu -p rloo-seq-is
     """
-    from rich.table import Table
-
-    from rlctl.cli.messages import unwrapped
+    from rlctl.cli.output import plain_table, unwrapped
     from rlctl.spec.presets import all_presets
 
     if as_json:
@@ -49,12 +47,11 @@ def list_presets(
         ]
         print_json(found)
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("preset", no_wrap=True)
-    table.add_column("kind", style="dim", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    table = plain_table(("preset", "kind", "what it is"))
+    for column in table.columns[:2]:
+        column.no_wrap = True
     for preset in all_presets().values():
-        table.add_row(preset.name, preset.kind, preset.description)
+        table.add_row(preset.name, f"[dim]{preset.kind}[/]", preset.description)
     unwrapped().print(table)
 
 
@@ -81,18 +78,15 @@ def diff(
 
     rlctl presets diff rloo-seq-is my-run.yaml --json
     """
-    from rich.table import Table
+    from rich.markup import escape
     from rich.text import Text
 
     from rlctl.cli.dry_run import show as show_value
-    from rlctl.cli.messages import unwrapped
+    from rlctl.cli.output import plain_table, unwrapped
     from rlctl.spec.keys import known_leaves, value_of
     from rlctl.spec.load import load_spec
 
     specs = [load_spec([name], [], [], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("key", first, second):
-        table.add_column(heading, overflow="fold")
     values = {key: [value_of(spec, key) for spec in specs] for key in known_leaves()}
     differing = {
         key: [show_value(value) for value in pair] for key, pair in values.items() if pair[0] != pair[1]
@@ -100,12 +94,13 @@ def diff(
     if as_json:
         print_json(differing)
         return
+    if not differing:
+        typer.echo(f"{first} and {second} resolve to the same spec.")
+        return
+    table = plain_table(("key", escape(first), escape(second)))
     for key, (left, right) in differing.items():
         table.add_row(key, Text(left), Text(right))
-    if table.row_count:
-        unwrapped().print(table)
-    else:
-        typer.echo(f"{first} and {second} resolve to the same spec.")
+    unwrapped().print(table)
 
 
 @app.command()
@@ -122,19 +117,12 @@ def copy(
 
     rlctl presets copy rloo-seq-is my-run.yaml && rlctl train --spec my-run.yaml
     """
+    from rlctl.cli.output import check_new, write_file
+
     preset = _preset(name)
     target = destination / preset.path.name if destination.is_dir() else destination
-    if target.exists() and not force:
-        raise UsageError("the file exists", where=str(target), fix="choose another name, or add --force")
-    if not target.parent.is_dir():
-        raise UsageError("no such directory", where=str(target.parent), fix="create it first")
-    partial = target.with_name(f".{target.name}.part")
-    try:
-        partial.write_bytes(preset.path.read_bytes())
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"cannot be written: {error.strerror}", where=str(target)) from error
+    check_new(target, force=force)
+    write_file(target, preset.path.read_text(encoding="utf-8"))
     typer.echo(f"{target} written; run it with: rlctl train --spec {target}")
 
 

@@ -35,7 +35,7 @@ def report(
 
       rlctl report runs/rlctl/a runs/rlctl/b --out compared.html
     """
-    from rlctl.cli.diagnose_output import check_out, write_out
+    from rlctl.cli.output import check_out, write_out
     from rlctl.track.open_run import open_run
 
     for run in runs:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rlctl.cli.command import print_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,18 +72,27 @@ def try_out(
     is_shaped = spec.reward.overlong.buffer_length > 0
     cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
     import torch  # mistakes so far are refused without it
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+    from rlctl.cli.output import progress_bar
     from rlctl.reward.build import build_terms
 
     terms = build_terms(spec.reward, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        with _progress() as progress:
-            graders = {term.label: term.name for term in spec.reward.all_terms}
-            trial = try_reward(terms, graders, cases, progress)
+        graders = {term.label: term.name for term in spec.reward.all_terms}
+        with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task("grading", total=None)
+            trial = try_reward(
+                terms, graders, cases, lambda done, total: bar.update(task, completed=done, total=total)
+            )
     finally:
         for _, scorer in terms.values():
             scorer.close()
-    _print_json(trial, spec) if output == "json" else _print(trial, spec)
+    batch = _batch_seconds(trial, spec)
+    if output == "json":
+        print_json(trial.as_document() | {"seconds_per_batch": batch})
+    else:
+        _print(trial, batch)
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))
     if fail_on != "never" and is_bad:
         raise typer.Exit(3)
@@ -116,19 +124,6 @@ def _spec(what: str) -> RunSpec:
     raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, on terminals only."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("grading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
     """How long one training batch's grading takes, one after the other and in this machine's processes."""
     from rlctl.reward.pool import share_of_cores
@@ -143,24 +138,15 @@ def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _print_json(trial: Trial, spec: RunSpec) -> None:
-    import json
-
-    document = trial.as_document() | {"seconds_per_batch": _batch_seconds(trial, spec)}
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _print(trial: Trial, spec: RunSpec) -> None:
+def _print(trial: Trial, batch: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from rlctl.cli.output import plain_table
+
     console = Console(highlight=False)
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("responses", "source", "reward"):
-        table.add_column(column)
-    for column in ("tried", "as expected", "errors"):
-        table.add_column(column, justify="right")
+    figures = ("tried", "as expected", "errors")
+    table = plain_table(("responses", "source", "reward", *figures), right=figures)
     for tally in trial.tallies:
         agree = f"{tally.num_agreeing / tally.num_compared:.1%}" if tally.num_compared else "—"
         names = (Text(tally.kind), Text(tally.data_source), Text(tally.term))
@@ -178,7 +164,7 @@ def _print(trial: Trial, spec: RunSpec) -> None:
         console.print(Text("\nthe first error", style="bold red"))
         console.print(Text(trial.errors[0]), soft_wrap=True)
     if trial.durations:
-        times, batch = trial.durations, _batch_seconds(trial, spec)
+        times = trial.durations
         shown = ", ".join(f"{name} {1e3 * times[name]:.2f}" for name in ("mean", "p50", "p99", "max"))
         console.print(f"\nms per call: {shown}", markup=False)
         alone, together = (f"{batch[key]:.2g} s" for key in ("one_process", "all_processes"))

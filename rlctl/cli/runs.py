@@ -196,18 +196,14 @@ def _print_samples(rows: list[dict[str, Any]], step: int) -> None:
 
 
 def _print_runs(found: list[RunState], root: Path) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from rlctl.cli.messages import unwrapped
+    from rlctl.cli.output import plain_table, unwrapped
 
     console = unwrapped()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("run", "left"), ("preset", "left"), ("model", "left"), ("step", "right")):
-        least = min(24, max(len(run.preset) for run in found)) if name == "preset" else None
-        table.add_column(name, justify=justify, overflow="fold", min_width=least)  # type: ignore[arg-type]
-    for name, justify in (("state", "left"), ("reward", "right"), ("validation", "left")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    headings = ("run", "preset", "model", "step", "state", "reward", "validation")
+    table = plain_table(headings, right=("step", "reward"))
+    table.columns[1].min_width = min(24, max(len(run.preset) for run in found))
     for run in found:
         reward = "" if run.reward is None else f"{run.reward:.3f}"
         checked = ", ".join(f"{source} {value:.3f}" for source, value in run.validation.items())

@@ -94,14 +94,11 @@ def sweep(
 
 
 def _print(rows: list[SweepRow]) -> None:
-    from rich.table import Table
-
-    from rlctl.cli.messages import unwrapped
+    from rlctl.cli.output import plain_table, unwrapped
 
     by = next((row.paired_by for row in rows if row.paired_by), "seed")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("setting", "done", "reward", "± stderr", "− first", "95 % interval", "p"):
-        table.add_column(name, justify="left" if name == "setting" else "right", overflow="fold")
+    figures = ("done", "reward", "± stderr", "− first", "95 % interval", "p")
+    table = plain_table(("setting", *figures), right=figures)
     for row in rows:
         value, found = row.value, row.against_first
         table.add_row(

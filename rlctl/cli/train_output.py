@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rlctl.cli.output import plain_table
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.start import Announce
 
@@ -79,9 +80,8 @@ def _guarded(summary: dict[str, Any]) -> str:
 
 
 def _learned(summary: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (("", "left"), ("first steps", "right"), ("last steps", "right")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    figures = ("first steps", "last steps")
+    table = plain_table(("", *figures), right=figures)
     names = {
         "critic/score/mean": "mean reward",
         "rollout_corr/rollout_is_raw_eff_sample_size": "ESS, raw",

@@ -32,9 +32,9 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def as_json(result: Translation, spec_text: str) -> str:
+def document(result: Translation, spec_text: str) -> dict[str, Any]:
     """Everything, for programs."""
-    content = {
+    return {
         "framework": result.table.title,
         "counts": result.counts,
         "keys": [asdict(row) for row in result.rows],
@@ -44,14 +44,17 @@ def as_json(result: Translation, spec_text: str) -> str:
         "spec": result.spec,
         "spec_text": spec_text,
     }
-    return json.dumps(content, indent=2, ensure_ascii=False, default=str)
 
 
-def export_json(result: Export, text: str) -> str:
+def export_document(result: Export, text: str) -> dict[str, Any]:
     """An export, for programs."""
-    rows = [asdict(row) for row in result.rows]
-    content = {"framework": result.table.title, "counts": result.counts, "keys": rows, "text": text}
-    return json.dumps(content | {"settings": result.settings}, indent=2, ensure_ascii=False, default=str)
+    return {
+        "framework": result.table.title,
+        "counts": result.counts,
+        "keys": [asdict(row) for row in result.rows],
+        "text": text,
+        "settings": result.settings,
+    }
 
 
 def export_markdown(result: Export, text: str) -> str:

@@ -124,7 +124,7 @@ class RunRecord:
     def _rows(self) -> Iterator[dict[str, Any]]:
         file = self.path / METRICS_FILE
         try:
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = file.read_bytes().splitlines()  # of bytes: text has more line separators than this file
         except OSError as error:
             what = f"the metrics cannot be read: {error.strerror}"
             raise UsageError(what, where=str(file)) from error

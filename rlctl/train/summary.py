@@ -69,9 +69,7 @@ def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float]
 def past_metrics(run_dir: Path) -> list[dict[str, float]]:
     """What a resumed run logged before, so that its summary covers the whole run."""
     path = run_dir / METRICS_FILE
-    rows = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
 
 

@@ -131,3 +131,10 @@ def test_half_a_last_line_is_left_out(tmp_path: Path) -> None:
     table = rlctl.open_run(tmp_path).metrics()
     assert table["step"].to_pylist() == [1, 2]
     assert table["b"].to_pylist() == [None, 2.0]
+
+
+def test_a_last_line_cut_inside_a_character_and_names_with_line_separators(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("rollout:\n  n: 4\n")
+    named = '{"step": 1, "val/a\u2028b/reward_mean": 1.0}\n'.encode()
+    (tmp_path / "metrics.jsonl").write_bytes(named + '{"step": 2, "val/é'.encode()[:-1])
+    assert [row["step"] for row in rlctl.open_run(tmp_path).rows()] == [1]

@@ -214,6 +214,11 @@ def test_samples_show_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [(each["response"], each["log_ratio"]) for each in json.loads(capsys.readouterr().out)] == [
         ("a", 0.0)
     ]
+    rows = [row(3, "diverged", float("nan"), float("inf"))]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path / "rollouts" / "rollouts-3-3.parquet")
+    assert run(["samples", str(path), "--json"]) == 0
+    (each,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (each["reward"], each["log_ratio"]) == ("NaN", "Infinity")
     assert run(["samples", str(path), "-s", "7"]) == 2
-    assert "kept: steps 1 to 2" in capsys.readouterr().err
+    assert "kept: steps 1 to 3" in capsys.readouterr().err
     assert run(["samples", str(path), "--sort", "up"]) == 2

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.cli.diagnose_output import DiagnosisFormat
-from rlctl.cli.diagnose_what_if import what_if as command
+from rlctl.cli.diagnose import DiagnosisFormat
+from rlctl.cli.diagnose import replay as command
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
@@ -175,7 +175,7 @@ def printed(
 
 
 def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
-    (document,) = json.loads(printed(DiagnosisFormat.JSON))
+    (document,) = json.loads(printed("json"))
     assert len(document["settings"]) == len(found.outcomes)
     row = next(row for row in document["settings"] if row["name"] == "TRL sequence_mask")
     assert row["overrides"][1] == f"{OWN}rollout_is=sequence"
@@ -184,7 +184,7 @@ def test_json(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 
 def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
-    said = printed(DiagnosisFormat.TEXT)
+    said = printed("text")
     assert f"{found.num_sequences} responses" in said
     assert "What if — some/run" in said
     assert found.recommended.why[:40] in said
@@ -200,14 +200,14 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
     with pytest.raises(UsageError, match="text, json or html"):
-        printed(DiagnosisFormat.MARKDOWN)
+        printed("markdown")
     with pytest.raises(UsageError, match="no such directory"):
-        command([tmp_path], DiagnosisFormat.TEXT, tmp_path / "nowhere" / "out.txt")
+        command([tmp_path], "text", tmp_path / "nowhere" / "out.txt")
 
 
 def test_a_file_is_written(found: Tradeoff, tmp_path: Path, printed: Callable[..., str]) -> None:
-    for output_format in (DiagnosisFormat.TEXT, DiagnosisFormat.JSON, DiagnosisFormat.HTML):
-        out = tmp_path / output_format.value
+    for output_format in ("text", "json", "html"):
+        out = tmp_path / output_format
         command([tmp_path], output_format, out)
         assert found.outcomes[0].setting.name in out.read_text()
 
@@ -242,7 +242,7 @@ def test_the_frontier_is_not_beaten(found: Tradeoff) -> None:
 
 def test_names_and_reports_need_no_torch() -> None:
     code = (
-        "import sys, rlctl.what_if.page, rlctl.what_if.what_if_run, rlctl.cli.diagnose_what_if;"
+        "import sys, rlctl.what_if.page, rlctl.what_if.what_if_run, rlctl.cli.diagnose;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

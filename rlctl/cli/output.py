@@ -1,0 +1,121 @@
+"""Where commands print and write: tables, progress bars, standard output and files.
+
+Imported inside functions, because it needs Rich.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
+
+from rlctl.errors import UsageError
+from rlctl.files import write_text
+
+
+def unwrapped() -> Console:
+    """The console for tables on stdout: as wide as the terminal; where it is piped, nothing is wrapped."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
+def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
+    """A table without lines; cells that are too long continue on the next line.
+
+    Args:
+        headings: of the columns.
+        right: the headings of columns of figures, which are aligned right.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    return table
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar on standard error, on terminals only: what is being done, then the bar, then `columns`."""
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}", markup=False)
+    return Progress(
+        text, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+@contextmanager
+def text_console(out: Path | None) -> Iterator[Console]:
+    """A console on standard output, or one whose text goes into the file."""
+    if out is None:
+        yield Console(highlight=False)
+        return
+    text = io.StringIO()
+    yield Console(highlight=False, file=text, width=120)
+    write_out(text.getvalue(), out)
+
+
+def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None:
+    """Refuse an output that would overwrite an input, has no directory, or is a page on a terminal.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    if out is None:
+        if is_page and sys.stdout.isatty():
+            raise UsageError(
+                "a page cannot be shown on a terminal", where="--format html", fix="add --out FILE"
+            )
+        return
+    if any(path.exists() and out.exists() and out.samefile(path) for path in paths):
+        raise UsageError("this is the log itself", where=f"--out {out}", fix="choose another name")
+    if out.is_dir() or not out.parent.is_dir():
+        what = "this is a directory" if out.is_dir() else "no such directory"
+        raise UsageError(what, where=f"--out {out}", fix="name a file in a directory that exists")
+
+
+def write_out(text: str, out: Path | None) -> None:
+    """To standard output, or in one go into the file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_file(out, text, where=f"--out {out}")
+
+
+def check_new(path: Path, *, force: bool) -> None:
+    """Refuse a file that cannot be created, or that would be replaced without `--force`.
+
+    Raises:
+        UsageError: it exists, or its directory does not.
+    """
+    if path.exists() and not force:
+        raise UsageError("the file exists", where=str(path), fix="choose another name, or add --force")
+    if not path.absolute().parent.is_dir():
+        raise UsageError("no such directory", where=str(path.parent), fix="create it first")
+
+
+def write_file(path: Path, text: str, *, where: str = "") -> None:
+    """Replace a file in one go.
+
+    Args:
+        path: of the file.
+        text: its content.
+        where: names the file in errors; default: its path.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=where or str(path)) from error

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rlctl.cli.command import print_json
 from rlctl.cli.output import progress_bar
+from rlctl.markdown import plain, table
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.show import visible
@@ -216,28 +217,22 @@ def _histogram(lengths: Histogram) -> Iterator[str]:
 
 
 def _markdown(report: CheckReport) -> Iterator[str]:
-    yield "| file | rows | read as | data sources |"
-    yield "| --- | ---: | --- | --- |"
+    files = []
     for file in report.files:
         sources = ", ".join(f"{name} ({count:,})" for name, count in file.sources.items())
         cells = (str(file.path), f"{file.num_rows:,}", file.recipe or "", sources)
-        yield f"| {' | '.join(map(_cell, cells))} |"
+        files.append([plain(cell) for cell in cells])
+    yield from table(("file", "rows", "read as", "data sources"), files, right=["rows"])
     if report.lengths.total:
         summary = ", ".join(f"{name} {length:,}" for name, length in report.lengths.summary().items())
         yield f"\nPrompt lengths in {report.lengths.unit}: {summary}."
     for line in comparison_lines([one.to_json() for one in report.leakage]):
-        yield f"\n{_cell(line)}"
+        yield f"\n{plain(line)}"
     yield f"\n**{_conclusion(report.findings)}**\n"
-    if report.findings:
-        yield "| | what | count | first | fix |"
-        yield "| --- | --- | ---: | --- | --- |"
+    findings = []
     for finding in report.findings:
-        first = "<br>".join(map(_cell, finding.examples))
-        what = _cell(f"{finding.what} ({finding.code})")
-        yield f"| {finding.severity} | {what} | {finding.count:,} | {first} | {_cell(finding.fix)} |"
-
-
-def _cell(text: str) -> str:
-    """Text that stays text in a Markdown table."""
-    escaped = visible(text, keep="").replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{char}" if char in "\\|*_`[]" else char for char in escaped)
+        first = "<br>".join(map(plain, finding.examples))
+        what = plain(f"{finding.what} ({finding.code})")
+        findings.append((finding.severity, what, f"{finding.count:,}", first, plain(finding.fix)))
+    if findings:
+        yield from table(("", "what", "count", "first", "fix"), findings, right=["count"])

@@ -9,6 +9,7 @@ from typing import Any
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
+from rlctl.markdown import block, code, plain, table
 
 
 def spec_yaml(result: Translation, name: str) -> str:
@@ -60,7 +61,7 @@ def export_document(result: Export, text: str) -> dict[str, Any]:
 def export_markdown(result: Export, text: str) -> str:
     """An export's tables, and what it wrote."""
     parts = [f"# rlctl → {result.table.title}", "", summary(result), "", *_sections(result.rows)]
-    return "\n".join([*parts, "```", text.rstrip(), "```"])
+    return "\n".join([*parts, block(text)])
 
 
 def _sections(rows: list[KeyOutcome]) -> list[str]:
@@ -79,19 +80,24 @@ def as_markdown(result: Translation, spec_text: str) -> str:
     if result.problems:
         lines += ["## Before it runs", ""]
         for one in result.problems:
-            lines.append(f"- `{one.key}`: {one.what}" + (f" ({one.fix})" if one.fix else ""))
+            lines.append(f"- {code(one.key)}: {plain(one.what + (f' ({one.fix})' if one.fix else ''))}")
         lines.append("")
-    lines += [f"- {note}" for note in result.notes]
-    return "\n".join([*lines, "", "```yaml", spec_text.rstrip(), "```"])
+    lines += [f"- {plain(note)}" for note in result.notes]
+    return "\n".join([*lines, "", block(spec_text, "yaml")])
 
 
 def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
-    lines = ["| line | key | value | becomes | note |", "|---|---|---|---|---|"]
-    for row in rows:
-        key, value = f"`{row.key}`", f"`{shown(row.value)}`"
-        cells = (row.where.removeprefix("line "), key, value, became(row), row.note)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return lines
+    cells = [
+        (
+            plain(row.where.removeprefix("line ")),
+            code(row.key),
+            code(shown(row.value)),
+            plain(became(row)),
+            plain(row.note),
+        )
+        for row in rows
+    ]
+    return table(("line", "key", "value", "becomes", "note"), cells)
 
 
 def became(row: KeyOutcome) -> str:

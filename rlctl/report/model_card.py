@@ -11,12 +11,12 @@ import yaml
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rules import examine, metrics_read
 from rlctl.errors import UsageError
+from rlctl.markdown import block, plain, table
 from rlctl.report.run_sections import validation_rows
 from rlctl.spec.load import RUN_SPEC_FILE
 from rlctl.track.open_run import open_run
 from rlctl.track.run_state import read_state
 from rlctl.train.resume import known_data
-from rlctl.user_code import visible
 
 _FIGURES = {
     "critic/score/mean": "mean reward of a batch",
@@ -46,21 +46,21 @@ def model_card(run_dir: Path, step: int) -> str:
     trained = f"{step} of {state.total_steps or '?'} batches"
     parts = [
         f"---\n{yaml.safe_dump(about, sort_keys=False)}---",
-        f"# {_text(base or Path(spec.model.path).name)}, trained by reinforcement learning",
+        f"# {plain(base or Path(spec.model.path).name)}, trained by reinforcement learning",
         f"Trained with rlctl for {trained}: preset "
-        f"{_text(state.preset or 'none')}, advantages {spec.algorithm.adv_estimator}, "
+        f"{plain(state.preset or 'none')}, advantages {spec.algorithm.adv_estimator}, "
         f"learning rate {spec.actor.lr:g}, seed {spec.trainer.seed}.",
         "## Data",
         _data(run_dir, [*spec.data.train_files], [*spec.data.val_files]),
         "## Figures",
-        _table(["", "first batch", "last batch"], _figures(rows)),
+        "\n".join(table(["", "first batch", "last batch"], _figures(rows))),
     ]
     if validation := validation_rows(rows):
         parts += [
             "Validation:",
-            _table(["", "first", "best", "last"], [[k, *cells] for k, cells in validation]),
+            "\n".join(table(["", "first", "best", "last"], [(plain(k), *cells) for k, cells in validation])),
         ]
-    parts += ["## Findings", _findings(run_dir), "## Spec", _details(run_dir), "## Versions", _text(versions)]
+    parts += ["## Findings", _findings(run_dir), "## Spec", _details(run_dir), "## Versions", plain(versions)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,7 +80,7 @@ def _data(run_dir: Path, train: list[str], val: list[str]) -> str:
     for what, key, files in (("training", "data.train_files", train), ("validation", "data.val_files", val)):
         names = ", ".join(Path(file).name for file in files) or "the built-in task, or none"
         rows = f", rows SHA-256 `{prints[key]}`" if key in prints else ""
-        lines.append(f"- {what}: {_text(names)}{rows}")
+        lines.append(f"- {what}: {plain(names)}{rows}")
     return "\n".join(lines)
 
 
@@ -89,22 +89,11 @@ def _findings(run_dir: Path) -> str:
     try:
         found = examine(read_run(run_dir, metrics_read())).findings
     except UsageError as error:
-        return f"The log was not examined: {_text(error.what)}."
-    lines = [f"- {finding.severity}: {_text(finding.what)}" for finding in found]
+        return f"The log was not examined: {plain(error.what)}."
+    lines = [f"- {finding.severity}: {plain(finding.what)}" for finding in found]
     return "\n".join(lines) or "`rlctl diagnose` finds nothing."
 
 
 def _details(run_dir: Path) -> str:
-    text = visible((run_dir / RUN_SPEC_FILE).read_text(encoding="utf-8"))
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"<details><summary>spec.yaml</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(_text(cell) for cell in line)} |" for line in lines)
-
-
-def _text(text: str) -> str:
-    """One line of Markdown that is only text."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(visible(text).split()))
+    text = (run_dir / RUN_SPEC_FILE).read_text(encoding="utf-8")
+    return f"<details><summary>spec.yaml</summary>\n\n{block(text, 'yaml')}\n\n</details>"

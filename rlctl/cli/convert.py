@@ -103,7 +103,7 @@ def export_config(
 
     is_file = Path(spec).is_file() or spec.endswith((".yaml", ".yml"))
     presets, files = ([], [Path(spec)]) if is_file else ([spec], [])
-    loaded = load_spec(presets, files, [], left_open=frozenset({"data.train_files"}))
+    loaded = load_spec(presets, files, left_open=frozenset({"data.train_files"}))
     result = export(loaded.spec, table(to))
     text = as_text(result)
     if output is not None:

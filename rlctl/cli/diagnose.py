@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -15,10 +13,7 @@ from rlctl.cli.command import CommandWithSubcommands, as_json
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from rlctl.diagnose.rules import Diagnosis
-    from rlctl.diagnose.table import RunLog
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
 
@@ -124,6 +119,7 @@ def diagnose(
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
+    from rlctl.cli.diagnose_reading import reading
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
 
     own = tuple(rules or ())
@@ -188,29 +184,6 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         with text_console(out) as console:
             for title, tradeoff in found:
                 print_tradeoff(console, title, tradeoff)
-
-
-@contextmanager
-def reading(paths: Sequence[Path], wanted: frozenset[str]) -> Iterator[Iterator[RunLog]]:
-    """The runs, read one after the other, with a bar on standard error."""
-    from rich.progress import TaskProgressColumn, TimeElapsedColumn
-
-    from rlctl.cli.output import progress_bar
-    from rlctl.diagnose.diagnosis_report import visible
-    from rlctl.diagnose.readers.detect import read_run
-
-    with progress_bar(TaskProgressColumn(), TimeElapsedColumn()) as bar:
-
-        def advance(task: TaskID, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        def runs() -> Iterator[RunLog]:
-            for path in paths:
-                task = bar.add_task(visible(f"reading {path.name or path}"), total=None)
-                yield read_run(path, wanted, partial(advance, task))
-                bar.remove_task(task)
-
-        yield runs()
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:

@@ -12,11 +12,10 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlctl.cli.diagnose import DiagnosisFormat
     from rlctl.diagnose.selftest import SelftestResult
 
 
-def selftest(output_format: DiagnosisFormat, out: Path | None) -> None:
+def selftest(output_format: str, out: Path | None) -> None:
     """Run the self-test and write one line per rule and per kind of healthy run.
 
     Args:

@@ -58,7 +58,7 @@ def init(
         values.append(f"trainer.n_gpus_per_node={gpus}")
     if data:
         values.append(f"data.train_files={data}")
-    write_file(out, _commented(load_spec(presets, [], values), presets))
+    write_file(out, _commented(load_spec(presets, overrides=values), presets))
     typer.echo(f"{out} written. Check it: rlctl train {out} --dry-run")
 
 

@@ -86,7 +86,7 @@ def diff(
     from rlctl.spec.keys import known_leaves, value_of
     from rlctl.spec.load import load_spec
 
-    specs = [load_spec([name], [], [], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]
+    specs = [load_spec([name], left_open=_LEFT_TO_THE_USER).spec for name in (first, second)]
     values = {key: [value_of(spec, key) for spec in specs] for key in known_leaves()}
     differing = {
         key: [show_value(value) for value in pair] for key, pair in values.items() if pair[0] != pair[1]

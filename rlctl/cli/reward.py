@@ -112,14 +112,14 @@ def _spec(what: str) -> RunSpec:
         fix = "write a spec with reward.name: model and reward.model.path"
         raise UsageError("a reward model needs a path", where=what, fix=fix)
     if what in set(GRADERS) or ".py:" in what:
-        return load_spec([], [], [f"reward.name={what}"]).spec
+        return load_spec(overrides=[f"reward.name={what}"]).spec
     path = Path(what)
     if path.is_dir() and (path / RUN_SPEC_FILE).is_file():
         path = path / RUN_SPEC_FILE
     if path.is_file():
-        return load_spec([], [path], []).spec
+        return load_spec(files=[path]).spec
     if what in all_presets():
-        return load_spec([what], [], []).spec
+        return load_spec(presets=[what]).spec
     fix = f"name a YAML file, a run directory, a preset, file.py:function, or {', '.join(GRADERS)}"
     raise UsageError("neither a spec nor a grader", where=what, fix=fix)
 

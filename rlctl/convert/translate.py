@@ -195,7 +195,7 @@ def _problems(result: Translation) -> list[Problem]:
         what = "the file does not give it: the built-in tiny model would be trained"
         found.append(Problem("error", "model.path", what, "write it into the spec"))
     try:
-        loaded = load_spec([], [], overrides(result.spec))
+        loaded = load_spec(overrides=overrides(result.spec))
     except SpecError as error:
         return found + error.problems
     return found + loaded.warnings

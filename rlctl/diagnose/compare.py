@@ -13,8 +13,8 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Finding
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.signals import deviation, longest_true, smoothed
-from rlctl.diagnose.spec_patch import flat
 from rlctl.diagnose.table import RunLog, Table
+from rlctl.spec.keys import flat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

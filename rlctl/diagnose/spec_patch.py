@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -15,7 +14,8 @@ from rlctl.diagnose.finding import Finding, Fix
 from rlctl.diagnose.rules import Diagnosis
 from rlctl.diagnose.table import RunLog
 from rlctl.errors import SpecError, UsageError
-from rlctl.spec.load import dump_spec, load_spec
+from rlctl.spec.keys import flat, nested
+from rlctl.spec.load import dump_spec, dump_value, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_value
 
@@ -62,7 +62,7 @@ def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
     base = diagnosis.run.spec
     chosen: list[Applied] = []
     left: list[NotApplied] = []
-    spec = base or load_spec([], [], []).spec
+    spec = base or load_spec().spec
     for finding in diagnosis.findings:
         outcome = _best(finding, chosen, base, spec)
         if isinstance(outcome, str):
@@ -112,12 +112,9 @@ def _with(base: RunSpec | None, overrides: list[str]) -> RunSpec:
     Raises:
         SpecError: it does not pass the checks.
     """
-    if base is None:
-        return load_spec([], [], overrides).spec
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_spec(base))
-        file.flush()
-        return load_spec([], [Path(file.name)], overrides).spec
+    own = flat(base.model_dump(mode="json")) if base else {}
+    settings_of_base = [f"{key}={dump_value(value)}" for key, value in own.items()]
+    return load_spec(overrides=[*settings_of_base, *overrides]).spec
 
 
 def _pairs(spec: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -163,7 +160,8 @@ def as_yaml(found: SpecPatch) -> str:
     else:
         head = [f"Only the changes that `rlctl diagnose` proposes for {run_name(run)}, in rlctl's keys:"]
         head.append("the log has no spec of rlctl. Layer it over one with a second --spec.")
-        text = yaml.safe_dump(_nested(found.changes), sort_keys=False, allow_unicode=True, width=1 << 20)
+        changes = {key: read_value(value).value for key, value in found.changes.items()}
+        text = yaml.safe_dump(nested(changes), sort_keys=False, allow_unicode=True, width=1 << 20)
     head += [
         f"Not applied: {each.finding.rule} ({each.finding.severity}): {each.why}"
         for each in found.not_applied
@@ -194,27 +192,6 @@ def _comments(found: SpecPatch) -> dict[str, list[str]]:
             if place == 0 and found.run.framework in each.fix.others:
                 lines.append(f"in {found.run.framework}: {settings(each.fix, found.run)}")
     return comments
-
-
-def _nested(changes: Mapping[str, str]) -> dict[str, Any]:
-    """`{"actor.lr": "1e-6"}` → `{"actor": {"lr": 1e-6}}`."""
-    root: dict[str, Any] = {}
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        place = root
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = read_value(value).value
-    return root
-
-
-def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections → dotted key → value."""
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
 
 
 def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:

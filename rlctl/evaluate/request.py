@@ -140,7 +140,7 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
 
 
 def _run_target(run_dir: Path, data_files: list[str]) -> Target:
-    spec = load_spec([], [run_dir / RUN_SPEC_FILE], []).spec
+    spec = load_spec(files=[run_dir / RUN_SPEC_FILE]).spec
     checkpoint, notes = newest_intact(run_dir / CHECKPOINTS)
     if checkpoint is None:
         raise UsageError(

@@ -13,7 +13,6 @@ import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 from rlctl.errors import RunFailure
 from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import cache_failure, replacing, write_text
+from rlctl.track.run_dir import version_of
 
 DIRECTORY = "evaluations"
 RESPONSES_FILE = "responses.jsonl"
@@ -36,14 +36,6 @@ _FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed
     "truncated": bool,
     "num_tokens": int,
 }
-
-
-def version_of(package: str) -> str | None:
-    """The installed version; None for one that is not installed, or runs from a checkout."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def prompt_hash(text: str) -> str:

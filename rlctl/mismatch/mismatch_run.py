@@ -166,7 +166,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
 
 
 def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
-    spec = load_spec([], [run_dir / RUN_SPEC_FILE], []).spec
+    spec = load_spec(files=[run_dir / RUN_SPEC_FILE]).spec
     newest, notes = newest_intact(run_dir / CHECKPOINTS)
     if newest is None:
         raise UsageError("the run has no complete checkpoint", where=str(run_dir / CHECKPOINTS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,6 +10,7 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
+from rlctl.track.run_dir import version_of
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -76,10 +76,4 @@ def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def describe_versions() -> dict[str, str]:
     """What the bytes of the output depend on."""
-    found = {}
-    for package in ("rlctl", "pyarrow", "math-verify"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+    return {package: version_of(package) or "unknown" for package in ("rlctl", "pyarrow", "math-verify")}

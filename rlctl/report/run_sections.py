@@ -47,7 +47,7 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     try:
         before, than = load_spec(presets, [], base).spec, " + ".join(presets) or "the defaults"
     except RlctlError:  # presets of files that are gone, or that are complete only with the run's own values
-        before, than = load_spec([], [], ["model.path=embedded"]).spec, "the defaults"
+        before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
     own = {"trainer.run_dir"}
     rows = [
         (key, visible(_value(old)), visible(_value(new)))

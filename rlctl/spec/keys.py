@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, reduce
 from typing import Any, get_args, get_origin
 
@@ -96,6 +96,27 @@ def section_class(name: str) -> type[Section] | None:
 def value_of(spec: RunSpec, key: str) -> Any:
     """The value at a dotted key."""
     return reduce(getattr, key.split("."), spec)
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted key → value."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse: `{"actor.lr": 1e-6}` → `{"actor": {"lr": 1e-6}}`."""
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *parents, name = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
 
 
 def accepts(key: str, kind: type) -> bool:

@@ -30,6 +30,7 @@ from rlctl.spec.keys import (
     known_sections,
     leaf_of,
     nearest_key,
+    nested,
     open_leaves,
 )
 from rlctl.spec.model import EMBEDDED
@@ -110,7 +111,11 @@ class _Entry:
 
 
 def load_spec(
-    presets: list[str], files: list[Path], overrides: list[str], *, left_open: frozenset[str] = frozenset()
+    presets: Iterable[str] = (),
+    files: Iterable[Path] = (),
+    overrides: Iterable[str] = (),
+    *,
+    left_open: frozenset[str] = frozenset(),
 ) -> LoadedSpec:
     """Read, layer, validate and check a spec.
 
@@ -158,6 +163,15 @@ def load_spec(
     if any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, origins, problems)
+
+
+def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:
+    """The spec of a run whose other files are read anyway: an invalid one gives a note, and no error."""
+    try:
+        return load_spec(files=[file]).spec, []
+    except SpecError as error:
+        first = error.problems[0]
+        return None, [f"{file} is left out: {first.key or first.where or ''} {first.what}"]
 
 
 def dump_spec(spec: RunSpec) -> str:
@@ -257,7 +271,8 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
     good = {key: entry for key, entry in entries.items() if key not in misplaced}
     while True:
         try:
-            return RunSpec.model_validate(_nested(good)), problems
+            values = {key: _value(key, entry.leaf) for key, entry in good.items()}
+            return RunSpec.model_validate(nested(values)), problems
         except ValidationError as error:
             bad: dict[str, dict[str, Any]] = {}  # key → item of a list, or "" → the first of its errors
             for details in error.errors():
@@ -314,19 +329,10 @@ def _key_of(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _nested(entries: dict[str, _Entry]) -> dict[str, Any]:
-    """Flat leaves as the nested mapping pydantic validates."""
-    tree: dict[str, Any] = {}
-    for key, entry in entries.items():
-        *parents, name = key.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        leaf = entry.leaf
-        # `2.10` as a name or a threshold keeps its digits.
-        as_text = type(leaf.value) in {int, float} and leaf.text and accepts(key, str)
-        section[name] = leaf.text if as_text else leaf.value
-    return tree
+def _value(key: str, leaf: Leaf) -> Any:
+    """As pydantic takes it: `2.10` as a name or a threshold keeps its digits."""
+    as_text = type(leaf.value) in {int, float} and leaf.text and accepts(key, str)
+    return leaf.text if as_text else leaf.value
 
 
 def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from rlctl.files import write_text
+from rlctl.spec.keys import flat
 
 _RUN_ID_FILE = ".mlflow_run_id"
 #: Of one request, and of a parameter's value: limits of MLflow's servers.
@@ -43,7 +44,7 @@ class MlflowSink:
         known = self._client.get_experiment_by_name(project)
         place = known.experiment_id if known else self._client.create_experiment(project)
         self._id = self._client.create_run(place, run_name=experiment).info.run_id
-        params = [Param(key, text[:_MAX_VALUE]) for key, text in _leaves(config)]
+        params = [Param(key, str(value)[:_MAX_VALUE]) for key, value in flat(config).items()]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
         write_text(file, self._id)
@@ -58,11 +59,3 @@ class MlflowSink:
     def close(self, status: str) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self._id, _STATUS.get(status, "FINISHED"))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

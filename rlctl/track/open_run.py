@@ -41,7 +41,7 @@ class RunRecord:
         from rlctl.spec.load import load_spec
 
         try:
-            return load_spec([], [self.path / SPEC_FILE], []).spec
+            return load_spec(files=[self.path / SPEC_FILE]).spec
         except SpecError as error:
             raise UsageError(str(error), where=str(self.path / SPEC_FILE)) from error
 

@@ -164,7 +164,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "num_cpus": os.cpu_count(),
         "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
         "git_commit": _output("git", "rev-parse", "HEAD") or None,
@@ -220,7 +220,8 @@ def _unusable(path: Path, error: OSError) -> UsageError:
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version; None for one that is not installed, or runs from a checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlctl.errors import SpecError
-from rlctl.spec.load import load_spec
+from rlctl.spec.load import spec_or_note
 from rlctl.spec.resolve import loss_rule
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
@@ -60,9 +59,5 @@ def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
     for directory in (dump.files[0].parent, dump.files[0].parent.parent):
         path = directory / SPEC_FILE
         if path.is_file():
-            try:
-                return load_spec([], [path], []).spec, []
-            except SpecError as error:
-                first = error.problems[0]
-                return None, [f"{path} is left out: {first.key or first.where or ''} {first.what}"]
+            return spec_or_note(path)
     return None, ["no spec.yaml beside the dump: advantages as in rloo, one dumped step as one mini-batch"]

@@ -23,9 +23,8 @@ from rlctl.diagnose.readers.framework_names import (
 )
 from rlctl.diagnose.readers.source import LogSource, Watch, opened
 from rlctl.diagnose.table import STDIN, RunLog, facts_of
-from rlctl.errors import SpecError, UsageError
-from rlctl.spec.load import RUN_SPEC_FILE, load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.errors import UsageError
+from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
@@ -69,7 +68,9 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     reading = LogReading(Collector(metrics.by_any_name), watch=watch)
     _read_files(candidate.files, reading)
     collected = reading.collector.finish()
-    spec, spec_notes = _spec_next_to(candidate.shown)
+    beside = candidate.shown.parent / RUN_SPEC_FILE
+    has_spec = candidate.shown != STDIN and beside.is_file()
+    spec, spec_notes = spec_or_note(beside) if has_spec else (None, [])
     reading.config = reading.config or _config_next_to(candidate.shown)
     framework = _recognized(collected, reading, candidate.shown)
     if spec is not None and framework.uses_rlctl_names:
@@ -135,18 +136,6 @@ def _content(candidate: Candidate) -> LogContent:
     known = {named.key for name in collected.names if (named := framework.translate(name))}
     rows = min(reading.collector.num_rows, _FIRST_ROWS)
     return LogContent(len(known), rows, reading.collector.last_step)
-
-
-def _spec_next_to(log: Path) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """The run's spec, if it is where `rlctl train` puts it; an invalid one gives a note."""
-    path = log.parent / RUN_SPEC_FILE
-    if log == STDIN or not path.is_file():
-        return None, ()
-    try:
-        return load_spec([], [path], []).spec, ()
-    except SpecError as error:
-        first = error.problems[0]
-        return None, (f"{path} is left out: {first.key or first.where or ''} {first.what}",)
 
 
 def _config_next_to(log: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.data.read import load_rows
+from rlctl.data.read import load_rows, open_parquet, rows_of
 from rlctl.errors import UsageError
 from rlctl.reward.protocol import Sample
 from rlctl.reward.trial import Case
@@ -59,9 +59,6 @@ def _sample(row: Row, response: str) -> Sample:
 
 def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped: bool) -> Iterator[Case]:
     """The responses of a file, or of all files of a directory."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = Path(name)
     if not path.exists():
         raise UsageError("no such file or directory", where=name, fix=_FIX)
@@ -69,24 +66,11 @@ def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped:
     if not files:
         raise UsageError("the directory holds no .parquet file", where=name, fix=_FIX)
     for file in files:
-        try:
-            with pq.ParquetFile(file) as parquet:
-                names = parquet.schema_arrow.names
-                missing = [column for column in _NEEDED if column not in names]
-                if missing:
-                    what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
-                    raise UsageError(what, where=str(file), fix=_FIX)
-                number = 0
-                is_unlike = is_shaped and "rollout_log_probs" in names
-                wanted = [column for column in _KNOWN if column in names]
-                for batch in parquet.iter_batches(batch_size=1024, columns=wanted):
-                    for values in batch.to_pylist():
-                        number += 1
-                        expected = None if is_unlike else values["reward"]
-                        yield _stored_case(values, rows, expected, f"{file}:{number}")
-        except (pa.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"cannot be read as Parquet: {reason}", where=str(file), fix=_FIX) from error
+        with open_parquet(file, _NEEDED, fix=_FIX) as parquet:
+            is_unlike = is_shaped and "rollout_log_probs" in parquet.schema_arrow.names
+            for number, values in rows_of(parquet, file, _KNOWN):
+                expected = None if is_unlike else values["reward"]
+                yield _stored_case(values, rows, expected, f"{file}:{number}")
 
 
 def _stored_case(

@@ -64,7 +64,24 @@ def _inside(directory: Path) -> list[Path]:
 
 
 def _opened(path: Path) -> Any:
-    """The Parquet file; its footer names the columns, and has rows."""
+    file = open_parquet(path, REQUIRED, fix="convert it with `rlctl prepare-data parquet`")
+    if not file.metadata.num_rows:
+        raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
+    return file
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    with _opened(path) as file:
+        for number, values in rows_of(file, path, COLUMNS):
+            yield _row(path, number, values)
+
+
+def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
+    """The open Parquet file, which has these columns.
+
+    Raises:
+        UsageError: it cannot be read, or a column is missing, with this fix.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -73,32 +90,33 @@ def _opened(path: Path) -> Any:
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, 1, error) from error
-    if missing := [name for name in REQUIRED if name not in names]:
+    if missing := [name for name in required if name not in names]:
         what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
-        fix = "convert it with `rlctl prepare-data parquet`"
         raise UsageError(f"{what} (it has {', '.join(names)})", where=str(path), fix=fix)
-    if not file.metadata.num_rows:
-        raise UsageError("the file has no rows", where=str(path), fix=PREPARE)
     return file
+
+
+def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number, from 1, and values of each row; of `columns` those that there are.
+
+    Raises:
+        UsageError: the rest of the file cannot be read.
+    """
+    import pyarrow as pa
+
+    number = 0
+    wanted = [name for name in columns if name in file.schema_arrow.names]
+    try:
+        for batch in file.iter_batches(batch_size=4096, columns=wanted):
+            for values in batch.to_pylist():
+                number += 1
+                yield number, values
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, number + 1, error) from error
 
 
 def _unreadable(path: Path, number: int, error: Exception) -> UsageError:
     return UsageError(f"cannot be read as Parquet: {first_line(error)}", where=f"{path}:{number}")
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-
-    number = 0
-    with _opened(path) as file:
-        wanted = [name for name in COLUMNS if name in file.schema_arrow.names]
-        try:
-            for batch in file.iter_batches(batch_size=4096, columns=wanted):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield _row(path, number, values)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, number + 1, error) from error
 
 
 def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlctl.batch import ModelInputs
 from rlctl.engine.inputs import arguments_of, body_inputs, body_of, used_columns
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.gap import Gap, measure
 from rlctl.mismatch.prompts import left_padded
 from rlctl.mismatch.scoring_variant import OWN, Cut, SamplingSettings, ScoringVariant
@@ -149,7 +149,7 @@ class VariantScorer:
                 for rows in self._rows(variant):
                     score(policy, variant, rows, found)
             except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
-                reason = str(error).partition("\n")[0]
+                reason = first_line(error)
                 raise RunFailure(f"the model cannot be run so: {reason}") from error
             self._scores[variant] = found
         return self._scores[variant]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, first_line
 from rlctl.files import replacing
 from rlctl.track.open_run import in_words
 
@@ -180,7 +180,7 @@ def _damage(path: Path, schema: pa.Schema) -> str:
         if not pq.ParquetFile(path).schema_arrow.equals(schema):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
-        return str(error).partition("\n")[0]
+        return first_line(error)
     return ""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.html_page import render
+from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 
 SCORE_HEADINGS = ("", "stderr", "95 % interval")
 _HERE = Path(__file__).parent
@@ -57,6 +58,47 @@ def _figure_row(
     is_share = all(0.0 <= end <= 1.0 for end in (value, low, high) if end is not None)
     drawn = (value, low, high) if is_share and name != "mean length" else None
     return TableRow(name, (f"{value:{number}}", stderr_text(figure["stderr"], number), interval), drawn)
+
+
+def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of the figures must know; `document` is `results.json`."""
+    scores, n = document["scores"], document["sampling"]["n"]
+    if any(score["data_source"] == DATA_SOURCE for score in scores):
+        yield WRITTEN
+    if num_overlong := document["data"]["num_overlong_prompts"]:
+        yield f"{num_overlong} questions were left out: their prompts are too long"
+    open_ones = [score for score in scores if score["worst_case"] is not None]
+    for score in open_ones:
+        yield (
+            f"{score['data_source']}: {score['num_grader_errors']:,} of {score['num_samples']:,} responses "
+            "could not be graded, more than reward.max_error_fraction "
+            f"({document['reward']['max_error_fraction']:g}). In the worst case all of these are wrong, in "
+            "the best case right"
+        )
+    if timeouts := document["timeouts"]:
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
+        count = sum(timeouts.values())
+        if count == 1:
+            yield f"1 response ended its own grading ({kinds}); it is wrong"
+        else:
+            yield f"{count:,} responses ended their own grading ({kinds}); they are wrong"
+    if (num_short := scores[-1]["num_short"]) and not open_ones:
+        yield (
+            f"{num_short:,} questions have fewer than {n} graded samples: avg and maj take those "
+            "there are, pass@k only questions with k"
+        )
+    if document["grader_errors"]:
+        first = document["grader_errors"][0].strip().splitlines()[-1]
+        excluded = "" if open_ones else "samples the grader failed on are excluded, not scored 0; "
+        yield f"{excluded}the grader's first failure: {first}"
+    if changed := document.get("regraded"):
+        yield (
+            f"grades changed: {changed['num_changed']:,}; of these {changed['now_right']:,} are right now, "
+            f"{changed['now_wrong']:,} wrong, {changed['now_failed']:,} fail, "
+            f"{changed['no_longer_failed']:,} no longer fail"
+        )
+    elif document["num_stored"]:
+        yield f"{document['num_stored']:,} responses were stored already (--fresh samples them again)"
 
 
 def stderr_text(stderr: float | None, number: str = ".3f") -> str:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.evaluate.page.tables import SCORE_HEADINGS, drawn, render_page, score_rows
+from rlctl.evaluate.page.tables import SCORE_HEADINGS, drawn, render_page, score_notes, score_rows
 from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
-from rlctl.tiny.task import DATA_SOURCE, WRITTEN
 
 PAGE_FILE = "samples.html"
 #: Bytes of text on the page, so that a browser still opens it.
@@ -38,7 +37,7 @@ def write_page(
         "samples.html.j2",
         title=f"{model['path']}, step {model['step']}" if model["run_dir"] else model["path"],
         about=_about(document),
-        notes=_notes(document, samples, kept),
+        notes=[*_left_out(samples, kept), *score_notes(document)],
         headings=SCORE_HEADINGS,
         tables=tables,
         scripts=[(_HERE / "samples.js").read_text(encoding="utf-8")],
@@ -117,20 +116,10 @@ def _about(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _notes(
-    document: Mapping[str, Any], samples: Sequence[EvalSample], kept: Sequence[EvalSample]
-) -> list[str]:
-    notes = [WRITTEN] if any(sample.data_source == DATA_SOURCE for sample in kept) else []
-    if len(kept) < len(samples):
-        notes.append(
-            f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "
-            "first, then some of the others by chance. The figures are of all, which are in samples.parquet."
-        )
-    if document["grader_errors"]:
-        first = document["grader_errors"][0].strip().splitlines()[-1]
-        is_open = any(score.get("worst_case") for score in document["scores"])
-        assumed = "wrong in the worst case, right in the best" if is_open else "excluded from the figures"
-        notes.append(f"Responses the grader failed on are {assumed}. The first failure: {first}")
-    if timeouts := document.get("timeouts"):
-        notes.append(f"{sum(timeouts.values()):,} responses ended their own grading, and are wrong.")
-    return notes
+def _left_out(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> list[str]:
+    if len(kept) == len(samples):
+        return []
+    return [
+        f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "
+        "first, then some of the others by chance. The figures are of all, which are in samples.parquet."
+    ]

@@ -16,6 +16,12 @@ def plain(text: str) -> str:
     return _MARKUP.sub(r"\\\1", " ".join(visible(text).split()))
 
 
+def prose(text: str) -> str:
+    """The same of a text of ours, in which `code` stays code."""
+    parts = re.split(r"(`[^`]+`)", " ".join(visible(text).split()))
+    return "".join(part if place % 2 else _MARKUP.sub(r"\\\1", part) for place, part in enumerate(parts))
+
+
 def code(text: str) -> str:
     """One line of code, which the text cannot end."""
     text = " ".join(visible(text).split())

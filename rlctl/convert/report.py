@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.convert.export import Export
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
-from rlctl.markdown import block, code, plain, table
+from rlctl.markdown import block, code, plain, prose, table
 
 
 def spec_yaml(result: Translation, name: str) -> str:
@@ -80,9 +80,9 @@ def as_markdown(result: Translation, spec_text: str) -> str:
     if result.problems:
         lines += ["## Before it runs", ""]
         for one in result.problems:
-            lines.append(f"- {code(one.key)}: {plain(one.what + (f' ({one.fix})' if one.fix else ''))}")
+            lines.append(f"- {code(one.key)}: {prose(one.what + (f' ({one.fix})' if one.fix else ''))}")
         lines.append("")
-    lines += [f"- {plain(note)}" for note in result.notes]
+    lines += [f"- {prose(note)}" for note in result.notes]
     return "\n".join([*lines, "", block(spec_text, "yaml")])
 
 
@@ -92,8 +92,8 @@ def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
             plain(row.where.removeprefix("line ")),
             code(row.key),
             code(shown(row.value)),
-            plain(became(row)),
-            plain(row.note),
+            code(became(row)) if row.became else "–",
+            prose(row.note),
         )
         for row in rows
     ]

@@ -35,7 +35,7 @@ test: setup-dev verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system 
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 -m "not processes and not slow" tests/unit tests/properties
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow" tests/unit tests/properties
 
 test-llm: setup-dev  ## Every way to train on a real language model: many minutes
 	RLCTL_LLM=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/integration/test_llm.py tests/integration/test_llm_configurations.py

@@ -21,7 +21,7 @@ typer.main.get_command = cache(typer.main.get_command)
 
 #: What a test module mentions if it starts processes, engines or training.
 _STARTS = re.compile(
-    r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright|RayEngine)\b"
+    r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright|RayEngine|ray_hosts|attempt)\b"
     r"|\b(opened|loaded_from_elsewhere)\b"  # a browser
     r"|rlctl\.evaluate\.evaluation import"  # grading processes
     r"|from tests import .*\b(runs|processes|clusters)\b|from tests\.(runs|processes|clusters)"

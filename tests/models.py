@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -33,9 +36,22 @@ _SHAPE = {
 
 
 def tiny_model(kind: str = "llama", *, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY):
-    """A random model; `gemma2` soft-caps its logits after the head."""
+    """A random model of its own; `gemma2` soft-caps its logits after the head."""
+    model, random_state = _built(kind, tied, seed, vocabulary)
+    torch.set_rng_state(random_state)
+    return copy.deepcopy(model)
+
+
+@cache
+def _built(kind: str, tied: bool, seed: int, vocabulary: int):
+    """The model, never changed, and torch's random state after it was drawn."""
     torch.manual_seed(seed)
     shape = {**_SHAPE, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    model = _drawn(kind, shape)
+    return model, torch.get_rng_state()
+
+
+def _drawn(kind: str, shape: dict[str, object]):
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape)).eval()
     if kind == "qwen2":

@@ -15,9 +15,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import pytest
 
 #: Where `make test` installs it: inside the environment that runs the tests.
 SIDE = Path(sys.prefix) / "verl"
@@ -80,6 +83,23 @@ def load(name: str = "verl.trainer.ppo.rollout_corr_helper") -> ModuleType | Non
         finally:
             for stand_in in added:
                 sys.modules.pop(stand_in, None)
+
+
+class Lazy:
+    """One of verl's modules, imported when a test first uses it; that test is skipped where it cannot be.
+
+    Imported with its test module, it would cost seconds in every process that collects tests.
+    """
+
+    def __init__(self, name: str = "verl.trainer.ppo.rollout_corr_helper") -> None:
+        self._name = name
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        return load(self._name) or pytest.skip(why_not(self._name))
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._module, attribute)
 
 
 def why_not(name: str = "verl.trainer.ppo.rollout_corr_helper") -> str:

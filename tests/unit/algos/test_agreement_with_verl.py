@@ -32,9 +32,8 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 from tests.properties.batches import loss_rule, make_batch
 from tests.reference import verl_helper
 
-CORE = "verl.trainer.ppo.core_algos"
-verl = verl_helper.load(CORE)
-pytestmark = [pytest.mark.verl, pytest.mark.skipif(verl is None, reason=verl_helper.why_not(CORE))]
+verl = verl_helper.Lazy("verl.trainer.ppo.core_algos")
+pytestmark = pytest.mark.verl
 
 ROWS, HORIZON = 12, 8
 GROUPS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 1])

@@ -33,12 +33,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [row for row, _ in found]
 
 
+@pytest.mark.slow
 def test_figures_are_pinned(small) -> None:
     learned = [row for row in small if row["axis"] == "learned"]
     assert bench.digest([row for row in small if row not in learned]) == PINNED
     assert bench.digest(learned) == PINNED_LEARNED
 
 
+@pytest.mark.slow
 def test_exact_weights_have_no_bias_and_every_rule_has_less_than_none_at_all(small) -> None:
     small = [row for row in small if row["axis"] != "learned"]  # those are sampled
     exact = [row for row in small if row["rule"] == "exact"]
@@ -168,6 +170,7 @@ def test_length_and_ess() -> None:
     assert near.ess > 0.99 > far.ess
 
 
+@pytest.mark.slow
 def test_reports(small) -> None:
     text = markdown(small)
     for title in ("what to use", "by place", "every rule", "seeds that tell two rules apart"):
@@ -217,6 +220,7 @@ def test_rules_as_good_as_the_best_are_counted_in_pairs() -> None:
     assert "| 1 of 2 |" in row
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def root(log_ratio, params):\n    return 0.5 * log_ratio.token\n")

@@ -36,7 +36,7 @@ class Server(ThreadingHTTPServer):
         self.open = self.most_open = 0
         self.delay = 0.0
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self):

@@ -16,8 +16,6 @@ from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
 
-datasets = pytest.importorskip("datasets")
-
 #: Field orders of verl's scripts: GSM8K's, MATH's, and the alphabetical order of older pyarrow (DAPO-Math).
 VERL_ROWS = {
     "gsm8k": {
@@ -51,9 +49,14 @@ OURS = {
 }
 
 
+def datasets():
+    """Imported by tests that use it: that takes seconds."""
+    return pytest.importorskip("datasets")
+
+
 def load(path, cache):
     """As verl's `RLHFDataset` does."""
-    return datasets.load_dataset("parquet", data_files=str(path), cache_dir=str(cache))["train"]
+    return datasets().load_dataset("parquet", data_files=str(path), cache_dir=str(cache))["train"]
 
 
 @pytest.fixture
@@ -69,18 +72,18 @@ def ours(tmp_path):
 @pytest.mark.parametrize(("mine", "theirs"), itertools.product(OURS, VERL_ROWS))
 def test_concatenate_with_verls_own(tmp_path, ours, mine, theirs):
     path = tmp_path / "theirs.parquet"
-    datasets.Dataset.from_list([VERL_ROWS[theirs]]).to_parquet(path)
+    datasets().Dataset.from_list([VERL_ROWS[theirs]]).to_parquet(path)
     prepared = ours(mine)
     parts = [load(file, tmp_path / "cache") for file in (prepared, path)]
     for order in (parts, parts[::-1]):
-        rows = list(datasets.concatenate_datasets(order))
+        rows = list(datasets().concatenate_datasets(order))
         last = rows[-1] if order is parts else rows[0]
         assert last["prompt"] == VERL_ROWS[theirs]["prompt"]
         assert last["reward_model"] == VERL_ROWS[theirs]["reward_model"]
         assert {k: v for k, v in last["extra_info"].items() if v is not None} == VERL_ROWS[theirs][
             "extra_info"
         ]
-    mixed = list(datasets.concatenate_datasets(parts))[:-1]
+    mixed = list(datasets().concatenate_datasets(parts))[:-1]
     for row, expected in zip(mixed, load_rows([str(prepared)]), strict=True):
         assert row["prompt"] == [{"role": m.role, "content": m.content} for m in expected.prompt]
         assert row["reward_model"]["ground_truth"] == expected.ground_truth
@@ -90,7 +93,7 @@ def test_concatenate_with_verls_own(tmp_path, ours, mine, theirs):
 def test_the_features_are_those_of_verls_gsm8k_script(tmp_path, ours):
     """Older versions of `datasets` align columns only, not the fields inside: then nothing may be extra."""
     path = tmp_path / "theirs.parquet"
-    datasets.Dataset.from_list([VERL_ROWS["gsm8k"]]).to_parquet(path)
+    datasets().Dataset.from_list([VERL_ROWS["gsm8k"]]).to_parquet(path)
     written, wanted = (load(file, tmp_path / "cache").features for file in (ours("gsm8k"), path))
     assert written == wanted
     assert list(written["extra_info"]) == list(wanted["extra_info"])

@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
         self.loads: Callable[[str, dict[str, Any]], None] = lambda _path, _body: None
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:

@@ -184,6 +184,20 @@ def select(batch: TrainBatch, rows: list[int]) -> TrainBatch:
     return TrainBatch(**{name: None if x is None else x[rows] for name, x in tensors.items()})
 
 
+_PROBED: dict[type, tuple[bool, bool, bool]] = {}
+
+
+def _module_of(model) -> PolicyModule:
+    """What a class of models is able to is found out once: it takes as long as an update."""
+    known = _PROBED.get(type(model))
+    module = PolicyModule(model, 1.0, share_prompts=known is None, probe=known is None)
+    if known:
+        module.head.is_split, module.packs, module.shares_prompts = known
+        module._is_probed = True
+    _PROBED[type(model)] = (module.head.is_split, module.packs, module.shares_prompts)
+    return module
+
+
 class PlainEngine:
     """A `TrainEngine` of plain torch and SGD, which keeps the gradient of its last step."""
 
@@ -191,7 +205,7 @@ class PlainEngine:
 
     def __init__(self, model) -> None:
         self.model = model
-        self.module = PolicyModule(model, 1.0)
+        self.module = _module_of(model)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
         #: Of each backward pass, whether it was said to be the last before the step.

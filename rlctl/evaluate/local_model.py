@@ -24,6 +24,7 @@ from rlctl.files import sha256_of
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import step_seed
+from rlctl.spec.hardware import native_dtype
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, Sampling
@@ -110,7 +111,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
         context=getattr(config.get_text_config(), "max_position_embeddings", None),
         sha256=files_hash(directory, target.checksums),
         engine=name,
-        dtype=spec.engine.dtype if spec else ("bf16" if sampling_device().type == "cuda" else "fp32"),
+        dtype=spec.engine.dtype if spec else native_dtype()[0],
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
         engine_kwargs=spec.rollout.engine_kwargs if spec and name == "vllm" else {},

@@ -13,6 +13,7 @@ from rlctl.evaluate.local_model import LocalModel, files_hash, find_model
 from rlctl.evaluate.request import EvaluateRequest, Target, check_request, find_target
 from rlctl.rollout import vllm
 from rlctl.rollout.hf import HFRollout
+from rlctl.spec.hardware import native_dtype
 from tests.unit.evaluate.runs import make_run
 
 
@@ -114,7 +115,7 @@ def test_vllm_gets_the_model_and_is_closed(task, tmp_path, monkeypatch, fails):
         assert told["rows"] == 60  # it makes its own batches
     assert told["closed"]
     assert told["model_path"] == str(task.model_dir)
-    assert (told["dtype"], told["max_num_seqs"]) == ("fp32", 8)
+    assert (told["dtype"], told["max_num_seqs"]) == (native_dtype()[0], 8)  # as a run of it would have
     assert told["max_model_len"] == 6 + 6  # "12+34=" and the response
 
 

@@ -154,13 +154,13 @@ class MiniBatch:
     Attributes:
         batch: all rows of this rank.
         places: the rows of each micro-batch.
-        num_silent: micro-batches at the beginning of which the loss has no gradient, on any rank.
+        num_forward_only: micro-batches at the beginning that need no backward pass, on any rank.
         policy: the trained policy's forward pass.
     """
 
     batch: TrainBatch
     places: list[Rows]
-    num_silent: int
+    num_forward_only: int
     policy: Callable[[ModelInputs], PolicyOutput]
     ranks: Ranks
     settings: UpdateSettings
@@ -168,23 +168,25 @@ class MiniBatch:
     @classmethod
     def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
         """Cut `batch` into micro-batches (all ranks call this)."""
-        silent = None
+        no_gradient = None
         if settings.needs_advantage:
-            silent = ((batch.advantages == 0.0) | ~batch.valid_mask).all(-1)
-        places = micro_batches(batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=silent)
-        num_silent = 0
-        if silent is not None and len(places) > 1:  # a step needs the backward pass of the last one
-            has_gradient = [not bool(silent[rows].all()) for rows in places[:-1]] + [True]
-            num_silent = -int(ranks.max(-has_gradient.index(True)))
+            no_gradient = ((batch.advantages == 0.0) | ~batch.valid_mask).all(-1)
+        places = micro_batches(
+            batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=no_gradient
+        )
+        num_forward_only = 0
+        if no_gradient is not None and len(places) > 1:  # a step needs the backward pass of the last one
+            has_gradient = [not bool(no_gradient[rows].all()) for rows in places[:-1]] + [True]
+            num_forward_only = -int(ranks.max(-has_gradient.index(True)))
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
         if settings.measure_grad_error:
             policy = partial(policy, sketch=True)
-        return cls(batch, places, num_silent, policy, ranks, settings)
+        return cls(batch, places, num_forward_only, policy, ranks, settings)
 
     def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
         """The rows of each micro-batch, the micro-batch, and its output, with gradient if it has one."""
         for place, (rows, micro) in enumerate(self.micros()):
-            with torch.set_grad_enabled(place >= self.num_silent):
+            with torch.set_grad_enabled(place >= self.num_forward_only):
                 output = self.policy(micro.inputs)
             yield rows, micro, output
 

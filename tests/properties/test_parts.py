@@ -163,13 +163,13 @@ class TestLosses:
         )
 
     def test_it_says_whether_rows_without_advantage_have_a_gradient(self, name: str) -> None:
-        silent = torch.tensor([True, False, True, True, False, False, True, False])
+        zero_rows = torch.tensor([True, False, True, True, False, False, True, False])
         given = tensors()
-        # far from 0, so that a penalty of the most extreme tokens is one of silent rows
-        given["advantages"] = (given["advantages"] + 5.0).masked_fill(silent[:, None], 0.0)
+        # far from 0, so that a penalty of the most extreme tokens is one of these rows
+        given["advantages"] = (given["advantages"] + 5.0).masked_fill(zero_rows[:, None], 0.0)
         gradient = values_and_gradient(name, given)[1]
-        assert gradient[~silent].any()
-        assert bool(gradient[silent].any()) is not POLICY_LOSSES.part(name).needs_advantage
+        assert gradient[~zero_rows].any()
+        assert bool(gradient[zero_rows].any()) is not POLICY_LOSSES.part(name).needs_advantage
 
 
 # --- correction weights and rejection criteria --------------------------------------------------------

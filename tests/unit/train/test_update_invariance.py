@@ -50,7 +50,7 @@ def test_same_result_however_cut(found, world_size: int, name: str, micro: updat
 #: one sequence's room for fractions: a ratio at a bound falls on either side.
 STAGES = [
     *[("survivors", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (4, BUDGETS[0])],
-    *[("silent rows", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (2, BUDGETS[0])],
+    *[("zero advantages", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (2, BUDGETS[0])],
     *[("token", BUDGETS[0], stage, torch.bfloat16) for stage in range(4)],
 ]
 

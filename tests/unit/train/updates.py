@@ -42,7 +42,7 @@ class Case:
         correction: fields of `algorithm.rollout_correction`.
         mini_rows: sequences per mini-batch over all ranks.
         terms: further arguments of `settings_of`.
-        silent: rows of advantage 0, from which no gradient comes.
+        zero_advantage: rows that no gradient comes from.
     """
 
     correction: dict[str, object]
@@ -50,13 +50,13 @@ class Case:
     epochs: int = 1
     mini_rows: int = ROWS
     terms: dict[str, object] = field(default_factory=dict)
-    silent: tuple[int, ...] = ()
+    zero_advantage: tuple[int, ...] = ()
 
     def batch(self, model) -> TrainBatch:
         """All rows."""
         batch = batch_of(model)
         advantages = batch.advantages.clone()
-        advantages[list(self.silent)] = 0.0
+        advantages[list(self.zero_advantage)] = 0.0
         return replaced(batch, advantages=advantages)
 
     @property
@@ -86,15 +86,15 @@ CASES = {
     ),
     "bypass clip": Case(BYPASS | CLIP | RS | {"rollout_is": "token"}, "seq-mean-token-sum-norm"),
     "decoupled clip": Case(DECOUPLED | CLIP | RS | {"rollout_is": "sequence"}, epochs=2, mini_rows=8),
-    "silent rows": Case(
+    "zero advantages": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": "sequence", "loss_denominator": "after_rejection"},
-        silent=(0, 1, 3, 4, 6, 7, 9, 12, 13, 15),
+        zero_advantage=(0, 1, 3, 4, 6, 7, 9, 12, 13, 15),
     ),
-    "silent rows, two steps": Case(
+    "zero advantages, two steps": Case(
         DECOUPLED | CLIP | RS | {"rollout_is": "sequence"},
         epochs=2,
         mini_rows=8,
-        silent=(0, 2, 3, 4, 8, 9, 14),
+        zero_advantage=(0, 2, 3, 4, 8, 9, 14),
     ),
     "decoupled reinforce": Case(
         DECOUPLED | REINFORCE | RS | {"rollout_is": "token", "loss_denominator": "after_rejection"},

@@ -140,7 +140,7 @@ def integers(values: Any, kind: Any) -> Any:
     import numpy as np
     import pyarrow as pa
 
-    content = np.array(values, dtype=kind.to_pandas_dtype())
+    content = np.array(values, dtype=str(kind))  # to_pandas_dtype() needs pandas
     return pa.Array.from_buffers(kind, len(content), [None, pa.py_buffer(content)])
 
 

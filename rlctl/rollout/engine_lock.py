@@ -88,6 +88,15 @@ class LockedRollout:
                 prompts, sampling, n=n, step_seed=step_seed, num_groups_total=num_groups_total
             )
 
+    def finish(self) -> None:
+        """This rank asks for nothing more until every rank has said so: where ranks share an engine, it
+        answers the others' requests until then. Called wherever ranks may ask unequally often.
+        """
+        if finish := getattr(self._engine, "finish", None):
+            with self._lock.held(first=self._first):
+                self._make_room()
+                finish()
+
     def release(self, *, weights_follow: bool) -> None:
         """What is sampled for this step is there: an engine that frees memory does so now."""
         if release := getattr(self._engine, "release", None):

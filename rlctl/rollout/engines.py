@@ -118,6 +118,7 @@ def hf(context: EngineContext) -> RolloutEngine:
         takes_engine_kwargs=True,
         frees_memory=True,
         forms_batches=True,
+        tensor_parallel=True,
         min_temperature=0.01,  # it raises lower ones to this, with a warning in its log
         reports_kept="top_k",
     ),
@@ -147,6 +148,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
         revision=None if spec.is_embedded else spec.model.revision,
         trust_remote_code=spec.model.trust_remote_code,
         max_lora_rank=_max_lora_rank(spec),
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleeps=rollout.free_cache_engine,
         device=context.device,

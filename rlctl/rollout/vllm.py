@@ -22,6 +22,7 @@ from rlctl.rollout.completions import (
 )
 from rlctl.rollout.process_state import Guest
 from rlctl.rollout.protocol import Policy, Sampling, SavedAdapter
+from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
 
@@ -47,6 +48,7 @@ class VLLMRollout(CompletionRollout):
         trust_remote_code: bool = False,
         reads_weights: bool = True,
         max_lora_rank: int = 0,
+        tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
         sleeps: bool = False,
         device: torch.device | str = "cpu",
@@ -65,6 +67,8 @@ class VLLMRollout(CompletionRollout):
             trust_remote_code: run Python code shipped with the model.
             reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
             max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
+            tensor_parallel_size: ranks whose GPUs share the model; above 1 all ranks of torch's process group
+                make such an engine, and from then on bring weights, release and finish together.
             gpu_memory_utilization: share of the GPU's memory for weights and cache.
             sleeps: give the GPU's memory back until something is sampled, see `release`.
             device: where the tensors lie that `generate` returns.
@@ -102,6 +106,13 @@ class VLLMRollout(CompletionRollout):
                 **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
                 **({} if reads_weights else _trained()),
             }
+            self._group = None
+            if tensor_parallel_size > 1:
+                arguments["tensor_parallel_size"] = tensor_parallel_size
+                arguments["distributed_executor_backend"] = "external_launcher"
+                if not torch.cuda.is_available():
+                    arguments["worker_cls"] = "rlctl.rollout.vllm_cpu.NamedCPUWorker"
+                self._group = TensorParallelGroup(tensor_parallel_size)
             with self._guest.running():
                 self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
         except Exception as error:
@@ -128,19 +139,32 @@ class VLLMRollout(CompletionRollout):
         del self._llm
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+        asked = [(request.prompt_ids, self._parameters(sampling, request)) for request in requests]
+        if self._group:
+            outputs = self._group.ask(asked, self._answer, self._policy_version)
+        else:
+            outputs = self._answer(asked)
+        return [_completion(response) for output in outputs for response in output.outputs]
+
+    def finish(self) -> None:
+        """Under tensor parallelism, take part until no rank of the group has a request left."""
+        if self._group:
+            self._group.finish(self._answer, self._policy_version)
+
+    def _answer(self, asked: list[Asked]) -> list[Any]:
         from vllm import SamplingParams
 
-        asked = [{"prompt_token_ids": request.prompt_ids} for request in requests]
-        parameters = [
-            SamplingParams(**self._parameters(sampling, request), detokenize=False) for request in requests
-        ]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+        parameters = [SamplingParams(**options, detokenize=False) for _, options in asked]
         try:
             with self._guest.running():
                 self._wake("weights", "kv_cache")
-                outputs = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapter)
+                outputs: list[Any] = self._llm.generate(
+                    prompts, parameters, use_tqdm=False, lora_request=self._adapter
+                )
         except Exception as error:
             raise RunFailure(f"vLLM failed while sampling: {one_line(error)}", where="engine vllm") from error
-        return [_completion(response) for output in outputs for response in output.outputs]
+        return outputs
 
     def release(self, *, weights_follow: bool) -> None:
         """Give the GPU's memory back, where the engine sleeps; the next call brings back what it needs.

@@ -84,6 +84,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.mode",
     "rollout.dtype",
     "rollout.tensor_model_parallel_size",
+    "trainer.n_gpus_per_node",
     "rollout.temperature",
     "rollout.server.urls",
     "rollout.server.weight_transfer",
@@ -103,9 +104,14 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     if rollout.dtype is not None and rollout.dtype not in engine.dtypes:
         what = f"{rollout.name} samples in {_listed(engine.dtypes)}"
         yield error("rollout.dtype", what, f"write {', '.join(sorted(engine.dtypes))} or null")
-    if rollout.tensor_model_parallel_size > 1 and not has_servers:
-        what = "an engine over several GPUs needs separate processes"
-        yield error("rollout.tensor_model_parallel_size", what, f"use 1, or {use_servers}")
+    shared, ranks = rollout.tensor_model_parallel_size, spec.trainer.n_gpus_per_node
+    if shared > 1 and not engine.tensor_parallel:
+        what = f"an engine of {rollout.name} runs on one GPU"
+        yield error("rollout.tensor_model_parallel_size", what, "use 1, or set rollout.name: vllm")
+    elif ranks % shared and not has_servers:
+        what = f"{ranks} ranks of a node cannot form groups of {shared}, which run one engine each"
+        fix = "use a divisor of trainer.n_gpus_per_node, or set rollout.mode: server"
+        yield error("rollout.tensor_model_parallel_size", what, fix)
     if rollout.server != ServerSpec() and not has_servers:
         what = "has no effect: no engine runs in a separate process"
         yield warning("rollout.server", what, f"{LEAVE_OUT}, or {use_servers}")

@@ -39,8 +39,6 @@ Phase = Literal["generation", "head", "layers", "critic", "step", "critic's step
 #: Bytes per token: dimension of the model or the batch → bytes for each unit of it.
 Terms = dict[str, int]
 
-_NEVER = 4  # above every ZeRO stage
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
@@ -254,7 +252,6 @@ class _Estimate:
         """`width` bytes per parameter, sharded over the ranks from a ZeRO stage on."""
         shards = self.spec.world_size if self.stage >= sharded_from else 1
         words = f"{of} × {width} bytes" + (f" ({detail})" if detail else "")
-        words += ", whole on every rank" if sharded_from == _NEVER else ""
         words += f" ÷ {shards} ranks (ZeRO {self.stage})" if shards > 1 else ""
         return MemoryPart(name, None if parameters is None else parameters * width / shards, words)
 
@@ -272,7 +269,11 @@ class _Estimate:
         engine's precision."""
         rollout = self.spec.rollout
         width = {"fp32": 4, "bf16": 2}.get(rollout.dtype or "", self.width)
-        part = self._part("rollout's weights", self.policy.num_parameters, width, _NEVER)
+        parameters, shared = self.policy.num_parameters, rollout.tensor_model_parallel_size
+        words = f"parameters × {width} bytes"
+        words += f" ÷ {shared} GPUs of an engine" if shared > 1 else ", whole on every rank"
+        num_bytes = None if parameters is None else parameters * width / shared
+        part = MemoryPart("rollout's weights", num_bytes, words)
         sleeps = self.spec.rollout_engine.frees_memory and rollout.free_cache_engine
         return replace(part, phases=("generation",)) if sleeps else part
 
@@ -283,8 +284,12 @@ class _Estimate:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
         at_once = min(spec.rollout.max_num_seqs or share, share)
-        one = 2 * shape.layers * shape.keys * self.length * self.width
+        shared = spec.rollout.tensor_model_parallel_size
+        # Heads of keys are spread over an engine's GPUs; fewer heads than GPUs are repeated.
+        keys = max(shape.keys // shared, shape.head_dim)
+        one = 2 * shape.layers * keys * self.length * self.width
         words = f"2 × layers × kv heads × head size × {self.length} tokens"
+        words += f" ÷ {shape.keys // keys} GPUs of an engine" if keys < shape.keys else ""
         if spec.rollout_engine.forms_batches:  # its share of the GPU decides, whatever is sampled
             utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:

@@ -27,6 +27,7 @@ VLLM_OWNERS = {
     "seed": "trainer.seed",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "distributed_executor_backend": "rollout.mode",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "enable_lora": _LORA,
     "max_lora_rank": _LORA,

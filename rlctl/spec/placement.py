@@ -14,7 +14,7 @@ from functools import cached_property
 from rlctl.errors import Problem
 from rlctl.spec.machine import GIB, Machine
 from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_parts
-from rlctl.spec.model_size import ModelSize
+from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
 
 #: Share of the peak that matrix products reach, and decoding of the memory's bandwidth.
@@ -93,6 +93,8 @@ class Placement:
         self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
         rollout_dtype = spec.rollout.dtype or spec.engine.dtype
         self.sampling_width = 4 if rollout_dtype == "fp32" else 2
+        #: GPUs of one rollout engine in the trainer's processes.
+        self.shared = 1 if spec.has_rollout_servers else spec.rollout.tensor_model_parallel_size
 
     @cached_property
     def gpu_parts(self) -> list[MemoryPart]:
@@ -147,8 +149,9 @@ class Placement:
             words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
             yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
         if on_gpu and self._sleeps and not self.spec.drops_weights_asleep:
-            words = f"{ranks} engines × parameters × {self.sampling_width} bytes, rounded up to powers of two"
-            copy = ranks * self._pinned_copy(self.sampling_width)
+            words = f"{ranks // self.shared} engines × parameters × {self.sampling_width} bytes"
+            words += ", rounded up to powers of two"
+            copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
             yield HostPart("sleeping vLLM's weights", copy, words, _TRAINING, is_pinned=True)
         if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
@@ -213,9 +216,14 @@ class Placement:
         colocated = not self.spec.has_rollout_servers
         return self.spec.rollout_engine.frees_memory and rollout.free_cache_engine and colocated
 
-    def _pinned_copy(self, width: int) -> float:
-        """Bytes of all weights in pinned buffers, one for each of vLLM's matrices."""
-        shape, parameters = self.size.shape, self.size.num_parameters or 0
+    def _pinned_copy(self, num_bytes: float, shared: int = 1) -> float:
+        """Bytes of a rank's weights in pinned buffers, one for each of vLLM's matrices.
+
+        Args:
+            num_bytes: of one number.
+            shared: ranks that have a part of each matrix.
+        """
+        shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
         if shape is None:
             return _power_of_two(parameters * width)
         heads = shape.hidden * (shape.queries + 2 * shape.keys)
@@ -237,7 +245,7 @@ class Placement:
         spec, size = self.spec, self.size
         whole = (size.num_parameters or 0) * self.width
         shard = whole / spec.world_size
-        sampling = (size.num_parameters or 0) * self.sampling_width
+        sampling = (size.num_parameters or 0) * self.sampling_width / self.shared
         is_sharded = self.stage == 3
         seconds = self.seconds()
         micro = self.tokens() / max(self._tokens_per_pass(), 1)
@@ -325,7 +333,7 @@ class Placement:
         per_step = 40 * shard / machine.gpu_bandwidth
         if spec.engine.offload != "none" and machine.gpus:
             per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
-        sampling = parameters * self.sampling_width
+        sampling = parameters * self.sampling_width / self.shared
         sync = (
             whole / link if spec.world_size > 1 and self.stage == 3 else 0.0
         ) + 2 * sampling / machine.gpu_bandwidth
@@ -338,7 +346,7 @@ class Placement:
         if self._sleeps and not spec.drops_weights_asleep and machine.gpus:
             sync += 2 * sampling / machine.bus
         found = {
-            "generate": self._generation(shape.layers * shape.keys * 2 * self.sampling_width, parameters),
+            "generate": self._generation(shape, parameters),
             "score": scored * max(forward, traffic),
             "update": epochs * max(backward * forward, backward * traffic) * (1 + spec.trains_critic),
             "step": updates * per_step * (1 + spec.trains_critic),
@@ -346,17 +354,15 @@ class Placement:
         }
         return found | {"whole step": sum(found.values())}
 
-    def _generation(self, cached: float, parameters: int) -> float:
-        """Seconds: every decoding step reads all weights, and the keys and values of what is sampled.
-
-        Args:
-            cached: bytes of keys and values per token.
-            parameters: of the policy.
+    def _generation(self, shape: Shape, parameters: int) -> float:
+        """Seconds: every decoding step reads all weights, and the keys and values of what is sampled. The
+        GPUs of an engine add up their parts of the residual stream twice a layer.
         """
         spec, machine, data = self.spec, self.machine, self.spec.data
+        cached = 2 * shape.layers * shape.keys * self.sampling_width  # bytes per token
         servers = spec.rollout.server.replicas if spec.has_rollout_servers else 0
-        engines = servers or spec.world_size
-        gpus = spec.rollout.tensor_model_parallel_size if servers else 1
+        gpus = spec.rollout.tensor_model_parallel_size
+        engines = servers or max(1, spec.world_size // gpus)
         responses = spec.data.train_batch_size * spec.rollout.n / engines
         mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
         cache_bytes = (
@@ -368,6 +374,8 @@ class Placement:
         computed = 2 * parameters * at_once / (machine.flops * gpus)
         slower = 1.0 if spec.rollout.name == "vllm" or not machine.gpus else 5.0
         each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S
+        if gpus > 1:
+            each += 2 * shape.layers * 2 * at_once * shape.hidden * self.sampling_width / machine.link
         prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * parameters
         # The longest response of a wave goes to the limit; further waves take the mean.
         waves = 1 + max(0.0, responses / at_once - 1) * _MEAN_RESPONSE
@@ -388,6 +396,11 @@ class Placement:
             if needed > machine.gpus:
                 what = f"the run takes {needed} GPUs of each node, {where} has {machine.gpus}"
                 yield Problem("error", "trainer.n_gpus_per_node", what, f"use {machine.gpus} or fewer in all")
+            heads = self.size.shape.heads if self.size.shape else 0
+            if heads % spec.rollout.tensor_model_parallel_size:
+                what = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
+                fix = "use a divisor of the number of heads"
+                yield Problem("error", "rollout.tensor_model_parallel_size", what, fix)
             always, peak = self.gpu_peak(), self._largest()
             for part in self.gpu_parts:
                 if part.name == "key-value cache" and part.num_bytes == 0.0:

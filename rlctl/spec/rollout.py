@@ -30,6 +30,7 @@ class EngineCapabilities:
         takes_engine_kwargs: it reads `rollout.engine_kwargs`.
         frees_memory: with `rollout.free_cache_engine` it gives its GPU memory back between calls.
         forms_batches: it takes any number of prompts at once and forms its own batches.
+        tensor_parallel: several GPUs can hold one engine's model together.
         min_temperature: the lowest at which it samples as asked.
         reports_kept: whether it can say which tokens top_p, top_k and min_p left: `never`, `top_k` (where
             rollout.top_k bounds their number) or `always`.
@@ -44,6 +45,7 @@ class EngineCapabilities:
     takes_engine_kwargs: bool = False
     frees_memory: bool = False
     forms_batches: bool = False
+    tensor_parallel: bool = False
     min_temperature: float = 0.0
     reports_kept: Literal["never", "top_k", "always"] = "never"
 
@@ -120,7 +122,8 @@ class RolloutSpec(Section):
     engine_params: OpenMapping = Field(default={})
     """Parameters that a registered engine declares: `rollout.engine_params.NAME=VALUE`."""
     mode: Literal["colocated", "server"] = "colocated"
-    """Of `vllm`: in the trainer's processes, one engine per rank, or in separate processes."""
+    """Of `vllm`: in the trainer's processes, one engine per rank (or per `tensor_model_parallel_size` ranks),
+    or in separate processes."""
     n: int = Field(default=8, ge=1)
     """Responses per prompt."""
     temperature: float = Field(default=1.0, gt=0)
@@ -135,11 +138,11 @@ class RolloutSpec(Section):
     """Renormalise the trainer's log-probs (π_θ, π_old, π_ref) over the tokens that top_p, top_k and min_p
     left to sample from, so that both policies are of one kind."""
     max_num_seqs: Annotated[int | None, NullWord] = Field(default=None, ge=1)
-    """Sequences generated at once on one rank; null: all of the batch."""
+    """Sequences that one engine generates at once; null: as many as it is asked for or its memory holds."""
     dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, NullWord] = None
     """Precision of the sampling copy; null: `engine.dtype`. `int8`: weights rounded to 8 bits per row."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that share one engine, in server mode."""
+    """GPUs that share one engine's model; without servers those of as many ranks of one node."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of a GPU's memory that a vLLM engine may use, for weights and cache."""
     free_cache_engine: bool = True

@@ -92,9 +92,9 @@ def live_batch(
         drawn = draw_prompts(run, draws, count, first=len(groups))
         chances |= {each.place: each.chance for each in drawn}
         mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
-        found, failed = [], 0.0
-        if mine:  # of a small round some ranks get nothing
-            with timer("gen"):
+        found, failed, rollouts = [], 0.0, None
+        with timer("gen"):
+            if mine:  # of a small round some ranks get nothing
                 rollouts = run.rollout.generate(
                     run.train_prompts.prompts([d.row for d in mine], [d.place - len(groups) for d in mine]),
                     sampling_of(spec),
@@ -102,6 +102,8 @@ def live_batch(
                     step_seed=step_seed(spec.trainer.seed, step, f"train/{rounds}" if rounds else "train"),
                     num_groups_total=count,
                 )
+            run.rollout.finish()
+        if rollouts:
             with timer("reward"):
                 graded = run.reward.score(rollouts)
             errors += graded.errors

@@ -82,6 +82,7 @@ def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
         batch_size=max(1, spec.data.train_batch_size * spec.rollout.n // ranks.world_size),  # as in training
     ):
         responses |= batch
+    run.rollout.finish()
     return as_samples(questions.rows, questions.texts, responses)
 
 

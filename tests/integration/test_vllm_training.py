@@ -39,7 +39,18 @@ def check_log_probs(run_dir: Path, steps: int) -> None:
 #: What is trained, and so handed over.
 ALL_WEIGHTS = ()
 ADAPTER = ("model.lora_rank=3", "model.lora_alpha=6", "actor.lr=5e-3")
-TRAINED = {"all-weights": ALL_WEIGHTS, "adapter": ADAPTER}
+#: One engine over both ranks; each asks as often as its share of validation and of each round needs.
+SHARED = (
+    "rollout.tensor_model_parallel_size=2",
+    "algorithm.filter_groups.enable=true",
+    "trainer.test_freq=2",
+)
+TRAINED = {
+    "all-weights": ALL_WEIGHTS,
+    "adapter": ADAPTER,
+    "tensor-parallel": SHARED,
+    "tensor-parallel-adapter": (*ADAPTER, *SHARED),
+}
 
 
 def train_each(directory: str) -> int:
@@ -61,13 +72,17 @@ def in_process(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -
     directory = tmp_path_factory.mktemp("in-process")
     env = {"RLCTL_CACHE": str(embedded_cache)}
     job = Job(train_each, str(directory), log=directory / "log", env=env, before=hooks.forked_ranks_with_vllm)
-    assert job.wait(400) == 0, job.output[-4000:]
+    assert job.wait(600) == 0, job.output[-4000:]
     return directory
 
 
 @pytest.mark.parametrize("trained", TRAINED)
 def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) -> None:
     check_log_probs(in_process / trained, 3)
+    if trained.startswith("tensor-parallel"):
+        lines = runs.metrics(in_process / trained)
+        assert sum(line["filter_groups/rounds"] for line in lines) > len(lines)
+        assert any(key.startswith("val/") for key in lines[1])
 
 
 def servers(job: Job) -> list[psutil.Process]:

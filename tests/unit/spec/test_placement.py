@@ -127,6 +127,48 @@ def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
     assert errors(copies)
 
 
+def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
+    size = ModelSize("as published", 70_553_706_496, Shape(80, 8192, 28_672, 64, 8, 128, 128_256))
+    big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "rollout.name=vllm")
+    more = (
+        "rollout.gpu_memory_utilization=0.7",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1024",
+    )
+
+    def plan(shared: int, *overrides: str) -> Placement:
+        own = f"rollout.tensor_model_parallel_size={shared}"
+        return Placement(
+            load_spec([], [], [*BASE, *big, *more, own, *overrides]).spec, size, MACHINES["8xh100"]
+        )
+
+    def part(placement: Placement, name: str) -> float:
+        return next(each.num_bytes or 0.0 for each in placement.gpu_parts if each.name == name)
+
+    key = "rollout.gpu_memory_utilization"
+    assert "does not hold the weights" in errors(plan(1))[key]
+    four = plan(4)
+    assert key not in errors(four)
+    weights = part(four, "rollout's weights")
+    assert weights == 2 * size.num_parameters / 4
+    # Each of four GPUs has two of eight heads of keys; each of eight one.
+    one = 2 * 80 * 2 * 128 * 2048 * 2
+    left = 0.7 * MACHINES["8xh100"].gpu_bytes - weights
+    cache = next(each for each in four.gpu_parts if each.name == "key-value cache")
+    assert cache.num_bytes == left
+    assert f"{left / one:.0f} sequences" in cache.formula
+    copied = "sleeping vLLM's weights"
+    kept = ("rollout.sync_every=2",)
+    assert host(plan(8, *kept))[copied] < 0.6 * host(plan(4, *kept))[copied]
+    # Eight GPUs read the weights faster, and each engine has all responses of eight ranks.
+    assert plan(8).seconds()["generate"] < plan(4).seconds()["generate"]
+    odd = replace(size, shape=replace(size.shape, heads=60))
+    assert (
+        "60 attention heads"
+        in errors(Placement(plan(8).spec, odd, MACHINES["8xh100"]))["rollout.tensor_model_parallel_size"]
+    )
+
+
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])
 def test_the_preset_of_24_gb_fits(model: str) -> None:
     spec = load_spec([model, "1gpu-24gb", "rloo-seq-is"], [], ["data.train_files=x"]).spec

@@ -66,6 +66,16 @@ FILTER = "algorithm.filter_groups.enable=true"
             ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2"],
             {"rollout.tensor_model_parallel_size": "error"},
         ),
+        (
+            ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+            {"rollout.tensor_model_parallel_size": "error"},
+        ),
+        (
+            ["rollout.name=vllm", "rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=4"],
+            {"rollout.tensor_model_parallel_size": "error"},
+        ),
+        (["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"], {}),
+        (["rollout.name=vllm", "rollout.mode=server", "rollout.tensor_model_parallel_size=3"], {}),
         (["rollout.server.replicas=2"], {"rollout.server": "warning"}),
         (
             ["rollout.name=vllm", "rollout.mode=server", "rollout.server.urls=[http://a:1]"],

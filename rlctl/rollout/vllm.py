@@ -30,6 +30,7 @@ VLLMDtype = Literal["fp32", "bf16"]
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: GiB of keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise.
 CPU_CACHE_GIB = "2"
+CPU_WORKER = "rlctl.rollout.vllm_cpu.NamedCPUWorker"
 
 
 class VLLMRollout(CompletionRollout):
@@ -105,14 +106,9 @@ class VLLMRollout(CompletionRollout):
                 "enable_sleep_mode": self._sleeps,
                 **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
                 **({} if reads_weights else _trained()),
+                **(_shared(tensor_parallel_size) if tensor_parallel_size > 1 else {}),
             }
-            self._group = None
-            if tensor_parallel_size > 1:
-                arguments["tensor_parallel_size"] = tensor_parallel_size
-                arguments["distributed_executor_backend"] = "external_launcher"
-                if not torch.cuda.is_available():
-                    arguments["worker_cls"] = "rlctl.rollout.vllm_cpu.NamedCPUWorker"
-                self._group = TensorParallelGroup(tensor_parallel_size)
+            self._group = TensorParallelGroup(tensor_parallel_size) if tensor_parallel_size > 1 else None
             with self._guest.running():
                 self._llm: Any = LLM(**arguments | dict(engine_kwargs or {}))
         except Exception as error:
@@ -280,6 +276,12 @@ def _trained() -> dict[str, Any]:
         # through every reload. Two tensors of the same values are the same model.
         settings["hf_overrides"] = {"tie_word_embeddings": False}
     return settings
+
+
+def _shared(size: int) -> dict[str, Any]:
+    """What an engine needs whose model is spread over the GPUs of several ranks."""
+    settings = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
+    return settings | ({} if torch.cuda.is_available() else {"worker_cls": CPU_WORKER})
 
 
 def _settle_environment() -> None:

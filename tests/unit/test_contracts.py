@@ -144,7 +144,8 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     options = keys_given("rlctl/rollout/vllm.py", "__init__") | keys_given(
         "rlctl/rollout/vllm.py", "_trained"
     )
-    assert "load_format" in options
+    options |= keys_given("rlctl/rollout/vllm.py", "_shared")
+    assert {"load_format", "tensor_parallel_size", "worker_cls"} <= options
     assert options <= engine
     sampling = keys_given("rlctl/rollout/completions.py", "_parameters")
     assert "top_p" in sampling
@@ -172,6 +173,25 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     by_name = asked_by_name("rlctl/rollout/vllm.py")
     assert "vllm_config" in by_name
     assert [name for name in by_name if not given.defines(name)] == [] or end == "lowest"
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_consecutive_ranks_share_an_engine_and_torchs_process_group(end: str) -> None:
+    """As `TensorParallelGroup` forms them; each rank's engine gets the address of its own worker's group."""
+    given = sources("vllm", end)
+    groups = ast.unparse(given.find("vllm.distributed.parallel_state.initialize_model_parallel")[1])
+    assert ".reshape(-1, data_parallel_size, pipeline_model_parallel_size" in groups
+    assert "all_ranks.view(-1, tensor_model_parallel_size).unbind(0)" in groups
+    joins = ast.unparse(given.find("vllm.distributed.parallel_state.init_distributed_environment")[1])
+    assert "if not torch.distributed.is_initialized()" in joins
+    launcher = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
+    assert all(
+        name in ast.unparse(given.find(launcher)[1]) for name in ("'env://'", "'RANK'", "'LOCAL_RANK'")
+    )
+    assert given.mentions("external_launcher", "vllm.v1.executor.abstract")
+    worker = ast.unparse(given.find("vllm.v1.worker.cpu_worker.CPUWorker")[1])
+    assert "VLLM_DIST_IDENT" in worker
+    assert "split(':')[-1]" in worker  # see `rlctl.rollout.vllm_cpu`
 
 
 def _fields(given: Sources, name: str) -> list[str]:

@@ -239,8 +239,9 @@ class TrainedVLLMRollout(VLLMRollout):
         self._policy_version = policy_version
 
     def _reload(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        checked = self._expected.checked(named_tensors)
-        weights = ((name, tensor) for names, tensor in checked for name in names)
+        weights = (
+            (name, tensor) for names, tensor in self._expected.in_files(named_tensors) for name in names
+        )
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:

@@ -104,7 +104,7 @@ class WeightBroadcast:
         try:
             self._ask_all("/start_weight_update", {})
             sent: list[Future[Any]] = []
-            for names, flat, shapes in _chunks(self._expected.checked(named_tensors), self._device):
+            for names, flat, shapes in _chunks(self._expected.in_files(named_tensors), self._device):
                 _all_done(sent, _LOAD_S, _TAKES_LONG)  # servers load a chunk while the next is gathered
                 dtype = str(flat.dtype).removeprefix("torch.")
                 update = {"names": names, "dtype_names": [dtype] * len(names), "shapes": shapes}

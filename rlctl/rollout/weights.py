@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -35,6 +36,22 @@ class PlainWeights:
         raise ValueError("these weights have no adapter")
 
 
+def _as_saved(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What turns a weight of a model into what `save_pretrained` would write of it."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return lambda weight: weight
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # not read from files
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions or any(len(each.target_patterns) > 1 for each in conversions):
+        return lambda weight: weight  # a weight of the files is made of several of the model's: none is alone
+    return partial(revert_weight_conversion, model)
+
+
 class ExpectedWeights:
     """What a complete set of a model's weights holds; tied names are one weight.
 
@@ -51,6 +68,19 @@ class ExpectedWeights:
         self._shapes = {name: tuple(getattr(part, "ds_shape", part.shape)) for name, part in state.items()}
         self._names = {name: tuple(names[id(tensor)]) for name, tensor in state.items()}
         self._needed = [name for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
+        self._as_saved = _as_saved(model)
+
+    def in_files(
+        self, named_tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """As `checked`, by the names and in the parts of the model's files, which is what engines load.
+
+        transformers may hold a model otherwise than its files do: experts in one tensor, modules renamed.
+        """
+        for names, tensor in self.checked(named_tensors):
+            first, *tied = [self._as_saved({name: tensor}) for name in names]
+            for name, part in first.items():
+                yield (name, *(next(iter(other)) for other in tied)), part
 
     def checked(
         self, named_tensors: Iterable[tuple[str, Tensor]]

@@ -296,6 +296,20 @@ class Placement:
         length = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE
         return length * self._responses()
 
+    def _forward_flops(self, shape: Shape, parameters: int) -> float:
+        """Of a pass over a step's rows on one rank: two operations a weight and token, and two for scores and
+        values a head, position and layer. Micro-batches by sequences run a prompt once for its responses that
+        are in them; the output head runs over responses alone.
+        """
+        actor, data, responses = self.spec.actor, self.spec.data, self._responses()
+        rows = actor.ppo_micro_batch_size_per_gpu
+        once = 1.0 if actor.ppo_max_token_len_per_gpu else -(-rows // self.spec.rollout.n) / rows
+        sampled = responses * data.max_response_length * _MEAN_RESPONSE
+        tokens = responses * once * data.max_prompt_length / 2 + sampled
+        head = shape.vocab * shape.hidden
+        attention = 2 * shape.layers * shape.queries * self.tokens() / responses
+        return tokens * (2 * (parameters - head) + attention) + sampled * 2 * head
+
     def _responses(self) -> float:
         return self.spec.data.train_batch_size * self.spec.rollout.n / self.spec.world_size
 
@@ -314,9 +328,7 @@ class Placement:
         speed = (
             machine.flops * _EFFICIENCY / max(1, self.ranks // machine.gpus if machine.gpus else self.ranks)
         )
-        mean = tokens / self._responses()
-        # Per token: two operations a weight, and two for scores and values a head, position and layer.
-        forward = tokens * (2 * parameters + 2 * shape.layers * shape.queries * mean) / speed
+        forward = self._forward_flops(shape, parameters) / speed
         whole = parameters * self.width
         link = machine.network if spec.trainer.nnodes > 1 else machine.link
         traffic = 0.0

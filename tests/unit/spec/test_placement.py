@@ -12,7 +12,7 @@ import pytest
 from rlctl.cli.app import run
 from rlctl.spec import machine as machine_module
 from rlctl.spec.load import load_spec
-from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of
+from rlctl.spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
 from rlctl.spec.model_size import ModelSize, Shape, model_size
 from rlctl.spec.placement import Placement
 
@@ -194,6 +194,34 @@ def test_the_step_of_a_7b_on_eight_gpus() -> None:
         place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
         > 60
     )
+
+
+def test_the_step_of_a_small_model_on_one_core() -> None:
+    """As measured, in seconds of one thread: docs/how-to/real-model.md, "What a step costs"."""
+    measured = {"generate": 5.0, "update": 2.9 + 4.9, "step": 1.7}
+    given = ["data.train_files=x", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4"]
+    spec = load_spec(["smollm2-135m-sums"], [], given).spec
+    core = replace(this_machine(), gpus=0, flops=70e9, gpu_bandwidth=10e9)
+    seconds = Placement(spec, model_size(spec.model), core).seconds()
+    assert seconds["score"] == 0.0
+    for phase in ("generate", "update"):
+        assert 0.5 < measured[phase] / seconds[phase] < 2
+    assert 0.7 < sum(measured.values()) / seconds["whole step"] < 1.5
+
+
+def test_prompts_count_once_for_the_responses_that_share_a_pass() -> None:
+    """Prompts of 2k tokens, responses of 150: eight of one prompt take about an eighth of the time."""
+    lengths = ("data.max_prompt_length=4096", "data.max_response_length=200", "rollout.n=8")
+
+    def update(*overrides: str) -> float:
+        return place("1xh100", *lengths, "engine.zero_stage=3", *overrides).seconds()["update"]
+
+    together, apart = (
+        update("actor.ppo_micro_batch_size_per_gpu=8"),
+        update("actor.ppo_micro_batch_size_per_gpu=1"),
+    )
+    assert 4 < apart / together < 8
+    assert update("actor.ppo_max_token_len_per_gpu=40000") == pytest.approx(apart)
 
 
 def test_an_unknown_size_is_no_error() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 
 import torch.distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rlctl.spec.machine import SHARED_MEMORY
 
 
 class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped
@@ -21,5 +22,5 @@ class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped
         # torch's process group is there already: only the name is read from this address.
         self.distributed_init_method = f"env://:{names[0]}"
         super().init_device()
-        for path in Path("/dev/shm").glob(f"*{names[0]}*"):  # open on all ranks: nothing needs the name
+        for path in SHARED_MEMORY.glob(f"*{names[0]}*"):  # open on all ranks: nothing needs the name
             path.unlink(missing_ok=True)

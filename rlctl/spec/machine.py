@@ -14,7 +14,7 @@ from rlctl.spec.hardware import gpus, gpus_are_hidden
 
 GIB = 2**30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 #: A CPU core's matrix product in float32, FLOP/s, and what it reads from memory, bytes/s.
 _CORE_FLOPS, _CORE_BANDWIDTH = 70e9, 10e9
 
@@ -107,7 +107,7 @@ def this_machine() -> Machine:
         text = path.read_text().strip() if path.is_file() else ""
         limits += [float(text)] if text.isdigit() else []
     host = min(limits)
-    shm = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+    shm = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     shm_bytes = float(shm.f_frsize * shm.f_blocks) if shm else 0.0
     found = [] if gpus_are_hidden() else gpus()
     if not found:

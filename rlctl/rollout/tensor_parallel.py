@@ -37,12 +37,11 @@ class TensorParallelGroup:
     """
 
     def __init__(self, size: int) -> None:
-        firsts = range(0, dist.get_world_size(), size)
-        # Lists of tokens are exchanged through host memory.
-        self._group, _ = dist.new_subgroups_by_enumeration(
-            [list(range(first, first + size)) for first in firsts], backend="gloo"
-        )
-        self._rank, self._size = dist.get_rank(self._group), size
+        all_ranks, own = list(range(dist.get_world_size())), dist.get_rank()
+        # Every rank makes every group. Lists of tokens are exchanged through host memory.
+        parts = [all_ranks[first : first + size] for first in all_ranks[::size]]
+        groups = [dist.new_group(part, backend="gloo") for part in parts]
+        self._group, self._rank, self._size = groups[own // size], own % size, size
 
     def ask(self, asked: list[Asked], answer: Answer, version: int | None) -> list[Any]:
         """One round; the outputs of this rank's requests.

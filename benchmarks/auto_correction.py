@@ -111,7 +111,7 @@ def run(name: str, rate: float, staleness: int, seed: int, steps: int) -> float:
     first, second = np.zeros_like(logits), np.zeros_like(logits)
     gauge, scores, updates, waits = Gauge(), [], 0, False
     for step in range(steps):
-        scores.append(world.expected(logits)[0])
+        scores.append(world.success(logits))
         if waits:
             past.clear()
             past.append(logits)

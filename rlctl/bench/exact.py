@@ -17,8 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.algos.correction import correct
+from rlctl.algos.correction import (
+    check_criterion,
+    importance_weights,
+    masked_log_ratio,
+    rejection_mask,
+)
 from rlctl.algos.losses import WholeBatch, policy_loss
+from rlctl.algos.row_blocks import Extras
 from rlctl.algos.rules import CorrectionRules, LossRule
 from rlctl.bench.worlds import World
 from rlctl.registry import POLICY_LOSSES
@@ -181,12 +187,18 @@ class _Factors:
 def token_gradient(
     rule: BenchRule, loss: LossRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
 ) -> Floats:
-    """(B, T): −∂loss/∂log π under a rule, of log-probs, advantages and mask (B, T)."""
+    """(B, T): −∂loss/∂log π under a rule, of log-probs, advantages and mask (B, T).
+
+    Weights and mask as `correct` makes them, without its sums.
+    """
     age = torch.zeros(len(mask), dtype=torch.int64)
-    done = correct(train, rollout, mask, rule.correction, advantages=advantages, age=age)
-    weights = None if loss.has_ratio or done.weights is None else done.weights.double()
+    rules = rule.correction
+    log_ratio = masked_log_ratio(train, rollout, mask, Extras(advantages, age))
+    keep = rejection_mask(log_ratio, [check_criterion(log_ratio, each) for each in rules.reject])
+    found = None if loss.has_ratio else importance_weights(log_ratio, keep, rules.weight)
+    weights = None if found is None else found.applied.double()
     leaf = train.clone().requires_grad_()
-    values = policy_loss(loss, leaf, rollout, advantages, mask & done.keep_mask, weights).values
+    values = policy_loss(loss, leaf, rollout, advantages, mask & keep, weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()
 

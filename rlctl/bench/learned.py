@@ -93,17 +93,9 @@ class LearnedWorld:
         """Mean reward over the prompts and its gradient, by a sweep back and one forth."""
         probs, gradient, total = np.exp(log_softmax(logits)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
-            more = np.minimum(np.arange(needed + 1) + 1, needed)  # the count after one more
-            done = (np.arange(needed + 1) >= needed).astype(float)
-            # values[t]: (token before, count); actions[t]: (token before, count, token).
-            values, actions = np.tile(done, (VOCABULARY, 1)), []
-            for t in reversed(range(self.horizon)):
-                action = np.tile(values.T, (VOCABULARY, 1, 1))
-                action[1, :, 2] = values[2, more]
-                action[:, :, 0] = done
-                actions.append(action)
-                values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
-            total += values[FILLER, 0] / PROMPTS
+            value, actions = self._values(probs, prompt)
+            total += value / PROMPTS
+            more = np.minimum(np.arange(needed + 1) + 1, needed)
             here = np.zeros((VOCABULARY, needed + 1))
             here[FILLER, 0] = 1.0
             for t in range(self.horizon):
@@ -116,6 +108,25 @@ class LearnedWorld:
                 after[0] = 0.0
                 here = after
         return total, gradient
+
+    def success(self, logits: Floats) -> float:
+        """Mean reward over the prompts."""
+        probs = np.exp(log_softmax(logits))
+        return float(np.mean([self._values(probs, prompt)[0] for prompt in range(PROMPTS)]))
+
+    def _values(self, probs: Floats, prompt: int) -> tuple[float, list[Floats]]:
+        """Expected reward of a prompt, and of every (token before, count, token), the last t first."""
+        needed = self._needed[prompt]
+        more = np.minimum(np.arange(needed + 1) + 1, needed)  # the count after one more
+        done = (np.arange(needed + 1) >= needed).astype(float)
+        values, actions = np.tile(done, (VOCABULARY, 1)), []  # values: (token before, count)
+        for t in reversed(range(self.horizon)):
+            action = np.tile(values.T, (VOCABULARY, 1, 1))
+            action[1, :, 2] = values[2, more]
+            action[:, :, 0] = done
+            actions.append(action)
+            values = np.einsum("bv,bcv->bc", probs[self._table(prompt, t)], action)
+        return float(values[FILLER, 0]), actions
 
     @cached_property
     def ess(self) -> float:

@@ -19,6 +19,22 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 _TOLERANCE = 0.05
 
 
+def reads_more_than_text(config: Any) -> bool:
+    """Whether a model reads images or sound as well: its text decoder has a config of its own."""
+    return bool(config.get_text_config() is not config)
+
+
+def body_of(model: Any) -> Any:
+    """What of a causal language model makes states of text, or None where that is no part of its own.
+
+    That is the model without its output head; of a model that reads images as well its text decoder.
+    """
+    body = getattr(model, model.base_model_prefix, None)
+    if body is None or body is model:
+        return None
+    return body.get_decoder() if reads_more_than_text(model.config) else body
+
+
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
     """Keys and values of rows' first K tokens, computed once for equal rows next to each other.
 
@@ -59,9 +75,9 @@ def can_share_prefix(model: Any) -> bool:
     Recurrent states and unusual caches cannot simply be repeated. Rather than know all
     architectures, read the cache and try a short probe both ways.
     """
-    body = getattr(model, model.base_model_prefix, None)
+    body = body_of(model)
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if body is None or body is model or checkpoints:
+    if body is None or checkpoints:
         return False
     was_training = model.training
     model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,11 @@ from transformers import (
     AutoConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -76,6 +80,45 @@ def config_of(family: str, shape: Shape, **options):
     )
 
 
+#: What a vision tower of one layer is made of, by all the names that configs have for it.
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "fullatt_block_indexes": [0],
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+_GEMMA3 = {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}
+#: Config class of text and images → what it takes beside the dimensions.
+_MULTIMODAL = {
+    Gemma3Config: _GEMMA3 | {"text_config": {"model_type": "gemma3_text"}},
+    Mistral3Config: {
+        "vision_config": {"model_type": "pixtral"},
+        "text_config": {"model_type": "mistral", "head_dim": 8},
+    },
+    Qwen2_5_VLConfig: {
+        "vision_config": {},
+        "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+    },
+}
+
+
+def multimodal_config(config_class: type, shape: dict[str, Any]) -> Any:
+    """A text decoder of this shape beside a tiny vision tower."""
+    options = dict(_MULTIMODAL[config_class])
+    vision, text = options.pop("vision_config"), options.pop("text_config")
+    tied = shape.get("tie_word_embeddings", False)
+    return config_class(
+        vision_config=_VISION | vision, text_config=text | shape, tie_word_embeddings=tied, **options
+    )
+
+
 def naive_log_probs(model, batch: TrainBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy (B, T) from the full logits, float64 softmax."""
     logits = model(
@@ -110,7 +153,7 @@ def tiny_batch(
     response_lengths = chosen if lengths is None else torch.tensor(lengths)
     prompt_mask = torch.arange(prompt) >= prompt - prompt_lengths[:, None]
     response_mask = torch.arange(horizon) < response_lengths[:, None]
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(2, vocabulary, (rows, prompt + horizon), generator=draw)
     attention_mask = torch.cat([prompt_mask, response_mask], 1)
     ids = torch.where(attention_mask, ids, 0)

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from tests.models import multimodal_config
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
@@ -24,7 +31,10 @@ def save_tiny_qwen2(directory: Path, *, context: int = 256, extra_tokens: int = 
 def save_tiny(
     directory: Path, config_class: type, *, context: int = 256, extra_tokens: int = 0, **shape: Any
 ) -> Path:
-    """`extra_tokens`: how many more the tokenizer knows than the model has embeddings for."""
+    """A config of text and images is given a tiny vision tower, beside the text decoder of this shape.
+
+    `extra_tokens`: how many more the tokenizer knows than the model has embeddings for.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0} | {char: i + 1 for i, char in enumerate(alphabet)}
     vocabulary |= {f"<more{i}>": len(vocabulary) + i for i in range(extra_tokens)}
@@ -38,17 +48,21 @@ def save_tiny(
         chat_template=TEMPLATE,
     )
     torch.manual_seed(0)
-    config = config_class(
-        vocab_size=len(vocabulary) - extra_tokens,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=0,
-        **shape,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    shape |= {
+        "vocab_size": len(vocabulary) - extra_tokens,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": context,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    if has_vision := "vision_config" in config_class.sub_configs:
+        config = multimodal_config(config_class, shape)
+    else:
+        config = config_class(**shape)
+    auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

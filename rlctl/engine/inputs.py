@@ -51,12 +51,6 @@ def widened(values: Tensor, inputs: ModelInputs) -> Tensor:
     return functional.pad(values, (0, inputs.scored.shape[1] - values.shape[1]))
 
 
-def body_of(model: Any) -> Any:
-    """A causal language model without its output head, or None where that is no part of its own."""
-    body = getattr(model, model.base_model_prefix, None)
-    return None if body is model else body
-
-
 def scored_states(
     body: Any,
     input_ids: Tensor,

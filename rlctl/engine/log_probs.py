@@ -19,7 +19,6 @@ from rlctl.batch import KeptTokens
 from rlctl.engine.inputs import (
     arguments_of,
     body_inputs,
-    body_of,
     kept_arguments,
     scored_states,
     used_columns,
@@ -30,7 +29,7 @@ from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.sketch import OuterSketch
 from rlctl.errors import UsageError
-from rlctl.prefix import can_share_prefix
+from rlctl.prefix import body_of, can_share_prefix
 from rlctl.spec.memory import logits_at_once
 
 if TYPE_CHECKING:

@@ -51,10 +51,12 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
 
 
 def _targets(model: Any, wanted: list[str]) -> list[str]:
-    """Full names of the layers asked for."""
+    """Full names of the layers asked for; what is frozen already gets no adapters."""
     head = model.get_output_embeddings()
     linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:

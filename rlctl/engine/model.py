@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,13 @@ from rlctl.engine.liger import refuse_liger_here, run_liger
 from rlctl.engine.model_files import explained
 from rlctl.errors import UsageError
 from rlctl.named_models import model_directory
+from rlctl.prefix import body_of, reads_more_than_text
 
 if TYPE_CHECKING:
     from rlctl.engine.deepspeed import PartitionedLoading
+
+#: How images, videos or sound become tokens.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_policy(
@@ -27,6 +32,8 @@ def load_policy(
     partition: PartitionedLoading | None = None,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a directory, the hub, or by a known name.
+
+    Of a model that reads images as well, what text never reaches is frozen.
 
     With `partition` its weights are cut up among the ranks (a collective).
 
@@ -110,19 +117,69 @@ def load_beside(
 
 
 def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None, **options: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    read = partial(AutoModelForCausalLM.from_pretrained, path, **options)
-    if partition:
-        shared = {key: options[key] for key in ("revision", "trust_remote_code")}
-        model = partition(read, AutoConfig.from_pretrained(path, **shared))
-    else:
-        model = read()
+    shared = {key: options[key] for key in ("revision", "trust_remote_code")}
+    config = AutoConfig.from_pretrained(path, **shared)
+    read = partial(_reader(config).from_pretrained, path, **options)
+    model = partition(read, config) if partition else read()
+    if reads_more_than_text(model.config):
+        _freeze_unread(model)
+        processor_files(model)  # fetched now, for checkpoints
     if use_liger:
         run_liger(model)
     return model
+
+
+def _reader(config: Any) -> Any:
+    """What reads a causal language model; where transformers knows it only with images, what reads that."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    kind, own_code = type(config), getattr(config, "auto_map", None) or {}
+    is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
+    reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
+    return AutoModelForImageTextToText if reads_images and not is_text else AutoModelForCausalLM
+
+
+def _freeze_unread(model: Any) -> None:
+    """Freeze what text never reaches: what makes states of images or sound, and its way into the decoder.
+
+    Raises:
+        ValueError: there is no decoder of text alone.
+    """
+    body = body_of(model)
+    if body is None:
+        raise ValueError(f"{type(model).__name__} has no decoder that runs text alone")
+    parts = (body, model.get_input_embeddings(), model.get_output_embeddings())
+    read = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
+
+
+def processor_files(model: Any) -> list[Path]:
+    """What a model that reads more than text needs besides config, weights and tokenizer; none of another."""
+    from transformers.utils import cached_file
+
+    if not reads_more_than_text(model.config):
+        return []
+    revision = getattr(model.config, "_commit_hash", None)
+    options = {
+        "revision": revision,
+        "_commit_hash": revision,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    found = (cached_file(model.name_or_path, name, **options) for name in _PROCESSOR_FILES)
+    return [Path(file) for file in found if file]
 
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:

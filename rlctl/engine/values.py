@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlctl.engine.inputs import body_of, scored_states
+from rlctl.engine.inputs import scored_states
 from rlctl.engine.packing import can_pack
 from rlctl.errors import UsageError
-from rlctl.prefix import can_share_prefix
+from rlctl.prefix import body_of, can_share_prefix
 
 
 class ValueHead(nn.Linear):

@@ -127,6 +127,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
     """vLLM: paged attention, continuous batching."""
     import torch
 
+    from rlctl.prefix import reads_more_than_text
     from rlctl.rollout.completions import MERGE_LORA
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights
@@ -147,6 +148,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
         seed=spec.trainer.seed,
         revision=None if spec.is_embedded else spec.model.revision,
         trust_remote_code=spec.model.trust_remote_code,
+        reads_images=reads_more_than_text(context.model.config),
         max_lora_rank=_max_lora_rank(spec),
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -157,6 +159,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
 
 
 def _on_servers(context: EngineContext) -> RolloutEngine:
+    from rlctl.prefix import reads_more_than_text
     from rlctl.rollout.completions import vllm_missing
     from rlctl.rollout.published_weights import PublishedWeights
     from rlctl.rollout.replicas import Replicas
@@ -187,7 +190,12 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
             if importlib.util.find_spec("vllm") is None and not by_ray:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
-            replicas = Replicas(server.replicas, replica_settings(spec), published.latest, logs, hosts)
+            settings = replica_settings(spec)
+            if reads_more_than_text(model.config):
+                settings = replace(
+                    settings, more_arguments=("--language-model-only", *settings.more_arguments)
+                )
+            replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
     urls = [url.rstrip("/") for url in server.urls]

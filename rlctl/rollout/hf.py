@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import GenerationConfig
 
 from rlctl.batch import FINISH_REASONS, KeptTokens, Prompts, Rollouts
-from rlctl.prefix import can_share_prefix, shared_prefix
+from rlctl.prefix import body_of, can_share_prefix, shared_prefix
 from rlctl.rollout.assemble import assemble, end_ids, positions, sample_ids, synced
 from rlctl.rollout.protocol import Policy, Sampled, Sampling
 from rlctl.rollout.sampler import RecordingSampler, global_uniforms, processors
@@ -141,8 +141,7 @@ class HFRollout:
         if not self._shares_prompts:
             return None
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
-        body = getattr(self._model, self._model.base_model_prefix)
-        return shared_prefix(body, ids, mask, positions(mask))
+        return shared_prefix(body_of(self._model), ids, mask, positions(mask))
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:

@@ -40,7 +40,8 @@ class PublishedWeights(VersionedDir):
         self._tokenizer = tokenizer
         self._config = copy.deepcopy(model.config)
         if not torch.cuda.is_available():  # see rlctl.rollout.vllm on tied heads
-            self._config.tie_word_embeddings = False
+            for part in (self._config, self._config.get_text_config()):
+                part.tie_word_embeddings = False
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Path:
         """Write a version; the one before the last is removed.

@@ -48,6 +48,7 @@ class VLLMRollout(CompletionRollout):
         revision: str | None = None,
         trust_remote_code: bool = False,
         reads_weights: bool = True,
+        reads_images: bool = False,
         max_lora_rank: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
@@ -67,6 +68,7 @@ class VLLMRollout(CompletionRollout):
             revision: branch, tag or commit of a model on the hub; None: the main one.
             trust_remote_code: run Python code shipped with the model.
             reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
+            reads_images: the model does, beside text; its config of text is another then.
             max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
             tensor_parallel_size: ranks whose GPUs share the model; above 1 all ranks of torch's process group
                 make such an engine, and from then on bring weights, release and finish together.
@@ -105,7 +107,7 @@ class VLLMRollout(CompletionRollout):
                 "gpu_memory_utilization": gpu_memory_utilization,
                 "enable_sleep_mode": self._sleeps,
                 **({"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}),
-                **({} if reads_weights else _trained()),
+                **({} if reads_weights else _trained(reads_images=reads_images)),
                 **(_shared(tensor_parallel_size) if tensor_parallel_size > 1 else {}),
             }
             self._group = TensorParallelGroup(tensor_parallel_size) if tensor_parallel_size > 1 else None
@@ -267,7 +269,7 @@ class TrainedVLLMRollout(VLLMRollout):
             ) from error
 
 
-def _trained() -> dict[str, Any]:
+def _trained(*, reads_images: bool) -> dict[str, Any]:
     """What an engine needs whose weights come from the trainer."""
     settings: dict[str, Any] = {"load_format": "dummy"}
     if torch.distributed.is_initialized():  # by the trainer: an engine per rank, among its processes
@@ -276,6 +278,10 @@ def _trained() -> dict[str, Any]:
         # On a CPU an output head tied to the embedding is repacked at the start and keeps those weights
         # through every reload. Two tensors of the same values are the same model.
         settings["hf_overrides"] = {"tie_word_embeddings": False}
+        if reads_images:
+            settings["hf_overrides"]["text_config"] = {"tie_word_embeddings": False}
+    if reads_images:  # without the tower there are no weights of its own to bring
+        settings["language_model_only"] = True
     return settings
 
 

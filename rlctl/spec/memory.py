@@ -189,7 +189,7 @@ class _Estimate:
 
     def parts(self) -> list[MemoryPart]:
         spec, policy = self.spec, self.policy
-        parts = self._trained(policy.num_parameters, adapter_parameters(spec, policy))
+        parts = self._trained(policy, adapter_parameters(spec, policy))
         if spec.engine.offload_base:
             parts[0] = replace(
                 parts[0], phases=tuple(phase for phase in get_args(Phase) if phase != "generation")
@@ -198,7 +198,8 @@ class _Estimate:
             parts.append(self._sampling_copy())
         if spec.trains_critic:
             critic = self._size_of(spec.critic.path)
-            parts += [*self._trained(critic.num_parameters, None, "critic's "), *self._critic_pass(critic)]
+            read = replace(critic, num_parameters=critic.num_trainable)  # it holds the text decoder alone
+            parts += [*self._trained(read, None, "critic's "), *self._critic_pass(critic)]
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = self._size_of(spec.ref.path)
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
@@ -206,10 +207,14 @@ class _Estimate:
             parts.append(self._cache())
         return [*parts, *self._policy_pass()]
 
-    def _trained(self, parameters: int | None, adapters: int | None, whose: str = "") -> list[MemoryPart]:
-        """What an engine holds; `adapters` are its trained parameters, None: all of them are."""
+    def _trained(self, size: ModelSize, adapters: int | None, whose: str = "") -> list[MemoryPart]:
+        """What an engine holds; `adapters` are its trained parameters, None: all are that text reaches."""
         width, stage, offload = self.width, self.stage, self.spec.engine.offload
-        trained, of = (parameters, "parameters") if adapters is None else (adapters, "adapters' (about)")
+        parameters = size.num_parameters
+        trained, of = adapters, "adapters' (about)"
+        if adapters is None:
+            trained = size.num_trainable
+            of = "parameters" if trained == parameters else "parameters that text reaches"
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
         moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
         # Micro-batches' gradients are added up in float32; in bf16 stage 1 steps with that sum itself.

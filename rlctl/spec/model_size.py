@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,19 @@ class ModelSize:
         source: in words, where the figures come from.
         num_parameters: all of them.
         shape: the transformer's dimensions.
+        num_read_by_text: of a model that reads images as well, those that text reaches: the others are
+            held, not trained. None: all of them.
     """
 
     source: str
     num_parameters: int | None = None
     shape: Shape | None = None
+    num_read_by_text: int | None = None
+
+    @property
+    def num_trainable(self) -> int | None:
+        """Parameters that are trained where there are no adapters."""
+        return self.num_parameters if self.num_read_by_text is None else self.num_read_by_text
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
@@ -93,10 +101,13 @@ def model_size(spec: ModelSpec) -> ModelSize:
         return ModelSize("the built-in model", RECIPE.num_parameters, _EMBEDDED_SHAPE)
     directory = _local_directory(spec)
     if directory is not None:
-        config = _read_json(directory / "config.json")
-        counted = _count_safetensors(directory)
-        size = _from_config(config, "safetensors headers" if counted else "config.json")
-        return replace(size, source="safetensors headers", num_parameters=counted) if counted else size
+        size = _from_config(_read_json(directory / "config.json"))
+        shapes = _read_shapes(directory)
+        if not shapes:
+            return size
+        read = None if size.num_read_by_text is None else _read_by_text(shapes, size.shape)
+        counted = sum(map(math.prod, shapes.values()))
+        return ModelSize("safetensors headers", counted, size.shape, read)
     if published := PUBLISHED.get(spec.path):
         return ModelSize("as published; the model itself is not on this machine", *published)
     match = _SIZE_IN_NAME.search(spec.path)
@@ -126,25 +137,41 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
-def _count_safetensors(directory: Path) -> int | None:
-    """Elements of all tensors, from the files' headers alone."""
-    total = 0
+def _read_shapes(directory: Path) -> dict[str, list[int]]:
+    """Name → shape of all tensors, from the files' headers alone; empty where they cannot be read."""
+    shapes: dict[str, list[int]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with path.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(length, _MAX_HEADER)))
-            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None  # the loader reports a broken file, the estimate does not
-        total += sum(math.prod(shape) for shape in shapes)
-    return total or None
+            return {}  # the loader reports a broken file, the estimate does not
+    return shapes
 
 
-def _from_config(config: dict[str, Any], source: str) -> ModelSize:
+def _read_by_text(shapes: dict[str, list[int]], shape: Shape | None) -> int | None:
+    """Elements of the text decoder and its output head; None where no tensor is the decoder's embedding.
+
+    The embedding is of the decoder itself, so that the other tensors of the same module are the decoder's.
+    """
+    if shape is None:
+        return None
+    of_tokens = {name for name, found in shapes.items() if found == [shape.vocab, shape.hidden]}
+    modules = (name.removesuffix(".weight").rpartition(".")[0] for name in of_tokens)
+    decoder = max(modules, key=len, default="")
+    if not decoder:
+        return None
+    own = of_tokens | {name for name in shapes if name.startswith(f"{decoder}.")}
+    return sum(math.prod(shapes[name]) for name in own)
+
+
+def _from_config(whole: dict[str, Any]) -> ModelSize:
     """Dimensions by the names nearly all causal language models use."""
-    text = config.get("text_config")
-    config = text if isinstance(text, dict) else config
+    reads_more = isinstance(whole.get("text_config"), dict)
+    config: dict[str, Any] = whole["text_config"] if reads_more else whole
+    config = _LEFT_OUT.get(str(config.get("model_type")), {}) | config
     layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
     heads, vocab = _count(config, "num_attention_heads"), _count(config, "vocab_size")
     if not (layers and hidden and heads and vocab):
@@ -159,9 +186,20 @@ def _from_config(config: dict[str, Any], source: str) -> ModelSize:
         vocab=vocab,
         norms_heads=config.get("model_type") == "qwen3",
     )
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    embeddings = vocab * hidden * (1 if tied else 2)
     layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
-    return ModelSize(source, embeddings + layers * layer, shape)
+    read = embeddings + layers * layer
+    others = [part for name, part in whole.items() if name != "text_config" and name.endswith("_config")]
+    towers = sum(_tower(part) for part in others if isinstance(part, dict)) if reads_more else 0
+    return ModelSize("config.json", read + towers, shape, read if reads_more else None)
+
+
+def _tower(config: dict[str, Any]) -> int:
+    """Parameters of an encoder of images or sound, about: attention and feed-forward of its layers."""
+    layers = _count(config, "num_hidden_layers") or _count(config, "depth") or 0
+    hidden = _count(config, "hidden_size") or _count(config, "embed_dim") or 0
+    return layers * 2 * hidden * (2 * hidden + (_count(config, "intermediate_size") or 4 * hidden))
 
 
 def _count(config: dict[str, Any], key: str) -> int | None:
@@ -177,6 +215,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+#: Architecture → what its config.json leaves out where it is the default of its class.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_word_embeddings": True,
+    }
+}
 _EMBEDDED_SHAPE = Shape(
     RECIPE.num_layers,
     RECIPE.hidden_size,
@@ -196,6 +244,11 @@ _R1_QWEN_1B = 1_777_088_000, Shape(28, 1536, 8960, heads=12, kv_heads=2, head_di
 _LLAMA32_1B = 1_235_814_400, Shape(16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128_256)
 _LLAMA32_3B = 3_212_749_824, Shape(28, 3072, 8192, heads=24, kv_heads=8, head_dim=128, vocab=128_256)
 _GEMMA3_1B = 999_885_952, Shape(26, 1152, 6912, heads=4, kv_heads=1, head_dim=256, vocab=262_144)
+_GEMMA3_4B = (
+    4_300_079_472,
+    Shape(34, 2560, 10_240, heads=8, kv_heads=4, head_dim=256, vocab=262_208),
+    3_880_263_168,  # without the vision tower
+)
 _SMOLLM2_2B = 1_711_376_384, Shape(24, 2048, 8192, heads=32, kv_heads=32, head_dim=64, vocab=49_152)
 _SMOLLM3_3B = 3_075_098_624, Shape(36, 2048, 11_008, heads=16, kv_heads=4, head_dim=128, vocab=128_256)
 
@@ -205,8 +258,9 @@ def _qwen3(parameters: int, layers: int, hidden: int, inner: int, heads: int) ->
     return parameters, shape
 
 
-#: Number of parameters, and dimensions, by hub id or short name: the models that presets name.
-PUBLISHED: dict[str, tuple[int, Shape]] = {
+#: Parameters, dimensions, and where that is not all of them the parameters that text reaches, by hub id or
+#: short name: the models that presets name.
+PUBLISHED: dict[str, tuple[int, Shape] | tuple[int, Shape, int]] = {
     **dict.fromkeys(("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), _SMOLLM2_135M),
     **dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"), _qwen3(596_049_920, 28, 1024, 3072, 16)),
     **dict.fromkeys(("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"), _qwen3(1_720_574_976, 28, 2048, 6144, 16)),
@@ -215,6 +269,7 @@ PUBLISHED: dict[str, tuple[int, Shape]] = {
     **dict.fromkeys(("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct"), _LLAMA32_1B),
     **dict.fromkeys(("meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.2-3B-Instruct"), _LLAMA32_3B),
     **dict.fromkeys(("google/gemma-3-1b-pt", "google/gemma-3-1b-it"), _GEMMA3_1B),
+    **dict.fromkeys(("google/gemma-3-4b-pt", "google/gemma-3-4b-it"), _GEMMA3_4B),
     **dict.fromkeys(("HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct"), _SMOLLM2_2B),
     **dict.fromkeys(("HuggingFaceTB/SmolLM3-3B-Base", "HuggingFaceTB/SmolLM3-3B"), _SMOLLM3_3B),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _R1_QWEN_1B,

@@ -142,9 +142,10 @@ class Placement:
             yield HostPart("weights on their way", ranks * at_once, words, _LOADING)
         yield HostPart("export of a checkpoint", whole, "the main rank gathers all weights", _SAVING)
         if on_gpu and spec.engine.offload != "none":
-            yield from self._offloaded(parameters, adapter_parameters(spec, self.size), "")
+            read = self.size.num_trainable or parameters
+            yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
             if spec.trains_critic:
-                yield from self._offloaded(parameters, None, "critic's ")
+                yield from self._offloaded(read, read, "critic's ")
         if on_gpu and spec.engine.offload_base:
             words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
             yield HostPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
@@ -161,10 +162,10 @@ class Placement:
             words = f"{ranks} ranks × {_NCCL_BYTES >> 20} MiB"
             yield HostPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
 
-    def _offloaded(self, parameters: int, adapters: int | None, whose: str) -> Iterator[HostPart]:
+    def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[HostPart]:
         """What DeepSpeed keeps on the host; see its `offload_optimizer`."""
         spec, ranks = self.spec, self.ranks
-        of_a_rank = (parameters if adapters is None else adapters) / spec.world_size
+        of_a_rank = trained / spec.world_size
         config = spec.engine.deepspeed.get("zero_optimization", {})
         pins = bool(config.get("offload_optimizer", {}).get("pin_memory", True))
         group = of_a_rank if self.stage < 3 else min(of_a_rank, _SUB_GROUP)
@@ -328,7 +329,8 @@ class Placement:
         speed = (
             machine.flops * _EFFICIENCY / max(1, self.ranks // machine.gpus if machine.gpus else self.ranks)
         )
-        forward = self._forward_flops(shape, parameters) / speed
+        read = self.size.num_trainable or parameters
+        forward = self._forward_flops(shape, read) / speed
         whole = parameters * self.width
         link = machine.network if spec.trainer.nnodes > 1 else machine.link
         traffic = 0.0
@@ -338,7 +340,7 @@ class Placement:
         correction = spec.algorithm.rollout_correction
         scored = (not correction.bypass_mode) + spec.needs_reference + spec.trains_critic
         backward = 3 + spec.model.enable_gradient_checkpointing
-        trained = adapter_parameters(spec, self.size) or parameters
+        trained = adapter_parameters(spec, self.size) or read
         epochs = spec.actor.ppo_epochs
         updates = max(1, spec.data.train_batch_size // spec.ppo_mini_batch_size) * epochs
         shard = trained / spec.world_size

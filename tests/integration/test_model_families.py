@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
@@ -19,6 +21,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from rlctl.prefix import body_of
 from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import PUBLISHED, model_size
 from rlctl.spec.presets import all_presets
@@ -30,7 +33,19 @@ from tests.own_model import save_tiny
 from tests.processes import Job
 
 TIED = {"tie_word_embeddings": True}
+#: Of the 4B, 12B and 27B.
+GEMMA3_VISION = {
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 QWEN3 = {"num_key_value_heads": 1, "head_dim": 8}
+GEMMA3 = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64} | TIED
 #: Preset → architecture, and what of its shape is its own: grouped attention, head size, tied embeddings.
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2.5-7b": (Qwen2Config, {"num_key_value_heads": 1}),
@@ -49,7 +64,8 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         SmolLM3Config,
         {"num_key_value_heads": 1, "no_rope_layers": [1, 0], "pad_token_id": 0} | TIED,
     ),
-    "gemma3-1b": (Gemma3TextConfig, {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64} | TIED),
+    "gemma3-1b": (Gemma3TextConfig, GEMMA3),
+    "gemma3-4b": (Gemma3Config, GEMMA3),  # with a vision tower
     **dict.fromkeys(
         ("deepseek-r1-qwen-1.5b", "deepseek-r1-qwen-7b"), (Qwen2Config, {"num_key_value_heads": 1})
     ),
@@ -62,10 +78,13 @@ TRAINED = (
     "qwen3-4b",
     "smollm3-3b",
     "gemma3-1b",
+    "gemma3-4b",
     "smollm2-135m",
     "llama3-8b",
 )
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: The run that trains all weights.
+IN_FULL = "in-full"
 SUFFIXES = tuple(f".{name}.weight" for name in ADAPTED)
 
 
@@ -76,7 +95,8 @@ def _train_all(directory: str) -> int:
 
     ranks.leave_ranks = lambda: None
     there = Path(directory)
-    for family in TRAINED:
+
+    def train(family: str, algorithm: str, name: str, *more: str) -> int:
         overrides = [
             f"model.path={there / family}",
             f"data.train_files={there / 'train.parquet'}",
@@ -90,11 +110,21 @@ def _train_all(directory: str) -> int:
             "actor.lr=1e-2",
             "actor.entropy_coeff=0.1",  # a random model is always wrong: without it there is no gradient
             "trainer.total_training_steps=1",
-            f"trainer.run_dir={there / 'runs' / family}",
+            f"trainer.run_dir={there / 'runs' / name}",
         ]
-        if code := run(["train", "-p", family, "-p", "1gpu-lora", "-p", "rloo-seq-is", *overrides]):
+        return run(["train", "-p", family, "-p", "1gpu-lora", "-p", algorithm, *overrides, *more])
+
+    for family in TRAINED:
+        if code := train(family, "rloo-seq-is", family):
             return code
-    return 0
+    # All weights and a critic, where text does not reach all weights.
+    if code := train("gemma3-4b", "ppo-seq-is-token-rs", IN_FULL, "model.lora_rank=0", "engine.dtype=fp32"):
+        return code
+    data, out = str(there / "train.parquet"), str(there / "evaluation")
+    limits = ["--n", "1", "--limit", "2", "--max-response-length", "4"]
+    return run(
+        ["evaluate", str(there / "runs" / IN_FULL), "--data", data, *limits, "--engine", "hf", "--out", out]
+    )
 
 
 def test_every_family_has_its_architecture_here() -> None:
@@ -109,6 +139,7 @@ def test_each_architecture_trains_one_step_with_adapters_on_every_layer(tmp_path
     for family in TRAINED:
         config_class, shape = FAMILIES[family]
         save_tiny(tmp_path / family, config_class, **shape)
+    (tmp_path / "gemma3-4b" / "preprocessor_config.json").write_text("{}")
     job = Job(_train_all, str(tmp_path), log=tmp_path / "log")
     assert job.wait() == 0, job.output[-4000:]
     for family in TRAINED:
@@ -121,8 +152,22 @@ def test_each_architecture_trains_one_step_with_adapters_on_every_layer(tmp_path
         changed = {
             name for name in before if not torch.equal(before[name].to(after[name].dtype), after[name])
         }
-        assert changed == {name for name in before if name.endswith(SUFFIXES)}
+        assert changed == {name for name in before if name.endswith(SUFFIXES) and "vision" not in name}
         assert len(changed) == 2 * len(SUFFIXES)
+    _check_in_full(tmp_path)
+
+
+def _check_in_full(directory: Path) -> None:
+    """All weights of the text decoder are trained and nothing else; the checkpoint is a whole model."""
+    checkpoint = directory / "runs" / IN_FULL / "checkpoints" / "step_000001"
+    before = load_file(directory / "gemma3-4b" / "model.safetensors")
+    after = load_file(checkpoint / "model" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("language_model.")}
+    assert (checkpoint / "model" / "preprocessor_config.json").read_text() == "{}"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    found = model.state_dict()["model.vision_tower.embeddings.patch_embedding.weight"]
+    assert torch.equal(found, before["vision_tower.embeddings.patch_embedding.weight"])
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -130,12 +175,40 @@ def test_a_published_size_is_that_of_the_architecture(family: str, monkeypatch, 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     path = read_yaml_file(all_presets()[family].path, ("model.path",)).leaves["model.path"].value
     size = model_size(ModelSpec(path=str(path)))
-    num_parameters, shape = PUBLISHED[str(path)]
+    num_parameters, shape, *of_text = PUBLISHED[str(path)]
     assert (size.num_parameters, size.shape) == (num_parameters, shape)
     config_class, options = FAMILIES[family]
     tied = options.get("tie_word_embeddings", False)
-    config = config_of(config_class.model_type, shape, tie_word_embeddings=tied)
+    if config_class is Gemma3Config:
+        text = config_of("gemma3_text", shape, tie_word_embeddings=tied)
+        config = Gemma3Config(text_config=text, vision_config=GEMMA3_VISION)
+    else:
+        config = config_of(config_class.model_type, shape, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+    if of_text:
+        assert [sum(parameter.numel() for parameter in body_of(model).parameters())] == of_text
+        assert size.num_trainable == of_text[0]
+
+
+def test_the_size_of_a_local_model_with_images_says_what_text_reaches(tmp_path: Path) -> None:
+    # As published: what is the default of its class is left out.
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+    }
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": GEMMA3_VISION}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = model_size(ModelSpec(path=str(tmp_path)))
+    num_parameters, shape, of_text = PUBLISHED["google/gemma-3-4b-it"]
+    assert size.shape == shape
+    assert size.num_parameters == pytest.approx(num_parameters, rel=0.01)
+    assert size.num_trainable == pytest.approx(of_text, rel=0.01)
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "tiny", Gemma3Config, **GEMMA3))
+    size = model_size(ModelSpec(path=str(tmp_path / "tiny")))
+    assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.num_trainable == sum(parameter.numel() for parameter in body_of(model).parameters())

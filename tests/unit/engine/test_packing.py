@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from rlctl.engine import packing
-from rlctl.engine.inputs import body_of
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.packing import can_pack
+from rlctl.prefix import body_of
 from tests.unit.test_prefix import HORIZON, PROMPT, SHAPE, VOCABULARY, rows_of, tokens_read
 
 ARCHITECTURES = {

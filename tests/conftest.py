@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,15 @@ def embedded_cache(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPath
         patched.setattr(embedded, "split", lambda num_val: (split(num_val)[0][:FEW_ROWS], split(num_val)[1]))
         embedded.ensure_embedded(1, cache)
     return cache
+
+
+@pytest.fixture(scope="session")
+def forked_commands() -> Iterator[Path]:
+    """Where `python`, `rlctl`, `torchrun` and `deepspeed` are that start at the price of a fork."""
+    from tests.forked_python import commands
+
+    with commands() as directory:
+        yield directory
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,14 +38,19 @@ def one_node(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         return runs.train_on_ranks(tmp_path_factory.mktemp("one") / "run", 2, *STEPS)
 
 
+@pytest.fixture
+def tools(forked_commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python`, `torchrun` and `deepspeed` that are found first."""
+    monkeypatch.setenv("PATH", str(forked_commands), prepend=os.pathsep)
+
+
 def shell(command: str, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A line of shell in `log`'s directory, where the `torchrun` and `deepspeed` of these tests are found."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.environ["PATH"])])
+    """A line of shell in `log`'s directory."""
     port = {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
         return subprocess.Popen(
             ["bash", "-c", command],
-            env=os.environ | port | env | {"PATH": path},
+            env=os.environ | port | env,
             cwd=log.parent,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -62,6 +66,7 @@ def assert_ends_well(logs: dict[Path, subprocess.Popen[bytes]]) -> None:
     assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
 
 
+@pytest.mark.usefixtures("tools")
 def test_torchrun(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "two nodes"  # a space, which must survive the shell
     commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[:2]
@@ -71,6 +76,7 @@ def test_torchrun(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest
     runs.assert_close(where, one_node)
 
 
+@pytest.mark.usefixtures("tools")
 def test_deepspeed_over_ssh(
     tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +96,7 @@ def test_deepspeed_over_ssh(
     runs.assert_close(where, one_node)
 
 
+@pytest.mark.usefixtures("tools")
 def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "it's two nodes"
     commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[3:]

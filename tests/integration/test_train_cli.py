@@ -207,8 +207,9 @@ def test_prompts_of_every_epoch_once(tmp_path: Path, embedded_cache: Path) -> No
     assert asked[1] != asked[4]
 
 
-def test_torchrun_starts_it(run_dir: Path, tmp_path: Path) -> None:
-    job = Job(_torchrun, str(tmp_path / "run"), log=tmp_path / "log")
+def test_torchrun_starts_it(run_dir: Path, tmp_path: Path, forked_commands: Path) -> None:
+    env = {"PYTHON_EXEC": str(forked_commands / "python")}
+    job = Job(_torchrun, str(tmp_path / "run"), log=tmp_path / "log", env=env)
     assert job.wait() == 0, job.output[-4000:]
     runs.assert_close(tmp_path / "run", run_dir)
 

@@ -1,0 +1,145 @@
+"""`python`, `rlctl`, `torchrun` and `deepspeed` at the price of a fork, for what shells and launchers start.
+
+Each command of `commands` is a small client. It hands its arguments, directory, environment and files to a
+server that has imported what a run imports; a fork of the server runs them as Python would, and the client
+passes signals on and ends as the fork ends. `sys.executable` is the client, so that launchers fork as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.processes import ROOT, Job
+
+_CLIENT = """#!{python} -ISs
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = {{"command": {command!r}, "words": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}}
+encoded = json.dumps(request).encode()
+socket.send_fds(server, [len(encoded).to_bytes(8)], [0, 1, 2])
+server.sendall(encoded)
+lines = server.makefile()
+pid = int(lines.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+code = int(lines.readline() or 137)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+#: Command → what it runs, before its own arguments.
+_COMMANDS = {
+    "python": (),
+    "rlctl": ("-m", "rlctl.cli.app"),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "deepspeed": ("-m", "deepspeed.launcher.runner"),
+}
+
+
+@contextmanager
+def commands() -> Iterator[Path]:
+    """A directory with the commands, for the front of `PATH`."""
+    with tempfile.TemporaryDirectory(prefix="rlctl-python-") as name:
+        directory = Path(name)
+        address = str(directory / "socket")
+        for command in _COMMANDS:
+            client = _CLIENT.format(python=sys.executable, address=address, command=command)
+            (directory / command).write_text(client)
+            (directory / command).chmod(0o755)
+        job = Job(_serve, str(directory), log=directory / "log")
+        job.wait_for(lambda: Path(address).exists())
+        try:
+            yield directory
+        finally:
+            job.end()
+
+
+def _serve(directory: str) -> int:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the forks
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{directory}/starting")
+        server.listen(64)
+        Path(directory, "starting").rename(f"{directory}/socket")
+        while True:
+            client, _ = server.accept()
+            if os.fork() == 0:
+                server.close()
+                os._exit(_attend(client, directory))
+            client.close()
+
+
+def _attend(client: socket.socket, directory: str) -> int:
+    """One command: until it ends, or its client, which cannot pass SIGKILL on."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    length, files, _, _ = socket.recv_fds(client, 8, 3)
+    request = b""
+    while len(request) < int.from_bytes(length):
+        request += client.recv(2**20)
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        _become(json.loads(request), files, directory)
+    client.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    if client in select.select([ended, client], [], [])[0]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with suppress(OSError):
+        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    return 0
+
+
+def _become(request: dict, files: list[int], directory: str) -> None:
+    """What `python WORDS` does, in this process; never returns."""
+    for descriptor, file in enumerate(files):
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.executable = f"{directory}/python"
+    multiprocessing.set_executable(sys.executable)
+    words = [*_COMMANDS[request["command"]], *request["words"]]
+    options = list(itertools.takewhile({"-u", "-P"}.__contains__, words))
+    kind, *words = words[len(options) :]
+    sys.path[:] = [entry for entry in sys.path if entry not in {"", str(ROOT)}]
+    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
+    try:
+        if kind == "-c":
+            sys.argv = ["-c", *words[1:]]
+            exec(words[0], {"__name__": "__main__"})
+        elif kind == "-m":
+            sys.path[:0] = [] if "-P" in options else [str(Path.cwd())]
+            sys.argv = words
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(kind).parent))
+            sys.argv = [kind, *words]
+            runpy.run_path(kind, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -22,7 +22,8 @@ typer.main.get_command = cache(typer.main.get_command)
 
 #: What a test module mentions if it starts processes, engines or training.
 _STARTS = re.compile(
-    r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright|RayEngine|ray_hosts|attempt)\b"
+    r"\b(on_ranks|subprocess|Job|GradingPool|embedded|DeepSpeedEngine|HFRollout|VLLMRollout|playwright)\b"
+    r"|\b(RayEngine|ray_hosts|attempt|forked_\w+)\b"
     r"|\b(opened|loaded_from_elsewhere)\b"  # a browser
     r"|rlctl\.evaluate\.evaluation import"  # grading processes
     r"|from tests import .*\b(runs|processes|clusters)\b|from tests\.(runs|processes|clusters)"
@@ -87,6 +88,16 @@ def forked_commands() -> Iterator[Path]:
     from tests.forked_python import commands
 
     with commands() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def forked_vllm() -> Iterator[Path]:
+    """The same, of a process that has imported vLLM."""
+    from tests.forked_python import commands
+    from tests.hooks import forked_ranks_with_vllm
+
+    with commands(before=forked_ranks_with_vllm) as directory:
         yield directory
 
 

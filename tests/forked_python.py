@@ -15,13 +15,14 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.processes import ROOT, Job
+from tests.processes import ROOT, TIMEOUT_S, Job
 
 _CLIENT = """#!{python} -ISs
 import json, os, signal, socket, sys
@@ -51,8 +52,8 @@ _COMMANDS = {
 
 
 @contextmanager
-def commands() -> Iterator[Path]:
-    """A directory with the commands, for the front of `PATH`."""
+def commands(before: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A directory with the commands, for the front of `PATH`; `before` is called in the server."""
     with tempfile.TemporaryDirectory(prefix="rlctl-python-") as name:
         directory = Path(name)
         address = str(directory / "socket")
@@ -60,12 +61,21 @@ def commands() -> Iterator[Path]:
             client = _CLIENT.format(python=sys.executable, address=address, command=command)
             (directory / command).write_text(client)
             (directory / command).chmod(0o755)
-        job = Job(_serve, str(directory), log=directory / "log")
+        job = Job(_serve, str(directory), log=directory / "log", before=before)
         job.wait_for(lambda: Path(address).exists())
         try:
             yield directory
         finally:
             job.end()
+
+
+def run_in(directory: Path, function: Callable[..., int], *arguments: Path, log: Path) -> None:
+    """`function(*arguments)`, paths as text, in a fork of the server of that directory; it must return 0."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as function"
+    command = [directory / "python", "-c", f"{code}; sys.exit(function(*sys.argv[1:]))", *arguments]
+    with log.open("wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, log.read_text()[-4000:]
 
 
 def _serve(directory: str) -> int:
@@ -109,6 +119,12 @@ def _become(request: dict, files: list[int], directory: str) -> None:
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):  # a pipe may have become a file
+        stream = open(descriptor, "w" if descriptor else "r", closefd=False)  # noqa: SIM115
+        if descriptor:
+            stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -126,6 +142,7 @@ def _become(request: dict, files: list[int], directory: str) -> None:
         elif kind == "-m":
             sys.path[:0] = [] if "-P" in options else [str(Path.cwd())]
             sys.argv = words
+            sys.modules.pop(words[0], None)
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(kind).parent))

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +97,14 @@ def test_deepspeed_over_ssh(
     runs.assert_close(where, one_node)
 
 
-@pytest.mark.usefixtures("tools")
-def test_slurm(tmp_path: Path, one_node: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm(
+    tmp_path: Path,
+    one_node: Path,
+    embedded: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # torchrun's
     where = tmp_path / "it's two nodes"
     commands = printed(capsys, *runs.SMALL, *STEPS, *TWO_NODES, f"trainer.run_dir={where}")[3:]
     job = shlex.join(["salloc", "--nodes", "2", "--gpus-per-node", "1", "bash", "-ec", "\n".join(commands)])

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from transformers import TopPLogitsWarper
@@ -17,7 +18,7 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.vllm import VLLMRollout
-from tests.processes import Job
+from tests.forked_python import run_in
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_prompts, random_model, take
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -49,6 +50,8 @@ def ask(path: str, answers: str) -> int:
     }
     found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
     engine.close()
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=30)
+    assert not [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
     torch.save(found, answers)
     return 0
 
@@ -68,13 +71,11 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def answers(model, tmp_path_factory) -> dict[str, Rollouts]:
+def answers(model, forked_vllm, tmp_path_factory) -> dict[str, Rollouts]:
     directory = tmp_path_factory.mktemp("vllm")
     model.save_pretrained(directory / "model")
     TOKENIZER.save_pretrained(directory / "model")
-    job = Job(ask, str(directory / "model"), str(directory / "answers"), log=directory / "log")
-    assert job.wait() == 0, job.output[-3000:]
-    assert job.orphans() == []
+    run_in(forked_vllm, ask, directory / "model", directory / "answers", log=directory / "log")
     return torch.load(directory / "answers", weights_only=False)
 
 
@@ -147,10 +148,9 @@ def test_truncated_means_the_limit_came_first(answers):
 
 
 @needs_vllm
-def test_a_model_it_refuses_is_named(tmp_path):
+def test_a_model_it_refuses_is_named(tmp_path, forked_vllm):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
-    job = Job(refused, str(tmp_path), str(tmp_path / "said"), log=tmp_path / "log")
-    assert job.wait() == 0, job.output[-3000:]
+    run_in(forked_vllm, refused, tmp_path, tmp_path / "said", log=tmp_path / "log")
     what, where = json.loads((tmp_path / "said").read_text())
     assert where == str(tmp_path)
     assert "no-such-architecture" in what

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlctl.train.update import update
 from tests.models import replaced, tiny_model
-from tests.unit.train.updates import CASES, PlainEngine, alone, batch_of, settings_of
+from tests.unit.train.updates import CASES, PlainEngine, alone, settings_of
 
 FILE = Path(__file__).with_suffix(".json")
 KEYS = (
@@ -43,7 +43,7 @@ def figures() -> dict[str, list[dict[str, float]]]:
         engine = PlainEngine(model)
         found[name] = []
         for step in range(3):
-            batch = batch_of(tiny_model(), seed=step)  # sampled by the first policy: ever more off-policy
+            batch = case.batch(tiny_model(), seed=step)  # sampled by the first policy: ever more off-policy
             if case.correction["bypass_mode"]:
                 batch = replaced(batch, old_log_probs=batch.rollout_log_probs)
             settings = settings_of(

@@ -52,9 +52,9 @@ class Case:
     terms: dict[str, object] = field(default_factory=dict)
     zero_advantage: tuple[int, ...] = ()
 
-    def batch(self, model) -> TrainBatch:
+    def batch(self, model, seed: int = 3) -> TrainBatch:
         """All rows."""
-        batch = batch_of(model)
+        batch = batch_of(model, seed=seed)
         advantages = batch.advantages.clone()
         advantages[list(self.zero_advantage)] = 0.0
         return replaced(batch, advantages=advantages)

@@ -196,17 +196,15 @@ def test_the_step_of_a_7b_on_eight_gpus() -> None:
     )
 
 
-def test_the_step_of_a_small_model_on_one_core() -> None:
-    """As measured, in seconds of one thread: docs/how-to/real-model.md, "What a step costs"."""
-    measured = {"generate": 5.0, "update": 2.9 + 4.9, "step": 1.7}
-    given = ["data.train_files=x", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4"]
-    spec = load_spec(["smollm2-135m-sums"], [], given).spec
-    core = replace(this_machine(), gpus=0, flops=70e9, gpu_bandwidth=10e9)
-    seconds = Placement(spec, model_size(spec.model), core).seconds()
+def test_the_step_of_a_small_model_on_two_cores() -> None:
+    """Of `make train-llm`, as measured: docs/how-to/real-model.md, "What a step costs"."""
+    measured = {"generate": 5.6, "whole step": 15.1}
+    spec = load_spec(["smollm2-135m-sums"], [], ["data.train_files=x", "engine.dtype=fp32"]).spec
+    cores = replace(this_machine(), gpus=0, flops=140e9, gpu_bandwidth=20e9)
+    seconds = Placement(spec, model_size(spec.model), cores).seconds()
     assert seconds["score"] == 0.0
-    for phase in ("generate", "update"):
-        assert 0.5 < measured[phase] / seconds[phase] < 2
-    assert 0.7 < sum(measured.values()) / seconds["whole step"] < 1.5
+    for phase, real in measured.items():
+        assert 0.5 < real / seconds[phase] < 2
 
 
 def test_prompts_count_once_for_the_responses_that_share_a_pass() -> None:

@@ -26,7 +26,7 @@ SMALL = {
 
 
 def commands() -> list[list[str]]:
-    section = DOCS.read_text(encoding="utf-8").partition("## The whole way with GSM8K")[2]
+    section = DOCS.read_text(encoding="utf-8").partition("## Complete example: GSM8K")[2]
     found = re.search(r"```\n(.*?)```", section, re.DOTALL)
     assert found is not None
     return [shlex.split(line)[1:] for line in found[1].splitlines()]

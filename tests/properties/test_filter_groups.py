@@ -109,6 +109,7 @@ def test_a_curriculum_without_its_weights_would_change_direction() -> None:
     assert cosine(np.mean(prompts, 0), drawn) < 0.999
 
 
+@pytest.mark.slow
 def test_prompts_are_drawn_with_the_chance_that_their_advantages_are_divided_by() -> None:
     """So Σ 1/chance over the times that a prompt was drawn tends to the times that it was its turn."""
     dataset = SimpleNamespace(row_at=lambda position, **_: position % 3)

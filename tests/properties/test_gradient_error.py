@@ -12,6 +12,7 @@ from rlctl.algos.gradient_error import gradient_error
 from rlctl.bench.corrections import BenchPlace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.1, 0.5, 1.0])
 def test_the_interval_holds_the_exact_error(size: float) -> None:
     """Stated 90 %; rounded down by what 100 draws leave to chance. Where nothing can be said, it says so."""
@@ -34,6 +35,7 @@ def test_the_interval_holds_the_exact_error(size: float) -> None:
         assert np.mean(widths) < 0.2
 
 
+@pytest.mark.slow
 def test_the_estimate_tends_to_the_exact_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_error_module, "_DRAWS", 2)  # of the interval
     rng, world = np.random.default_rng(1), BenchPlace("KL", size=0.5, horizon=3).world(0)

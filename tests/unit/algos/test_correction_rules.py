@@ -193,6 +193,7 @@ def kept(rule: RejectRule, ratios: torch.Tensor, lengths: torch.Tensor) -> torch
     return correct(rollout + ratios, rollout, mask, rules, advantages=advantages).keep_mask | ~mask
 
 
+@pytest.mark.slow
 def test_a_criterion_said_to_be_implied_rejects_nothing_more() -> None:
     """Over hostile responses of 1 to 4 tokens, for every pair of random criteria."""
     draw = random.Random(0)

@@ -100,6 +100,7 @@ def shipped(monkeypatch, tmp_path):
     return keep
 
 
+@pytest.mark.slow
 def test_the_shipped_logs_are_the_simulated_ones():
     shipped = json.loads(gzip.decompress(DATA.read_bytes()))
     assert repr(shipped) == repr(json.loads(json.dumps(export.document())))

@@ -89,6 +89,7 @@ def near(texts, tmp_path, is_left=None):
     return dict(zip(later.tolist(), earlier.tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_near_duplicates_against_all_pairs(texts, tmp_path):
     sets = [shingles(text) for text in texts]
 

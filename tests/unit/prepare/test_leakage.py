@@ -4,6 +4,7 @@ import random
 import re
 import unicodedata
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,7 @@ def test_it_finds_what_a_slow_search_finds():
     assert seen == {None, "exact", "masked", "ngram"}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=60), max_size=8), st.lists(st.text(max_size=60), max_size=8))
 def test_any_text_whatever(known, asked):

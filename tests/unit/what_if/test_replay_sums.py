@@ -139,6 +139,7 @@ def assert_same(one: dict, other: dict) -> None:
             assert found.high == pytest.approx(expected.high, rel=1e-3, abs=1e-5), (name, field)
 
 
+@pytest.mark.slow
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [make_step(seed) for seed in range(2)]
     whole = figures(steps)

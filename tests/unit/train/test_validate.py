@@ -13,6 +13,7 @@ from rlctl.errors import RunFailure
 from rlctl.evaluate.compare import compare
 from rlctl.evaluate.samples import read_samples
 from rlctl.reward.build import build_reward
+from rlctl.rollout.engine_lock import EngineLock, LockedRollout
 from rlctl.rollout.hf import HFRollout
 from rlctl.spec.load import load_spec
 from rlctl.train.validate import validate
@@ -54,7 +55,7 @@ def figures_of(ranks, where, model_dir, reward, *overrides):
         run_dir=where / f"run{ranks.world_size}",
         tokenizer=tokenizer,
         val_prompts=PromptDataset(rows, tokenizer, max_prompt_length=50, filter_overlong=True),
-        rollout=HFRollout(model, tokenizer, "cpu"),
+        rollout=LockedRollout(HFRollout(model, tokenizer, "cpu"), EngineLock(), first=True),
         reward=build_reward(spec.reward, max_response_length=6, device=torch.device("cpu")),
     )
     try:

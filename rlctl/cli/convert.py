@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Format = Annotated[
     Literal["text", "json", "markdown"],
-    typer.Option("--format", help="How to print what became of every key."),
+    typer.Option("--format", help="Output format of the report on every key."),
 ]
 
 
@@ -32,8 +32,8 @@ def import_config(
         typer.Option(
             "--from",
             metavar="NAME",
-            help="Whose it is: nemo-rl, openrlhf, prime-rl, slime, trl, verl.",
-            show_default="found by its launch command, classes or keys",
+            help="Framework of the file: nemo-rl, openrlhf, prime-rl, slime, trl, verl.",
+            show_default="detected from launch command, classes or keys",
         ),
     ] = None,
     variables: Annotated[
@@ -133,7 +133,7 @@ def _print(result: Translation, spec_text: str) -> None:
 
     typer.echo(f"{result.table.title}, {summary(result)}")
     _print_sections(result.rows)
-    _print_rows("defaults of the framework that are not rlctl's", result.implied)
+    _print_rows("framework defaults that differ from rlctl's", result.implied)
     if result.notes:
         typer.echo("\nnot followed in the file" if len(result.notes) > 1 else "\nnote")
         for note in result.notes:

@@ -71,7 +71,7 @@ def diagnose(
         typer.Option(
             "--rules",
             metavar="FILE.py:FUNCTION",
-            help="Apply a rule of your own, too; may be repeated.",
+            help="Also apply your own diagnosis rule; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -115,7 +115,12 @@ def diagnose(
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
     if what_if:
-        _refuse("is about findings; --what-if replays rollouts", rules=rules, fix=fix, fail_on=fail_on)
+        _refuse(
+            "applies to findings, and --what-if computes none: it replays rollouts",
+            rules=rules,
+            fix=fix,
+            fail_on=fail_on,
+        )
         replay(paths, output_format, out)
         return
     _check(paths, output_format, out, fix)
@@ -189,9 +194,9 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
     """Refuse what cannot work before anything is read."""
     if paths.count(Path("-")) > 1:
-        raise UsageError("standard input is given twice, and can be read once", where="-")
+        raise UsageError("standard input is given twice but can be read only once", where="-")
     if Path("-") in paths and sys.stdin.isatty():
-        typer.echo("Paste a log, or a part of one; end it with Ctrl-D on a line of its own.", err=True)
+        typer.echo("Paste a log, or a part of one; end it with Ctrl-D on an empty line.", err=True)
     from rlctl.cli.output import check_out
 
     check_out(paths, out, is_page=output_format == "html")
@@ -199,7 +204,7 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         return
     if len(paths) > 1:
         raise UsageError(
-            f"--fix writes one run's spec, and {len(paths)} are given", where="--fix", fix="give one run"
+            f"--fix writes the spec of one run, but {len(paths)} are given", where="--fix", fix="give one run"
         )
     from rlctl.diagnose.spec_patch import check_free
 

@@ -113,7 +113,7 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
         _print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
     if not show_all:
         _print_indented(
-            Text(f"{len(defaults)} more keys hold their defaults: --all shows them", "dim"), 2, console
+            Text(f"{len(defaults)} more keys have their default values: --all shows them", "dim"), 2, console
         )
 
 
@@ -144,7 +144,7 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
     """What each term grades, and what it needs."""
     _print_title("Reward", console)
     for term in spec.reward.all_terms:
-        shown = "your own; imported where it runs, when the run starts"
+        shown = "your function; imported when the run starts"
         if not is_file_function(term.name):
             part = GRADERS.part(term.name)
             needs = f"; needs {', '.join(sorted(part.needs))}" if part.needs else ""
@@ -195,18 +195,18 @@ def _print_servers(placement: Placement, console: Console) -> None:
     if server.urls:
         where = ", ".join(server.urls)
     elif server.is_placed_by_ray:
-        where = f"{engines}, wherever the Ray cluster has room"
+        where = f"{engines}, on nodes of the Ray cluster with free GPUs or CPUs"
     elif spec.trainer.nnodes > 1:
         where = f"{engines} on {'each' if placement.broadcasts_weights else 'the first'} node of the run"
     else:
         where = f"{engines} on this machine"
     console.print(Text(f"  {where}"))
     if spec.syncs_adapter:
-        words = "the base once, then the adapter, as files"
+        words = "files: the base model once, then only the adapter"
     elif placement.broadcasts_weights:
         words = f"broadcast over {'NCCL' if placement.machine.gpus else 'gloo'}"
         if server.weight_transfer == "auto":
-            words += "; as files, with a note, where the group for it cannot be formed"
+            words += "; files, with a warning, if the broadcast group cannot be formed"
     else:
         words = f"files in {server.weights_dir or 'shared memory'}"
     console.print(Text(f"  new weights: {words}"))
@@ -227,7 +227,7 @@ def _print_memory(placement: Placement, console: Console) -> None:
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + show_bytes(memory_total(known)) if known else "unknown"
     peak = Text(f"{'peak':<31}{total:>12}   ", "bold")
-    words = "parts held always, and the largest phase [in brackets]"
+    words = "parts in memory in every phase, and the largest phase [in brackets]"
     _print_indented(Text(words, "dim"), 2, console, head=peak)
 
 

@@ -80,7 +80,9 @@ def evaluate(
     ] = None,
     instruction: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Put after each question of a file.", show_default="the recipe's"),
+        typer.Option(
+            metavar="TEXT", help="Text appended to each question of a file.", show_default="the recipe's"
+        ),
     ] = None,
     benchmarks_dir: Annotated[
         Path | None,
@@ -115,14 +117,14 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Who grades: a grader's name, or FILE.py:FUNCTION.",
+            help="Grader: its name, or FILE.py:FUNCTION.",
             show_default="the run's, or by data source",
         ),
     ] = None,
     engine: Annotated[
         Engine | None,
         typer.Option(
-            help="Who samples; openai: an OpenAI-compatible server.", show_default="the run's, or hf"
+            help="Engine that samples; openai: an OpenAI-compatible server.", show_default="the run's, or hf"
         ),
     ] = None,
     base_url: Annotated[
@@ -143,12 +145,14 @@ def evaluate(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests open at once at the server.")
+        int, typer.Option(min=1, metavar="N", help="Concurrent requests to the server.")
     ] = 32,
     timeout: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="Seconds the server may take for one response.")
     ] = 600.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Sample again what is stored.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Sample again instead of using stored responses.")
+    ] = False,
     regrade: Annotated[
         bool, typer.Option("--regrade", help="Grade an evaluation's samples again: no model, no sampling.")
     ] = False,
@@ -161,7 +165,10 @@ def evaluate(
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sequences at once: memory and speed, not the result.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Sequences sampled at once; affects memory and speed, not the result."
+        ),
     ] = 256,
     as_json: AsJson = False,
 ) -> None:
@@ -184,7 +191,7 @@ def evaluate(
     if model is not None:
         model_or_run = _only_name(model_or_run, model, engine)
     if regrade:
-        why = "is about sampling, and --regrade samples nothing"
+        why = "applies to sampling, and --regrade samples nothing"
         _refuse_options(context, _OF_SAMPLING, why, "leave it out, or leave --regrade out")
         if model_or_run is None:
             raise UsageError("no evaluation is named", where="MODEL_OR_RUN", fix="name its directory")

@@ -85,7 +85,7 @@ def _push(folder: Path, name: str, *, is_public: bool) -> str:
         found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="rlctl export")
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         raise EnvironmentFailure(
-            f"the hub did not take it: {first_line(error)}",
+            f"the hub refused the upload: {first_line(error)}",
             where=name,
             fix=f"log in with `hf auth login`; the export is complete in {folder}",
         ) from error

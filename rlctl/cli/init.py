@@ -88,7 +88,7 @@ def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
     from rlctl.spec.load import dump_value
 
     lines = [
-        f"# Written by `rlctl init` from {', '.join(presets)}. Other keys hold their defaults.",
+        f"# Written by `rlctl init` from {', '.join(presets)}. Other keys have their default values.",
         "# All keys: rlctl schema --markdown. One key: rlctl explain KEY.",
     ]
     open_sections: list[str] = []

@@ -73,10 +73,12 @@ def parquet(
         ),
     ] = "auto",
     prompt_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt; dots reach inside.")
+        str | None,
+        typer.Option(metavar="COLUMN", help="Column of the prompt; a dot separates nested fields."),
     ] = None,
     answer_key: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column of the answer; dots reach inside.")
+        str | None,
+        typer.Option(metavar="COLUMN", help="Column of the answer; a dot separates nested fields."),
     ] = None,
     data_source: Annotated[
         str | None,
@@ -95,7 +97,7 @@ def parquet(
     instruction: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="Put after each question; '' for none.", show_default="the recipe's"
+            metavar="TEXT", help="Text appended to each question; '' for none.", show_default="the recipe's"
         ),
     ] = None,
     val_fraction: Annotated[
@@ -116,7 +118,7 @@ def parquet(
         Literal["check", "keep", "drop"],
         typer.Option(
             metavar="POLICY",
-            help="Rows that ask what an earlier row asked: check (refuse more than 5 %), keep or drop.",
+            help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop.",
         ),
     ] = "check",
     near_duplicates: Annotated[

@@ -65,7 +65,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
     return [
         Launch(
             "torchrun",
-            "one command on each node, MASTER_ADDR being node 0 on all; they wait for one another",
+            "run it on every node, MASTER_ADDR set to node 0; training starts when all nodes have joined",
             tuple(torchrun),
         ),
         Launch(

@@ -140,7 +140,7 @@ def samples(
     steps = record.rollout_steps()
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        what = f"the run kept no responses of step {chosen}"
+        what = f"the run saved no responses of step {chosen}"
         raise UsageError(what, where=str(run_dir), fix=f"kept: {in_words(steps)}")
     rows = [_sample(row) for row in record.rollouts(chosen).to_pylist()]
     rows = sorted(rows, key=_ORDERS[order])[:count]

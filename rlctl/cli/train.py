@@ -109,8 +109,8 @@ def train(
 
         raise typer.Exit(print_dry_run(loaded, show_all=show_all, machine=machine))
     if machine is not None:
-        fix = "add --dry-run; a run starts on the machine where it is started"
-        raise UsageError("--machine plans a run and starts none", where="--machine", fix=fix)
+        fix = "add --dry-run; without it the run starts on this machine"
+        raise UsageError("--machine only plans a run", where="--machine", fix=fix)
     if print_command:
         from rlctl.cli.print_command import print_commands
 

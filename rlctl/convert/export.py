@@ -122,14 +122,14 @@ def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> 
         return KeyOutcome(leaf, value, "not supported", {}, why, "")
     if _MISSING in became.values():
         lost = [key for key, one in became.items() if one is _MISSING]
-        note = f"no value of {', '.join(lost)} means this"
+        note = f"{', '.join(lost)} has no equivalent value"
         kept = {key: one for key, one in became.items() if one is not _MISSING}
         return KeyOutcome(leaf, value, "not supported", kept, note, "")
     notes = [table.keys[key].difference(one) for key, one in became.items()]
     for key, one in became.items():
         default = table.keys[key].default
         if one is None and default not in (None, "null"):
-            notes.append(f"null here; there {key} is {word(default)} unless it is set")
+            notes.append(f"null here; if not set, {key} defaults to {word(default)}")
     note = "; ".join(dict.fromkeys(note for note in notes if note))
     return KeyOutcome(leaf, value, "different" if note else "same", became, note, "")
 

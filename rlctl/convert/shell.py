@@ -104,12 +104,12 @@ class _Shell:
                 self.variables[block.words[0].raw] = values[0].text
                 if len(values) > 1:
                     turn = f"{block.words[0].raw}={values[0].text}"
-                    self._note(block.line, f"a loop: only its first turn, {turn}")
+                    self._note(block.line, f"a loop: only its first iteration is read, {turn}")
                 self._run(block.body)
         elif block.kind == "function":
             self.functions[block.words[0].raw] = block.body
         else:
-            self._note(block.line, f"`{block.kind}` is not followed")
+            self._note(block.line, f"`{block.kind}` is not evaluated")
 
     def _run_command(self, command: ShellCommand) -> bool | None:
         words = list(command.words)
@@ -154,7 +154,7 @@ class _Shell:
     def _source(self, arg: Arg) -> None:
         file = Path(arg.text) if Path(arg.text).is_absolute() else self.path.parent / arg.text
         if is_unresolved(arg.text) or not file.is_file() or file.stat().st_size > _MAX_BYTES:
-            self._note(arg.line, f"`source {arg.text}` is not read: no such file beside this one")
+            self._note(arg.line, f"`source {arg.text}` is not read: no such file next to this file")
             return
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 

@@ -222,7 +222,7 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
     file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
     if file is None or is_unresolved(name):
-        notes.append(f"{name}: the configuration it names is not read: no such file beside this one")
+        notes.append(f"{name}: this configuration is not read: no such file next to this file")
         return []
     return _settings_of(file, _KINDS[file.suffix], notes, other=True)
 

@@ -130,7 +130,7 @@ def _add_row(
         lost = [rule.to] if became.get(rule.to, _MISSING) is _MISSING else []
         lost = [one for one in [*lost, *table.read_by.get(key, [])] if one and one not in became]
         for target in lost:
-            what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would take its place"
+            what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
             result.problems.append(Problem("error", target, what, "write the key into the spec"))
     if open_values:
         note = f"not determined by the file{': ' if note else ''}{note}"

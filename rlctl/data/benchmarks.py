@@ -164,7 +164,7 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
         )
     except Exception as error:  # network, cache and hub errors of several libraries, with no common base
         use = f"and set {BENCHMARKS_VARIABLE}=DIR (`rlctl evaluate` also takes --benchmarks-dir DIR)"
-        what = f"the benchmark {benchmark.name} is not in the cache, and the hub did not give it"
+        what = f"the benchmark {benchmark.name} is not in the cache and could not be downloaded"
         raise EnvironmentFailure(
             f"{what}: {first_line(error)}",
             where=f"{benchmark.dataset}@{benchmark.revision[:12]}: {benchmark.file}",

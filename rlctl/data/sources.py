@@ -176,7 +176,7 @@ def _hub_files(name: str) -> list[Source]:
     except Exception as error:  # network, cache and hub errors of several libraries, with no common base
         fix = "check its name and the network, or download its files and name them"
         raise EnvironmentFailure(
-            f"the dataset cannot be had: {first_line(error)}", where=name, fix=fix
+            f"the dataset could not be loaded: {first_line(error)}", where=name, fix=fix
         ) from error
     if not loaded.cache_files:
         raise UsageError("the dataset has no rows", where=name)
@@ -208,7 +208,7 @@ def read_blocks(source: Source) -> Iterator[Block]:
     except (OSError, EOFError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
         codec = CODECS.get(source.path.suffix.lower())
-        reason = f"the {codec} data ends or breaks off: " if codec else ""
+        reason = f"the {codec} data is truncated or damaged: " if codec else ""
         what = f"the file cannot be read{after}: {reason}{first_line(error)}"
         raise UsageError(what, where=str(source.path), fix="get it again") from error
     if number == 0:

@@ -118,7 +118,7 @@ def staged_directory(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except (FileExistsError, NotADirectoryError) as error:
-        what = "the output lies below a file, or its place was taken meanwhile"
+        what = "a parent of the output is a file, or another process created the output meanwhile"
         raise UsageError(what, where=str(out), fix="choose another --out") from error
     except OSError as error:
         raise EnvironmentFailure(

@@ -169,7 +169,7 @@ def _summary(diagnosis: Diagnosis) -> str:
         return f"{', '.join(f'{count} {s}' for s, count in counts.items() if count)} ({basis})"
     if diagnosis.verdict == "no warnings":
         return f"{basis}: no warnings."
-    return f"Too little to judge: {basis}. Nothing found does not mean healthy."
+    return f"Too little data for a conclusion: {basis}. No finding does not mean that the run is healthy."
 
 
 def _skipped(diagnosis: Diagnosis) -> str:
@@ -185,7 +185,7 @@ def _skipped(diagnosis: Diagnosis) -> str:
     if way == RUN_SPEC_FILE and diagnosis.run.framework in _CONFIGURED:
         way += f", or {_CONFIGURED[diagnosis.run.framework]}"
     rules = f"{len(waiting)} rule{'s' * (len(waiting) != 1)}"
-    return visible(f"{rules} SKIPPED: the log lacks what they read. {count} of them wait for: {way}")
+    return visible(f"{rules} SKIPPED: the log lacks their metrics. {count} of them would run with: {way}")
 
 
 def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:

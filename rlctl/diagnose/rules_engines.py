@@ -155,7 +155,7 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     "missing-log-probs", thresholds="— / — / on a step", source=th.LOGIC,
     needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
     signal="engine's mean log-prob (`rollout_corr/rollout_log_ppl`) exactly 0, and the trainer's not",
-    cause="the engine reports no log-probs, and zeros stand for them: every importance weight is wrong",
+    cause="the engine reports zeros instead of log-probs: every importance weight is wrong",
     fixes=(
         fix.by_hand(
             "let the engine return the log-probs of the sampled tokens",

@@ -36,7 +36,7 @@ _TIMES = 1e-9  # seconds that count as none
 _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     (
         r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b",
-        "somebody or the scheduler stopped the run",
+        "a user or the scheduler stopped the run",
         (),
     ),
     (
@@ -81,9 +81,7 @@ def exception(run: RunLog) -> Detection | None:
     where = f" ({raised.where})" if raised.where else ""
     seen = Evidence("line of the log", f"{raised.line}{where}")
     severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS[0] else "critical"
-    sure: Sure | None = (
-        None if known else ("low", "the text of the exception is of no kind that is known here")
-    )
+    sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
     return Detection(severity, f"the log ends{after} with {raised.text}", (seen,), cause, fixes, sure)
 
 

@@ -82,7 +82,7 @@ def _best(
     with_settings = [fix for fix in finding.fixes if fix.spec]
     if not with_settings:
         by_hand = "; ".join(fix.why for fix in finding.fixes)
-        return f"no setting helps, do by hand: {by_hand}" if by_hand else "no fix is known"
+        return f"no config key fixes this; what to do: {by_hand}" if by_hand else "no fix is known"
     taken = {key: (value, each.finding.rule) for each in chosen for key, value in _pairs(each.fix.spec)}
     earlier = [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []

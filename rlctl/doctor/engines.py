@@ -104,7 +104,7 @@ def deepspeed_steps() -> str:
     is_changed = any(not torch.equal(weight, before[name]) for name, weight in engine.weights())
     leave_ranks()
     if not (result.applied and is_changed):
-        raise RunFailure("a step left every weight as it was", fix="reinstall deepspeed and torch together")
+        raise RunFailure("an optimizer step changed no weight", fix="reinstall deepspeed and torch together")
     return f"a step of AdamW under ZeRO 2 in bf16 on {ranks.device}"
 
 

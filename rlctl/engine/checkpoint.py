@@ -301,7 +301,7 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
         if not file.is_file():
             return f"{name} is missing", None
         if sha256_of(file) != digest:
-            return f"{name} is not as it was written (checksum)", None
+            return f"{name} differs from its checksum", None
     return "", Checkpoint(path, state)
 
 
@@ -315,7 +315,7 @@ def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
     manifest = json.loads((path / _MANIFEST).read_text())
     digest = manifest.pop("manifest_sha256", None)
     if digest is not None and digest != _digest(manifest):
-        raise ValueError("not as it was written (checksum)")
+        raise ValueError("it differs from its checksum")
     return TrainerState(**manifest["state"]), manifest["sha256"]
 
 

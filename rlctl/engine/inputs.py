@@ -81,7 +81,7 @@ def scored_states(
         states: Tensor = body(**(own or rows).inputs).last_hidden_state
         return states.flatten(0, 1).index_select(0, (own or rows).states_at), own
     if sequence:
-        what = "a row without a prompt, or longer than the window of a layer, cannot be cut up among ranks"
+        what = "a row without a prompt, or longer than the window of a layer, cannot be split among ranks"
         raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
     horizon = scored.shape[1]
     inputs = body_inputs(body, *columns, horizon=horizon, share_prompts=share_prompts)

@@ -84,7 +84,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
                 return int(failure.exitcode)
             raise reported or RunFailure(
-                f"rank {rank} ended without a word (exit code {failure.exitcode}); the others were stopped",
+                f"rank {rank} ended without an error message (exit code {failure.exitcode}); "
+                "the others were stopped",
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
         except SignalException as stop:

@@ -132,7 +132,7 @@ class PolicyModule(nn.Module):
             tokens, kept = tokens[own.scored_at], kept and kept[own.scored_at]
         given = (states, tokens, *((kept.counts[:, 0], kept.ids) if kept else ()))
         if sketch and not self.head.is_split:
-            what = f"{type(self.model).__name__} does more to its logits than its output head"
+            what = f"{type(self.model).__name__} computes its logits with more than its output head"
             key = "algorithm.rollout_correction.measure_grad_error"
             raise UsageError(what, where=key, fix="set it to false")
         figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared, sketch=sketch)
@@ -150,8 +150,8 @@ class PolicyModule(nn.Module):
         self._is_probed = True
         if not self.head.is_split:
             log.warning(
-                "%s does more to its logits than its output head; the whole model is run for them, "
-                "which takes more memory",
+                "%s computes its logits with more than its output head; every forward pass runs "
+                "the whole model, which takes more memory",
                 type(self.model).__name__,
             )
         if self.sequence:

@@ -93,7 +93,7 @@ def _not_loaded(path: str, where: str, error: Exception) -> UsageError | Environ
         return UsageError(f"the model cannot be read: {first_line(error)}", where=where)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
     return EnvironmentFailure(
-        f"neither a directory nor in the cache, and the hub did not give it: {first_line(error)}",
+        f"neither a directory nor in the cache, and the download failed: {first_line(error)}",
         where=where,
         fix="name a directory that exists, or unset HF_HUB_OFFLINE to download it"
         if offline

@@ -149,7 +149,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if use_cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
         raise UsageError(
-            f"rank {local_rank} of this machine has no GPU of its own, there are {num_gpus}",
+            f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}",
             where="trainer.n_gpus_per_node",
             fix=f"set it to {num_gpus} or less",
         )

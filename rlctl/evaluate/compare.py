@@ -199,7 +199,7 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
     for name, side in (("A", a), ("B", b)):
         ungraded, total = _num_ungraded(list(side.questions.values()))
         if ungraded > side.limit * total:
-            excluded = "they are excluded, and the figures may say little"
+            excluded = "they are excluded, and the scores may be unreliable"
             yield (
                 f"{ungraded:,} of {total:,} responses of {name} could not be graded, more than "
                 f"reward.max_error_fraction ({side.limit:g}): {excluded}"

@@ -131,7 +131,9 @@ def find_target(model_or_run: str, data_files: list[str]) -> Target:
         return _run_target(path, data_files)
     if data_files:
         return Target(str(path) if path.exists() else model_or_run, data_files)
-    what = "is not a run directory" if path.exists() else "does not exist here, and a hub model needs data"
+    what = (
+        "is not a run directory" if path.exists() else "does not exist here; a model of the hub needs --data"
+    )
     raise UsageError(
         f"`{model_or_run}` {what}",
         where="MODEL_OR_RUN",
@@ -228,7 +230,7 @@ def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tu
     room = data.max_prompt_length if context is None else context - length
     if room < 1:
         raise UsageError(
-            f"{length} response tokens leave no room for a prompt, the model's context is {context}",
+            f"{length} response tokens leave no tokens for a prompt: the model's context is {context}",
             where="--max-response-length",
             fix=f"make it less than {context}",
         )
@@ -285,7 +287,7 @@ def _check_sampling(request: EvaluateRequest) -> None:
 def _check_engine(request: EvaluateRequest) -> None:
     if request.engine == "openai":
         if not request.data:
-            what = "a server has no data of its own"
+            what = "--engine openai needs questions"
             raise UsageError(what, where="--data", fix="name a benchmark or a file")
         check_url(request.base_url)
     elif request.base_url is not None:

@@ -323,8 +323,8 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
             shared = np.flatnonzero(np.isin(keys, earlier.hashes[0]))
             if not len(shared):
                 continue
-            ask = agree(len(shared), "ask")
-            what = f"{rows(len(shared))} of {later.path} {ask} what a row of {earlier.path} asks"
+            repeat = agree(len(shared), "repeat")
+            what = f"{rows(len(shared))} of {later.path} {repeat} the question of a row of {earlier.path}"
             differ = later.split != earlier.split
             examples = tuple(f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]])
             fix = "one is not a test of training on the other" if differ else "drop one of them"

@@ -136,7 +136,7 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
     examples = _pair_examples(staging, later, first, "repeats")
     if request.duplicates == "check" and len(later) > MAX_DUPLICATES * len(here):
         raise UsageError(
-            f"{share(len(later), len(here), 'ask')} what an earlier row asks, more than {MAX_DUPLICATES:.0%}:"
+            f"{share(len(later), len(here), 'repeat')} an earlier question, more than {MAX_DUPLICATES:.0%}:"
             + "".join(f"\n  {line}" for line in examples),
             fix="pass --duplicates drop to keep the first of each, or --duplicates keep to keep them all",
         )

@@ -18,7 +18,7 @@ _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 _FIRST_KEPT = "`rlctl prepare-data parquet … --duplicates drop` keeps the first of each"
 _LEAK_FIX = (
-    "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file would measure memory"
+    "`rlctl prepare-data parquet … --leakage drop` leaves them out: scores on that file would be inflated"
 )
 _TEST_LEAK_FIX = "the test split then repeats that file: remove these rows from the input"
 _NO_FORM = r"are graded as mathematics, and the prompt asks for no form of the answer (\boxed{{}}, ####, …)"
@@ -28,15 +28,15 @@ _NGRAM = "share 13 words in a row with a question of {file}"
 
 #: Code → severity; what holds for the rows, a verb in the plural first; and the fix.
 _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
-    "duplicates": ("warning", "ask what an earlier row asks", _FIRST_KEPT),
+    "duplicates": ("warning", "repeat the question of an earlier row", _FIRST_KEPT),
     "conflicting-answers": (
         "warning",
-        "ask what an earlier row asks, with another ground truth",
+        "repeat the question of an earlier row, with another ground truth",
         "find out which answer is right: one of them teaches the wrong thing",
     ),
     "near-duplicates": (
         "info",
-        "ask almost what an earlier row asks",
+        "repeat the question of an earlier row with small changes",
         "`--near-duplicates drop` keeps the first of each",
     ),
     "leak-exact": ("error", _EXACT, _LEAK_FIX),

@@ -51,7 +51,7 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
     part = GRADERS.part(name)
     function, values = part.function, None
     if params and part.params is None:
-        raise UsageError(f"{name} has no parameters of its own", where="reward.params", fix="leave them out")
+        raise UsageError(f"{name} takes no parameters", where="reward.params", fix="leave them out")
     if part.params is not None:
         try:
             values = part.params.model_validate(params or {})
@@ -84,7 +84,7 @@ def _bound(
             (positional if parameter.kind is parameter.POSITIONAL_ONLY else named).append(parameter.name)
         elif parameter.default is parameter.empty:
             raise UsageError(
-                f"nothing is known to fill the parameter `{parameter.name}` with",
+                f"rlctl has no value for the parameter `{parameter.name}`",
                 where=name,
                 fix=f"give it a default, or use {', '.join(KNOWN)}",
             )
@@ -121,7 +121,7 @@ def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter])
             given["completion_ids"] = [list(sample.response_ids) for sample in samples]
         if missing := sorted(needed - given.keys()):
             what = f"the reward function needs {', '.join(missing)}, the data has {', '.join(columns)}"
-            raise ValueError(f"{what}; a parameter with a default is left alone")
+            raise ValueError(f"{what}; give a parameter a default to make it optional")
         values = _result(function(**{k: v for k, v in given.items() if takes_all or k in names}))
         found = list(values) if hasattr(values, "__iter__") and not isinstance(values, str) else []
         if len(found) != len(samples):

@@ -23,7 +23,7 @@ from rlctl.reward.numbers import plain
 @GRADERS.register(
     "exact",
     label="the same text",
-    formula="1 if the response is the ground truth but for white space around it, else 0",
+    formula="1 if the response, stripped of white space at both ends, equals the ground truth, else 0",
     answer_of=lambda response: response.strip() or None,
 )
 def exact(response: str, ground_truth: str) -> float:

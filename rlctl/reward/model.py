@@ -157,7 +157,7 @@ def _not_loaded(path: str, where: str, error: Exception) -> RlctlError:
         return UsageError(f"the model cannot be read: {first_line(error)}", where=where)
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
     return EnvironmentFailure(
-        f"neither a directory nor in the cache, and the hub did not give it: {first_line(error)}",
+        f"neither a directory nor in the cache, and the download failed: {first_line(error)}",
         where=where,
         fix="unset HF_HUB_OFFLINE" if offline else "check the id and the network, or download it beforehand",
     )

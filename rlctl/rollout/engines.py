@@ -134,7 +134,7 @@ def vllm(context: EngineContext) -> RolloutEngine:
 
     spec, rollout = context.spec, context.spec.rollout
     if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
-        what = "vLLM's kernels for adapters know half precision only"
+        what = "vLLM's kernels for adapters support half precision only"
         raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
     if rollout.mode == "server":
         return _on_servers(context)
@@ -236,9 +236,9 @@ def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextMan
     server, on_gpus = spec.rollout.server, torch.cuda.is_available()
     if not (broadcasts or server.weights_dir):
         raise UsageError(
-            "servers on other machines do not see weights in the shared memory of this machine",
+            "servers on other machines cannot read weights in the shared memory of this machine",
             where="rollout.server.placement: ray",
-            fix="set rollout.server.weight_transfer: broadcast, or rollout.server.weights_dir, which all see",
+            fix="set rollout.server.weight_transfer: broadcast, or a shared rollout.server.weights_dir",
         )
     gpus = spec.rollout.tensor_model_parallel_size if on_gpus else 0
     of_trainer = spec.trainer.n_gpus_per_node if on_gpus else 0
@@ -289,7 +289,7 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
     theirs = here * rollout.tensor_model_parallel_size
     if on_gpus and trainers + theirs > (visible := torch.cuda.device_count()):
         raise UsageError(
-            f"the trainer takes {trainers} GPUs and the servers {theirs}, {visible} can be seen here",
+            f"the trainer needs {trainers} GPUs and the servers {theirs}, but {visible} are visible",
             where="rollout.server.replicas × rollout.tensor_model_parallel_size",
             fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
         )

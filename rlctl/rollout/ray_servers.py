@@ -158,7 +158,7 @@ def _ready(references: list[Any], seconds: float, whose: str) -> None:
     done, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
     if len(done) < len(references):
         raise EnvironmentFailure(
-            f"the Ray cluster has no room for {whose} within {seconds:.0f} s",
+            f"the Ray cluster had no resources for {whose} within {seconds:.0f} s",
             where="rollout.server.placement: ray",
             fix="`ray status` shows what is free; or lower rollout.server.replicas",
         )

@@ -262,7 +262,7 @@ class Replicas:
                 replica.heard, replica.ask_at = now, now + _PROBE_S
             if not was_ready or now - replica.heard < self._settings.answer_timeout:
                 return
-            what = f"listens, and has not answered for {now - replica.heard:.0f} s"
+            what = f"listens but has not answered for {now - replica.heard:.0f} s"
         else:
             what = f"ended with code {code}"
         replica.is_ready.clear()

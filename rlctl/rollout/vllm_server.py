@@ -213,7 +213,7 @@ class VLLMServerRollout(CompletionRollout):
                 if len(answers) == len(requests):
                     break
             else:
-                raise RunFailure("vLLM servers are started again and again", where=" ".join(self._urls))
+                raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
         return [
             _completion(choice)
             for index in range(len(requests))
@@ -404,7 +404,7 @@ class VLLMServerRollout(CompletionRollout):
                 await self._until_it_answers(client, url, words)
                 if renew:
                     await renew()
-        raise RunFailure(f"a vLLM server fails at {path} again and again: {words}", where=url)
+        raise RunFailure(f"a vLLM server repeatedly fails at {path}: {words}", where=url)
 
     async def _until_it_answers(self, client: httpx.AsyncClient, url: str, words: str) -> None:
         deadline = time.monotonic() + self._start_timeout
@@ -451,9 +451,9 @@ async def _until_silent(url: str, patience: float) -> None:
                 pass
             heard = time.monotonic()
     raise RunFailure(
-        f"a vLLM server listens, and has not answered for {silence:.0f} s",
+        f"a vLLM server listens but has not answered for {silence:.0f} s",
         where=url,
-        fix="see its log and start it again; rollout.server.answer_timeout says how long it is waited for",
+        fix="see its log and start it again; rollout.server.answer_timeout sets this limit",
     )
 
 

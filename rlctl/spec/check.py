@@ -222,9 +222,7 @@ def base_can_be_offloaded(spec: RunSpec) -> Problems:
     if not spec.engine.offload_base:
         return
     if not (spec.syncs_adapter and not spec.has_rollout_servers and spec.rollout.free_cache_engine):
-        what = (
-            "only frozen weights can lie on the host, while a colocated vLLM samples with the adapter: this "
-        )
+        what = "only frozen weights can be offloaded, while a colocated vLLM samples the adapter: this "
         what += "needs model.lora_rank, rollout.name: vllm, and merge_lora and free_cache_engine as they are"
         yield error("engine.offload_base", what, LEAVE_OUT)
     elif spec.engine.zero_stage == 3:

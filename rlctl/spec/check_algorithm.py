@@ -80,10 +80,10 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
         return
     for name in ("staleness", "max_staleness"):
         if getattr(rollout, name):
-            what = f"grades decide what is sampled, and rollout.{name} samples batches before their turn"
+            what = f"rewards decide what is sampled next, but rollout.{name} samples batches in advance"
             yield error(key, what, f"set it to false, or rollout.{name}: 0")
     if not spec.algorithm.estimator_needs("group_ids"):
-        what = f"{estimator} does not compare siblings: a group of equal rewards teaches it something too"
+        what = f"{estimator} is not group-relative: it also learns from groups with equal rewards"
         yield error(key, what, "set it to false, or use an estimator that does, such as rloo")
     elif rollout.n == 1:
         yield error(key, "a group of one response has no spread", "set rollout.n to 2 or more")

@@ -70,7 +70,7 @@ def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, 
     """What is wrong with the parameters at `key` for the part `name`."""
     part = registry.part(name)
     if part.params is None:
-        what, fix = f"{name} has no parameters of its own", "leave it out"
+        what, fix = f"{name} takes no parameters", "leave it out"
         return [Problem("error", f"{key}.{param}", what, fix) for param in given]
     try:
         params_of(part, given)

@@ -423,7 +423,7 @@ class Placement:
                     yield Problem("error", "rollout.gpu_memory_utilization", what, "raise it, or use servers")
             fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
             if always > machine.gpu_bytes:
-                what = f"{_gib(always)} are held always, a GPU of {where} has {_gib(machine.gpu_bytes)}"
+                what = f"{_gib(always)} are always needed, a GPU of {where} has {_gib(machine.gpu_bytes)}"
                 yield Problem("error", "engine.zero_stage", what, fix)
             elif peak > machine.gpu_bytes:
                 what = (

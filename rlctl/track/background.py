@@ -55,7 +55,9 @@ class BackgroundSink:
             self._steps.put(status)
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                raise TimeoutError(f"not done {CLOSE_S:.0f} s after the run; what is left is not sent")
+                raise TimeoutError(
+                    f"not finished {CLOSE_S:.0f} s after the run; the remaining steps are not sent"
+                )
         if self._error:
             raise self._error
 

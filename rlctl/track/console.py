@@ -59,7 +59,7 @@ PHASES = {
 #: Below or above these the panel colours a value red, then yellow: raw and applied ESS, masked fraction.
 _LOW_ESS = (0.1, 0.5)
 _HIGH_MASKED = (0.5, 0.2)
-_STOPPING = "stopping after this step, once more to leave at once"
+_STOPPING = "stopping after this step; press Ctrl-C again to stop now"
 _VALIDATION, _REWARD_MEAN = "val/", "/reward_mean"
 
 

@@ -190,7 +190,7 @@ def _refuse_contents(path: Path) -> None:
     except OSError as error:
         raise _unusable(path, error) from error
     if contents:
-        resume = f"go on with its run by --resume {shlex.quote(str(path))}, or "
+        resume = f"continue its run with --resume {shlex.quote(str(path))}, or "
         going_on = resume if SPEC_FILE in contents else ""
         raise UsageError(
             f"the run directory is not empty (it holds {contents[0]})",

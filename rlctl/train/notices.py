@@ -63,15 +63,15 @@ def step_warnings(
         what = "loss or gradient was not finite; lower critic.lr"
         yield "critic", f"step {step}: {missed:.0f} updates of the critic withheld: {what}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
-        what = "every prompt's responses got equal rewards, so there is nothing to learn from"
+        what = "within every group all rewards are equal, so group-relative advantages are zero"
         yield "flat", f"step {step}: {what}"
     if metrics.get("response_length/clip_ratio") == 1.0:
         what = "every response reached data.max_response_length; does the model know how to end one?"
         yield "endless", f"step {step}: {what}"
     if errors := metrics["reward/num_errors"]:
-        yield "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are left out"
+        yield "grader", f"step {step}: the grader failed on {errors:.0f} responses; they are excluded"
     if count := metrics["reward/num_timeouts"]:
         kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
         where = f" (on this rank {kinds})" if kinds else ""
-        what = f"{count:.0f} responses ended their own grading{where}; they count as wrong"
+        what = f"{count:.0f} responses stopped their grader{where} and are scored as wrong"
         yield "timeouts", f"step {step}: {what}"

@@ -142,7 +142,7 @@ def _require_space(run: Run, step: int) -> None:
     free = shutil.disk_usage(run.run_dir).free
     if free < needed:
         raise RunFailure(
-            f"there is no room for the checkpoint of step {step}: it takes {needed / 2**30:.3g} GiB, "
+            f"not enough disk space for the checkpoint of step {step}: it needs {needed / 2**30:.3g} GiB, "
             f"{free / 2**30:.3g} GiB are free",
             where=str(root),
             fix="free space or set trainer.max_ckpt_to_keep lower, then go on with --resume; earlier "

@@ -238,7 +238,7 @@ def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path
     is_cut_up = max(state.zero_stage, actor.zero_stage) > 0 or ahead > 0
     if state.world_size != ranks.world_size and is_cut_up:
         raise UsageError(
-            f"the checkpoint is cut up for {state.world_size} ranks, this run has {ranks.world_size}",
+            f"the checkpoint is partitioned for {state.world_size} ranks, this run has {ranks.world_size}",
             where=str(checkpoint.path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )

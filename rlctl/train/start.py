@@ -182,11 +182,11 @@ def _check_ranks(spec: RunSpec) -> None:
             raise UsageError(
                 f"ranks started: {world_size}, ranks of the spec: {spec.world_size}",
                 where="trainer.n_gpus_per_node × trainer.nnodes",
-                fix="make the spec and the launcher (and its hostfile, if it has one) say the same",
+                fix="use the same number in the spec and in the launcher (and its hostfile, if it has one)",
             )
     elif spec.trainer.nnodes > 1:
         raise UsageError(
-            f"trainer.nnodes is {spec.trainer.nnodes}, and nothing has started the other nodes",
+            f"trainer.nnodes is {spec.trainer.nnodes}, but no launcher has started the other nodes",
             where="trainer.nnodes",
-            fix="add --print-command to see the commands that do",
+            fix="--print-command shows the commands that start all nodes",
         )

@@ -149,7 +149,7 @@ class Watchdog:
         if idle < self._timeout * _TELL:
             self._told = self._dumped = False
             return
-        words = f"{self._place}: nothing has happened for {idle:.0f} s{self._awaited(now)}"
+        words = f"{self._place}: no progress for {idle:.0f} s{self._awaited(now)}"
         if not self._told:
             self._told = True
             if self._speaks(now):
@@ -184,7 +184,7 @@ class Watchdog:
             what = (
                 "is stopped or cannot be reached" if all(p.beat for p in silent.values()) else "never joined"
             )
-            return f"; waiting for {names}, not heard of for {since:.0f} s: it {what}"
+            return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {what}"
         beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
         last = min((beat.phases for beat in beats.values()), default=self._phases)
         behind = {rank: beat for rank, beat in beats.items() if beat.phases == last < self._phases}

@@ -144,13 +144,13 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommend
     if own is None:
         return Recommendation(name, chosen.overrides, upper, None)
     if own == best:
-        return Recommendation(name, (), f"{upper}: keep what the run has", False)
+        return Recommendation(name, (), f"{upper}: keep the run's setting", False)
     better = float((found.error[1:, best] < found.error[1:, own]).mean())
     saved = 1.0 - float(found.error[0, best] / found.error[0, own])
     against = (
         f"{upper}; it saves {saved:.0%} of the run's own error and is better in {better:.0%} of resamples"
     )
     if better < DECISIVE or saved < MATERIAL:
-        why = f"{against}: too little to change anything, keep what the run has"
+        why = f"{against}: too small a gain; keep the run's setting"
         return Recommendation(outcomes[own].setting.name, (), why, False)
     return Recommendation(name, chosen.overrides, against, True)

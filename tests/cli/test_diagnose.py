@@ -41,7 +41,9 @@ def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
     run_dir = write_run(tmp_path / "run", rows, has_spec=False)
     assert run(["diagnose", str(run_dir / "metrics.jsonl")]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"\d+ rules SKIPPED: the log lacks what they read. 8 of them wait for: spec.yaml", out)
+    assert re.search(
+        r"\d+ rules SKIPPED: the log lacks their metrics. 8 of them would run with: spec.yaml", out
+    )
     assert run(["diagnose", str(run_dir / "metrics.jsonl"), "--format", "json"]) == 0
     [document] = json.loads(capsys.readouterr().out)["runs"]
     assert {one["rule"]: one["missing"] for one in document["skipped"]}["entropy"] == ["actor/entropy"]
@@ -85,7 +87,7 @@ def test_hostile_names_print_as_they_are(tmp_path, capsys):
 def test_mistakes_exit_2(tmp_path, healthy, capsys):
     other = tmp_path / "notes.txt"
     other.write_text("not a log\n")
-    for path, words in ((tmp_path / "nowhere", "no such file"), (other, "not a log that is known")):
+    for path, words in ((tmp_path / "nowhere", "no such file"), (other, "not a known log format")):
         assert run(["diagnose", str(healthy), str(path)]) == 2
         assert words in capsys.readouterr().err
     assert run(["diagnose", str(healthy), "--fail-on", "info"]) == 2

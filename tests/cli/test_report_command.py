@@ -103,7 +103,7 @@ def test_pushing_uploads_the_export_and_a_refusal_keeps_it(
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
     assert run(["export", str(path), "--out", str(tmp_path / "y"), "--push-to-hub", "me/mine"]) == 4
-    assert "the hub did not take it: 401 Client Error" in capsys.readouterr().err
+    assert "the hub refused the upload: 401 Client Error" in capsys.readouterr().err
     assert (tmp_path / "y/README.md").is_file()
 
 

@@ -106,7 +106,7 @@ def test_resume_with_a_preset(copy: Path) -> None:
 
 def test_resume_with_other_ranks_under_zero(tmp_path: Path) -> None:
     run = runs.train_on_ranks(tmp_path / "run", 2, *RUN, "engine.zero_stage=2")
-    said = ("cut up for 2 ranks", "trainer.n_gpus_per_node=2")
+    said = ("partitioned for 2 ranks", "trainer.n_gpus_per_node=2")
     refused(runs.resume(run, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=3"), 2, *said)
     assert len(runs.metrics(run)) == 2
 
@@ -299,7 +299,7 @@ def test_responses_that_crash_the_grader_are_wrong_and_do_not_stop_the_run(tmp_p
     crashed = sum(row["reward"] == 0.0 for row in rows)
     assert sum(line["reward/num_timeouts"] for line in lines) == crashed > 0.1 * len(rows)
     assert all(line["critic/score/min"] == 0.0 for line in lines)  # of those that are valid
-    assert "ended their own grading (on this rank crash: " in job.output
+    assert "stopped their grader (on this rank crash: " in job.output
 
 
 def test_weights_lost_on_the_way_to_the_rollout(tmp_path: Path) -> None:

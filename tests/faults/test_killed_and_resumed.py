@@ -229,7 +229,7 @@ def test_killed_rank_takes_the_others_with_it(tmp_path: Path) -> None:
     os.kill(pid_of_rank(run, job, 1), signal.SIGKILL)
     assert job.wait(120) == 1  # seconds on a quiet machine, far more on a busy one
     assert "rank" in job.output
-    assert "ended without a word" in job.output
+    assert "ended without an error message" in job.output
     assert "Traceback" not in job.output
     assert job.orphans() == []
 
@@ -240,7 +240,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path: Path) -> None:
     pid = pid_of_rank(run, job, 1)
     os.kill(pid, signal.SIGSTOP)
     assert job.wait(170) == 1
-    assert "nothing has happened for" in job.output
+    assert "no progress for" in job.output
     assert f"waiting for rank 1 (pid {pid} on " in job.output
     assert "stopped or cannot be reached" in job.output
     assert "Thread 0x" in (run / "stacks-rank0.txt").read_text()

@@ -101,13 +101,13 @@ def _event_records(stream: IO[bytes], path: Path, reading: LogReading) -> Iterat
     """The records' contents: length (8 bytes), its checksum (4), content, checksum (4).
 
     The package's own reader spends most of its time on checksums in Python. A file that is still written to
-    ends in half a record.
+    ends with an incomplete record.
     """
     while head := stream.read(12):
         length = int.from_bytes(head[:8], "little")
         content = stream.read(length + 4) if length < _LARGEST_RECORD else b""
         if len(head) < 12 or len(content) < length + 4:
-            reading.notes.append(f"{path.name} ends in half a record")
+            reading.notes.append(f"{path.name} ends with an incomplete record")
             return
         yield content[:-4]
 
@@ -187,7 +187,7 @@ def _wandb_records(stream: IO[bytes], reading: LogReading) -> Iterator[bytes]:
         content = stream.read(length)
         if len(header) < _RECORD_HEADER_BYTES or len(content) < length or kind == b"\0":
             if header.strip(b"\0"):
-                reading.notes.append("the file ends in half a record")
+                reading.notes.append("the file ends with an incomplete record")
             return
         position += _RECORD_HEADER_BYTES + length
         if kind[0] in {_FULL, _FIRST}:

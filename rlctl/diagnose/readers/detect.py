@@ -78,7 +78,7 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
     known = facts_of(spec) if spec else None
     unread = tuple(sorted(name for name in collected.names if _is_unread(name, framework)))
     if candidate.shown == STDIN and unread:
-        notes.append(f"names that stand for no known metric: {_some(unread)}")
+        notes.append(f"unknown metric names: {_some(unread)}")
     table, origins, facts, fact_origins = canonical_table(collected, framework, metrics, reading, known)
     return RunLog(
         path=candidate.shown,
@@ -111,9 +111,9 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Framewo
     """
     found = framework_of(collected.names, reading.hint)
     if not len(collected.steps):
-        what = "not a log that is known: no line or row with a step"
+        what = "not a known log format: no line or row with a step"
     elif found is None:
-        what = f"not a log that is known: no metric in it is, only {_some(sorted(collected.names))}"
+        what = f"not a known log format: it has no known metric, only {_some(sorted(collected.names))}"
     else:
         return found
     if error := reading.exception:
@@ -190,7 +190,7 @@ def _read(source: LogSource, reading: LogReading) -> None:
         with source.on_disk() as path:
             binary.read_events([path], reading)
     elif _is_binary(head):
-        raise UsageError("not a log that is known: a binary file", where=where, fix=_KNOWN_LOGS)
+        raise UsageError("not a known log format: a binary file", where=where, fix=_KNOWN_LOGS)
     else:
         _read_text(source, reading)
 

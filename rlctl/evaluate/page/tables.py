@@ -79,13 +79,13 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
         count = sum(timeouts.values())
         if count == 1:
-            yield f"1 response ended its own grading ({kinds}); it is wrong"
+            yield f"1 response stopped its grader ({kinds}) and is scored as wrong"
         else:
-            yield f"{count:,} responses ended their own grading ({kinds}); they are wrong"
+            yield f"{count:,} responses stopped their grader ({kinds}) and are scored as wrong"
     if (num_short := scores[-1]["num_short"]) and not open_ones:
         yield (
-            f"{num_short:,} questions have fewer than {n} graded samples: avg and maj take those "
-            "there are, pass@k only questions with k"
+            f"{num_short:,} questions have fewer than {n} graded samples: avg and maj use the graded ones, "
+            "pass@k only questions with k or more"
         )
     if document["grader_errors"]:
         first = document["grader_errors"][0].strip().splitlines()[-1]

@@ -121,5 +121,5 @@ def _left_out(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> list
         return []
     return [
         f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "
-        "first, then some of the others by chance. The figures are of all, which are in samples.parquet."
+        "first, then a random sample of the others. The scores are of all responses (samples.parquet)."
     ]

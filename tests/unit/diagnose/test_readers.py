@@ -73,12 +73,12 @@ def test_when_steps_go_back_the_later_rows_count(tmp_path):
     ("content", "words"),
     [
         (b"", "empty"),
-        (b"hello\nworld\n", "not a log that is known"),
-        (b'{"actor/grad_norm": 1.0}\n', "not a log that is known"),
-        (b'{"step": 1.5, "actor/grad_norm": 1.0}\n', "not a log that is known"),
-        (b'{"step": 99999999999999999999999, "actor/grad_norm": 1.0}\n', "not a log that is known"),
-        (b"[" * 100_000, "not a log that is known"),
-        (b"{" * 100_000, "not a log that is known"),
+        (b"hello\nworld\n", "not a known log format"),
+        (b'{"actor/grad_norm": 1.0}\n', "not a known log format"),
+        (b'{"step": 1.5, "actor/grad_norm": 1.0}\n', "not a known log format"),
+        (b'{"step": 99999999999999999999999, "actor/grad_norm": 1.0}\n', "not a known log format"),
+        (b"[" * 100_000, "not a known log format"),
+        (b"{" * 100_000, "not a known log format"),
         (
             b"It was a dark and stormy night, step by step.\nThen it rained.\n" * 50,
             "no line or row with a step",
@@ -88,7 +88,7 @@ def test_when_steps_go_back_the_later_rows_count(tmp_path):
         (b"a,b\n1,2\n", "no line or row with a step"),
         (b"step,colour,size\n1,red,2\n", "no metric in it is, only colour, size, step"),
         (b'{"step": 1, "words": "many"}\n', "no metric in it is, only step, words"),
-        (b'{"a": {"b": [1, 2]}}', "not a log that is known"),
+        (b'{"a": {"b": [1, 2]}}', "not a known log format"),
         (b"PAR1 but not Parquet", "a Parquet file that cannot be read"),
         (b":W&B\xe1\xbe\x00" + b"x" * 50, "no line or row with a step"),
         (

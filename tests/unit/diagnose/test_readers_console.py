@@ -263,7 +263,7 @@ def test_a_table_whose_columns_are_steps(tmp_path):
     ],
 )
 def test_tables_that_are_no_log(tmp_path, table):
-    with pytest.raises(UsageError, match="not a log that is known"):
+    with pytest.raises(UsageError, match="not a known log format"):
         read(tmp_path, table)
 
 
@@ -430,7 +430,7 @@ def test_a_printed_configuration_is_no_row(tmp_path):
     config = "{'learning_rate': 1e-06, 'beta': 0.04, 'num_generations': 8, 'loss_type': 'grpo', 'epochs': 3}"
     run = read(tmp_path, f"{config}\n{trl(0.5, 0.1)}\n")
     assert logged(run, "actor/lr") == {1: 1e-06}
-    with pytest.raises(UsageError, match="not a log that is known"):
+    with pytest.raises(UsageError, match="not a known log format"):
         read(tmp_path, config)
 
 
@@ -486,7 +486,7 @@ def test_a_hostile_line_costs_no_row_and_no_time(tmp_path, line):
 )
 def test_nothing_to_read_is_one_clear_sentence(tmp_path, content):
     (tmp_path / "log").write_bytes(content)
-    with pytest.raises(UsageError, match=r"the log is empty|not a log that is known"):
+    with pytest.raises(UsageError, match=r"the log is empty|not a known log format"):
         read_run(tmp_path / "log", EVERYTHING)
 
 

@@ -89,10 +89,8 @@ def test_a_fix_is_written_in_the_frameworks_own_keys(hostile):
 
 def test_what_a_spec_would_tell_is_asked_for_in_the_frameworks_terms(hostile):
     unknown = replace(hostile, skipped=(Skipped("not told by the log: ppo_epochs", ("spec.yaml",), "rule"),))
-    wanted = (
-        "1 rule SKIPPED: the log lacks what they read. 1 of them wait for: spec.yaml, or the training args"
-    )
-    wanted = wanted.replace("args", "arguments")
+    wanted = "1 rule SKIPPED: the log lacks their metrics. 1 of them would run with: spec.yaml, or "
+    wanted += "the training arguments"
     assert wanted in printed(unknown, width=200)
     assert wanted in as_markdown([unknown]).replace("\\", "")
     assert "training arguments" not in printed(hostile, width=200)
@@ -147,8 +145,8 @@ def test_few_steps_or_rules_are_no_verdict():
     bare = [{"step": step, "actor/grad_norm": 0.5} for step in range(1, 41)]
     diagnosis = examine(run_log(bare, facts=Facts()))
     assert diagnosis.verdict == "too little to judge"
-    assert "Too little to judge" in printed(diagnosis, width=200)
-    assert "Too little to judge" in as_markdown([diagnosis])
+    assert "Too little data for a conclusion" in printed(diagnosis, width=200)
+    assert "Too little data for a conclusion" in as_markdown([diagnosis])
     [document] = diagnosis_document([diagnosis])["runs"]
     assert document["verdict"] == "too little to judge"
     bad = [row | {"actor/grad_norm": 3e9} for row in bare]

@@ -82,7 +82,7 @@ def test_remarks_and_things_to_do_by_hand_change_nothing():
     )
     assert found.applied == ()
     assert [each.why for each in found.not_applied] == [
-        "no setting helps, do by hand: look at the engine's logs",
+        "no config key fixes this; what to do: look at the engine's logs",
         "the spec has this value already",
         "only a remark",
     ]

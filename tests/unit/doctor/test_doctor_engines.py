@@ -54,7 +54,7 @@ def test_engines_that_do_not_work_are_told(tmp_path: Path) -> None:
     job = Job(_faulty, str(tmp_path / "said"), log=tmp_path / "log")
     assert job.wait() == 0, job.output
     step, sampled = json.loads((tmp_path / "said").read_text())
-    assert step == [False, "a step left every weight as it was"]
+    assert step == [False, "an optimizer step changed no weight"]
     assert not sampled[0]
 
 

@@ -95,9 +95,9 @@ def test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begi
     [
         (fine, 7, ""),
         (usage_error_on_one, 2, "UsageError here: cannot do that (rank 1) (do this)"),
-        (killed, 1, "RunFailure rank 1 ended without a word"),
-        (killed_and_missed, 1, "rank 1 ended without a word"),
-        (killed_and_lost, 1, "rank 1 ended without a word"),
+        (killed, 1, "RunFailure rank 1 ended without an error message"),
+        (killed_and_missed, 1, "rank 1 ended without an error message"),
+        (killed_and_lost, 1, "rank 1 ended without an error message"),
         (refused_and_missed, 2, "cannot do that"),
         (broken, 1, "RunFailure ZeroDivisionError: ours (rank"),
     ],

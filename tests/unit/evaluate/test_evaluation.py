@@ -166,7 +166,7 @@ def test_a_failing_evaluation_leaves_nothing(run_dir, tmp_path):
         ({"temperature": 0.0}, "temperature 0"),
         ({"temperature": float("inf")}, "temperature of inf"),
         ({"temperature": 1e-300}, "temperature of 1e-300"),
-        ({"max_response_length": QUICK.max_position_embeddings}, "no room for a prompt"),
+        ({"max_response_length": QUICK.max_position_embeddings}, "no tokens for a prompt"),
         ({"model_or_run": "no/such"}, "does not exist"),
         ({"reward": "nonesuch"}, "no such reward"),
         ({"reward": "nowhere.py:f"}, "no such file"),

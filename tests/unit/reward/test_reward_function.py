@@ -123,7 +123,7 @@ def test_a_function_that_hangs_is_a_failure(mine):
     [
         ("missing", "no such function"),
         ("VALUE", "VALUE is not a function"),
-        ("unknown", "nothing is known to fill the parameter `temperature` with"),
+        ("unknown", "no value for the parameter `temperature`"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(mine, function, what):

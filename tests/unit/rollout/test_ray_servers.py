@@ -127,7 +127,7 @@ def _node_of(host: object) -> str:
 
 def test_a_cluster_without_room_is_named(cluster: object) -> None:
     with (
-        pytest.raises(EnvironmentFailure, match="no room for 3 vLLM servers"),
+        pytest.raises(EnvironmentFailure, match="no resources for 3 vLLM servers"),
         ray_hosts(3, gpus=0, trainer_gpus=0, seconds=3.0),
     ):
         pass
@@ -151,7 +151,7 @@ def _refuse(**_: object) -> None:
 
 def test_weights_must_reach_other_machines() -> None:
     given = ["rollout.name=vllm", "rollout.mode=server", "rollout.server.placement=ray"]
-    with pytest.raises(UsageError, match="do not see weights in the shared memory"):
+    with pytest.raises(UsageError, match="cannot read weights in the shared memory"):
         _ray_hosts(load_spec([], [], given).spec, broadcasts=False)
 
 

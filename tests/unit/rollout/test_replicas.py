@@ -76,7 +76,7 @@ def test_a_stopped_server_is_ended_and_started_again_as_often_as_allowed(
             wait_for(lambda attempt=attempt: started[attempt].poll() is not None)
         wait_for(lambda: servers._failure)
         assert len(started) == 2
-        with pytest.raises(RunFailure, match="listens, and has not answered"):
+        with pytest.raises(RunFailure, match="listens but has not answered"):
             servers.check()
     finally:
         servers.close()

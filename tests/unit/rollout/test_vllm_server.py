@@ -188,7 +188,7 @@ def test_a_server_that_listens_and_does_not_answer_is_named(
     engine._answer_timeout = 1.0
     servers[1].is_awake.clear()
     sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
-    with pytest.raises(RunFailure, match="listens, and has not answered for") as caught:
+    with pytest.raises(RunFailure, match="listens but has not answered for") as caught:
         sync() if moment == "syncing" else generate(engine)
     servers[1].is_awake.set()
     assert caught.value.where == servers[1].url

@@ -319,7 +319,7 @@ def test_rewards_and_adapters(overrides, expected):
     ("override", "words"),
     [
         ("reward.name=exakt", "or path/to/file.py:function, got 'exakt'"),
-        ("reward.params.x=1", "auto has no parameters of its own"),
+        ("reward.params.x=1", "auto takes no parameters"),
         ("reward.name=a.py", "path/to/file.py:function, got 'a.py'"),
         ("reward.name=a.txt:f", "path/to/file.py:function, got 'a.txt:f'"),
         ("reward.terms=[{name: exact}, {name: exakt}]", "item 2, name: must be "),

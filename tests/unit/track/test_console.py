@@ -108,7 +108,7 @@ def test_the_panel_shows_phases_validation_and_that_it_is_stopping() -> None:
     assert re.search(rf"now updating +{shares}", text)
     assert re.search(r"validation gsm8k 0\.750", text)
     sampling, updating = text.index("now sampling"), text.index("now updating")
-    assert sampling < text.index("p/e · stopping after this step, once more to leave at once") <= updating
+    assert sampling < text.index("p/e · stopping after this step; press Ctrl-C again to stop now") <= updating
     assert "\x1b[32m0.934" in output  # green: the raw and the applied ESS are high
 
 

@@ -62,5 +62,5 @@ def test_one_that_is_not_installed_does_not_stop_training(
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"rlctl.track.{logger}", raising=False)
     train(tmp_path / "run", logger, 1, 2)
-    assert f"warning: {logger} failed and is left out" in capsys.readouterr().err
+    assert f"warning: {logger} failed and is disabled" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1

@@ -96,7 +96,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
         for step in range(2, 9):
             tracker.log(step, {"a": 1.0})
     assert steps(tmp_path) == list(range(1, 9))
-    assert sum("crowded failed and is left out" in note for note in notes) == 1
+    assert sum("crowded failed and is disabled" in note for note in notes) == 1
     goes_on.set()
 
 
@@ -108,7 +108,7 @@ def test_a_tracker_that_cannot_write_is_dropped_with_its_reason(tmp_path: Path) 
         sink._thread.join()
         tracker.log(2, {"a": 1.0})
     assert steps(tmp_path) == [1, 2]
-    assert "broken failed and is left out, training goes on (ConnectionError: no network" in notes[0]
+    assert "broken failed and is disabled, training continues (ConnectionError: no network" in notes[0]
 
 
 def test_notes_cannot_steer_the_terminal() -> None:

@@ -102,7 +102,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert [problem.severity for problem in check_disk(run.spec)] == ([word] if word else [])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    with pytest.raises(RunFailure, match="no room for the checkpoint of step 7"):
+    with pytest.raises(RunFailure, match="not enough disk space for the checkpoint of step 7"):
         saving._require_space(run, 7)
     older = tmp_path / "checkpoints/step_000001/engine"  # what it really took counts
     older.mkdir(parents=True)

@@ -52,7 +52,7 @@ def test_the_rank_that_is_waited_for_is_named_with_the_stacks_of_the_waiting(
             zero.begin_phase("update_actor")
             one.__exit__()  # it stops in the middle of sampling
         until(lambda: ended)
-    assert "step 1, updating: nothing has happened for" in ended[0].what
+    assert "step 1, updating: no progress for" in ended[0].what
     assert "waiting for rank 1 (pid" in ended[0].what
     assert "stopped or cannot be reached" in ended[0].what
     assert "_watch" in (tmp_path / "stacks-rank0.txt").read_text()

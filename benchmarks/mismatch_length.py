@@ -16,6 +16,7 @@ punctuation, white space, end of the response), and how sure the trainer was of 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -42,6 +43,8 @@ from rlctl.rollout.vllm import VLLMRollout
 MODEL = "smollm2-135m"
 LENGTHS = (16, 32, 64, 128, 256, 512)
 ENGINES = (("vllm", "fp32", 1.0), ("vllm", "bf16", 1.0), ("hf", "int8", 1.0), ("vllm", "bf16", 0.9))
+#: A sequence ESS of fewer responses says little: it is at least one over their number.
+FEWEST = 12
 SURE = ((0.0, "p < 0.5"), (0.5, "0.5 ≤ p < 0.9"), (0.9, "0.9 ≤ p < 0.99"), (0.99, "p ≥ 0.99"))
 
 
@@ -94,7 +97,7 @@ def by_length(trainer: Tensor, engine: Tensor, mask: Tensor) -> list[dict[str, A
     found = []
     for length in LENGTHS:
         rows = mask[:, :length].all(1) if mask.shape[1] >= length else torch.zeros(len(mask)).bool()
-        if rows.sum() < 8:
+        if rows.sum() < FEWEST:
             break
         gap = measure(trainer[rows, :length], engine[rows, :length], mask[rows, :length])
         found.append(
@@ -198,6 +201,8 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4, help="responses per question, of which there are 16")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install "rlctl[bench]"')
     torch.set_num_threads(options.threads)
     records = []
     for record in measured(options.n):

@@ -90,7 +90,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
     hanging = BackgroundSink("hanging", lambda: Hanging(goes_on))
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [hanging], show=notes.append) as tracker:
         tracker.log(1, {"a": 1.0})
-    assert "not done" in notes[-1]
+    assert "not finished" in notes[-1]
     crowded = BackgroundSink("crowded", lambda: Hanging(goes_on))
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [crowded], last_step=1, show=notes.append) as tracker:
         for step in range(2, 9):

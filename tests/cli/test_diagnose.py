@@ -179,7 +179,7 @@ def test_two_runs_are_compared(healthy, sick, capsys):
         (["--out", "{dir}/no/report.txt"], "no such directory"),
         (["--fix", "{dir}/no/fixed.yaml"], "no such directory"),
         (["{dir}", "--fix", "{dir}/fixed.yaml"], "one run"),
-        (["--what-if", "--fix", "{dir}/fixed.yaml"], "--fix is about findings"),
+        (["--what-if", "--fix", "{dir}/fixed.yaml"], "--fix applies to findings"),
         (["--what-if", "--format", "markdown"], "what-if writes"),
         (["--format", "pdf"], "pdf"),
     ],

@@ -32,7 +32,10 @@ def body_of(model: Any) -> Any:
     body = getattr(model, model.base_model_prefix, None)
     if body is None or body is model:
         return None
-    return body.get_decoder() if reads_more_than_text(model.config) else body
+    if not reads_more_than_text(model.config):
+        return body
+    find = getattr(body, "get_decoder", None)  # code of the model's own may not have it
+    return None if find is None else find()
 
 
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:

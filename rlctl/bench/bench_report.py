@@ -68,8 +68,11 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
             order = _order(found)
             first = found[order[0]]
             as_good = sum(_bounds(_minus(found[rule], first))[0] <= 0.0 for rule in order[1:])
+            told = (
+                f"{as_good} of {len(order) - 1}" if len({seed for _, seed in first}) > 1 else "—"
+            )  # one has no interval
             cells = [f"`{rule}` {_interval(found[rule])}" for rule in order[:best]]
-            cells += [f"{as_good} of {len(order) - 1}", _interval(found.get("no correction", {}))]
+            cells += [told, _interval(found.get("no correction", {}))]
             lines.append(_line([name, str(groups), *cells]))
     return "\n".join(lines)
 

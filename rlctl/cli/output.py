@@ -74,7 +74,7 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
             )
         return
     if any(path.exists() and out.exists() and out.samefile(path) for path in paths):
-        raise UsageError("this is the log itself", where=f"--out {out}", fix="choose another name")
+        raise UsageError("this is an input of the command", where=f"--out {out}", fix="choose another name")
     if out.is_dir() or not out.parent.is_dir():
         what = "this is a directory" if out.is_dir() else "no such directory"
         raise UsageError(what, where=f"--out {out}", fix="name a file in a directory that exists")
@@ -105,7 +105,7 @@ def check_new(path: Path, *, force: bool) -> None:
 
 
 def write_file(path: Path, text: str, *, where: str = "") -> None:
-    """Replace a file in one go.
+    """Replace a file in one go, or write into what is no plain file; a link stays one.
 
     Args:
         path: of the file.
@@ -116,6 +116,9 @@ def write_file(path: Path, text: str, *, where: str = "") -> None:
         UsageError: it cannot be written.
     """
     try:
-        write_text(path, text)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_text(path.resolve(), text)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", where=where or str(path)) from error

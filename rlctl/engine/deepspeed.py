@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from rlctl.engine.checkpoint import HashedFile
 from rlctl.engine.inputs import arguments_of, used_columns, widened
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
-from rlctl.engine.model import processor_files
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.recompute import recompute_layers
@@ -264,8 +262,8 @@ class DeepSpeedEngine(_Engine):
         full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
         if self.ranks.is_main:
             self._policy.model.save_pretrained(directory, state_dict=full)
-            for file in processor_files(self._policy.model):
-                shutil.copy(file, directory)
+            for name, content in getattr(self._policy.model, "processor_files", {}).items():
+                (directory / name).write_bytes(content)
 
 
 class DeepSpeedCritic(_Engine):

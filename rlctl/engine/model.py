@@ -127,7 +127,7 @@ def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None,
     model = partition(read, config) if partition else read()
     if reads_more_than_text(model.config):
         _freeze_unread(model)
-        processor_files(model)  # fetched now, for checkpoints
+        model.processor_files = _processor_files(model)  # read now: exports must not need the source again
     if use_liger:
         run_liger(model)
     return model
@@ -151,12 +151,11 @@ def _reader(config: Any) -> Any:
 def _freeze_unread(model: Any) -> None:
     """Freeze what text never reaches: what makes states of images or sound, and its way into the decoder.
 
-    Raises:
-        ValueError: there is no decoder of text alone.
+    Nothing is frozen where the model has no decoder that runs text alone; the whole model is run then.
     """
     body = body_of(model)
     if body is None:
-        raise ValueError(f"{type(model).__name__} has no decoder that runs text alone")
+        return
     parts = (body, model.get_input_embeddings(), model.get_output_embeddings())
     read = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     for parameter in model.parameters():
@@ -164,12 +163,10 @@ def _freeze_unread(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def processor_files(model: Any) -> list[Path]:
-    """What a model that reads more than text needs besides config, weights and tokenizer; none of another."""
+def _processor_files(model: Any) -> dict[str, bytes]:
+    """By name: what a model that reads more than text needs besides config, weights and tokenizer."""
     from transformers.utils import cached_file
 
-    if not reads_more_than_text(model.config):
-        return []
     revision = getattr(model.config, "_commit_hash", None)
     options = {
         "revision": revision,
@@ -179,7 +176,7 @@ def processor_files(model: Any) -> list[Path]:
         "_raise_exceptions_for_connection_errors": False,
     }
     found = (cached_file(model.name_or_path, name, **options) for name in _PROCESSOR_FILES)
-    return [Path(file) for file in found if file]
+    return {Path(file).name: Path(file).read_bytes() for file in found if file}
 
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:

@@ -105,7 +105,7 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         what = f"{rollout.name} samples in {_listed(engine.dtypes)}"
         yield error("rollout.dtype", what, f"write {', '.join(sorted(engine.dtypes))} or null")
     shared, ranks = rollout.tensor_model_parallel_size, spec.trainer.n_gpus_per_node
-    if shared > 1 and not engine.tensor_parallel:
+    if shared > 1 and not (engine.tensor_parallel or has_servers):
         what = f"an engine of {rollout.name} runs on one GPU"
         yield error("rollout.tensor_model_parallel_size", what, "use 1, or set rollout.name: vllm")
     elif ranks % shared and not has_servers:
@@ -153,7 +153,7 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
         yield error("rollout.max_staleness", what, f"set it to 0, or {servers}")
 
 
-@reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.server.urls")
+@reads("rollout.engine_kwargs", "engine.deepspeed", "rollout.name", "rollout.mode", "rollout.server.urls")
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
@@ -163,7 +163,10 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
     elif given and spec.rollout.server.urls:
         what = "has no effect on servers that run already"
         yield error(key, what, "start them with these options, and leave it out")
-    yield from _owned(key, given, VLLM_OWNERS, "vLLM's")
+    # vLLM's servers may place their own workers; in the trainer's processes the ranks are the workers.
+    free = {"distributed_executor_backend"} if spec.has_rollout_servers else set()
+    owners = {option: owner for option, owner in VLLM_OWNERS.items() if option not in free}
+    yield from _owned(key, given, owners, "vLLM's")
     yield from _owned("engine.deepspeed", spec.engine.deepspeed, DEEPSPEED_OWNERS, "DeepSpeed's")
 
 

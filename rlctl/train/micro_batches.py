@@ -40,7 +40,7 @@ def micro_batches(
     total, device = len(inputs), inputs.input_ids.device
     if max_tokens is None:
         starts = range(0, total, rows)
-        if first is None or len(starts) == 1 or not first.any():
+        if first is None or int(first.sum()) < rows or len(starts) == 1:  # too few for a part of their own
             return [slice(start, min(start + rows, total)) for start in starts]
         order = first.int().argsort(descending=True, stable=True)
         return [order[start : start + rows] for start in starts]

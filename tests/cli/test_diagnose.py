@@ -174,7 +174,7 @@ def test_two_runs_are_compared(healthy, sick, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--out", "{log}"], "the log itself"),
+        (["--out", "{log}"], "an input of the command"),
         (["--out", "{dir}"], "a directory"),
         (["--out", "{dir}/no/report.txt"], "no such directory"),
         (["--fix", "{dir}/no/fixed.yaml"], "no such directory"),

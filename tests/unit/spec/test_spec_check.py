@@ -76,6 +76,17 @@ FILTER = "algorithm.filter_groups.enable=true"
         ),
         (["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"], {}),
         (["rollout.name=vllm", "rollout.mode=server", "rollout.tensor_model_parallel_size=3"], {}),
+        (
+            ["rollout.name=vllm", "rollout.engine_kwargs.distributed_executor_backend=ray"],
+            {"rollout.engine_kwargs.distributed_executor_backend": "error"},
+        ),
+        (
+            [
+                *("rollout.name=vllm", "rollout.mode=server"),
+                "rollout.engine_kwargs.distributed_executor_backend=ray",
+            ],
+            {},
+        ),
         (["rollout.server.replicas=2"], {"rollout.server": "warning"}),
         (
             ["rollout.name=vllm", "rollout.mode=server", "rollout.server.urls=[http://a:1]"],

@@ -5,6 +5,7 @@ import importlib.util
 import pyarrow.parquet as pq
 import pytest
 
+from rlctl.evaluate import local_model
 from rlctl.evaluate.evaluation import evaluate
 from rlctl.evaluate.request import EvaluateRequest
 from rlctl.rollout.replicas import MODEL_NAME, Replicas, ReplicaSettings
@@ -45,7 +46,8 @@ def samples_of(request):
     return pq.read_table(out / "samples.parquet").to_pylist()
 
 
-def test_a_server_answers_as_the_model_on_this_machine(task, url, tmp_path):
+def test_a_server_answers_as_the_model_on_this_machine(task, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_model, "native_dtype", lambda: ("fp32", "as the server"))
     data = [str(task.val_file)]
     greedy = {"n": 1, "temperature": 0.0, "limit": 20, "max_response_length": LENGTH}
     here = samples_of(EvaluateRequest(str(task.model_dir), data, out=tmp_path / "here", **greedy))

@@ -548,7 +548,7 @@ def test_one_pasted_step(diagnose):
     code, shown, _ = diagnose(f"> My gradient is 0:\n> ```\n> {PASTED}\n> ```\n")
     assert code == 0
     assert "step 5, logged by ms-swift" in shown
-    assert "no known metric: my_own" in shown
+    assert "unknown metric names: my_own" in shown
     _, shown, _ = diagnose(PASTED, "--format", "json")
     assert json.loads(shown)["runs"][0]["steps"] == {"first": 5, "last": 5, "count": 1}
 

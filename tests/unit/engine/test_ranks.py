@@ -15,7 +15,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="there are 2") as caught:
+    with pytest.raises(UsageError, match="the machine has 2") as caught:
         join_ranks()
     assert caught.value.where == "trainer.n_gpus_per_node"
 

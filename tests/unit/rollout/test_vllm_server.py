@@ -301,7 +301,7 @@ def test_servers_without_a_gpu_beside_the_trainers_are_refused(monkeypatch: pyte
     servers = ["rollout.name=vllm", "rollout.mode=server", "rollout.tensor_model_parallel_size=2"]
     fits = load_spec([], [], [*servers, "trainer.n_gpus_per_node=2"]).spec
     assert replica_settings(fits).first_gpu == 2
-    with pytest.raises(UsageError, match="takes 4 GPUs and the servers 2, 4 can be seen"):
+    with pytest.raises(UsageError, match="needs 4 GPUs and the servers 2, but 4 are visible"):
         replica_settings(load_spec([], [], [*servers, "trainer.n_gpus_per_node=4"]).spec)
 
 

@@ -176,8 +176,8 @@ class MiniBatch:
         )
         num_forward_only = 0
         if no_gradient is not None and len(places) > 1:  # a step needs the backward pass of the last one
-            has_gradient = [not bool(no_gradient[rows].all()) for rows in places[:-1]] + [True]
-            num_forward_only = -int(ranks.max(-has_gradient.index(True)))
+            forward_only = torch.stack([no_gradient[rows].all() for rows in places[:-1]])
+            num_forward_only = -int(ranks.max(-[*forward_only.tolist(), False].index(False)))
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
         if settings.measure_grad_error:
             policy = partial(policy, sketch=True)

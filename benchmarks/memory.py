@@ -1,17 +1,21 @@
 """What `rlctl train --dry-run` says an update takes, beside what it takes.
 
     python benchmarks/memory.py [--json FILE]
+    python benchmarks/memory.py --run SPEC [key=value …]
 
 Random models under DeepSpeed on one CPU rank; every case runs in a process of its own. Measured is the
 peak of resident memory over an update after the first, above what the process held before there was a
 model (Linux). First weights, gradients and optimizer: two sizes, every ZeRO stage, two short sequences, so
 that next to nothing of it is activations. Then whole updates on long rows with small models, so that most
 of it is activations: four architectures, both precisions, checkpointing, adapters, a critic, a reference.
+
+`--run` trains a real spec for two steps, sampling included, and compares the peak of all of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -237,9 +241,29 @@ def compare(case: Case) -> dict[str, Any]:
     }
 
 
+def whole_run(name: str, overrides: list[str]) -> str:
+    """Peak of resident memory over two steps of a run, above that of its imports, beside the estimate."""
+    from benchmarks.runs import PRELOADED
+    from rlctl.spec.load import dump_spec
+    from rlctl.spec.model_size import model_size
+    from rlctl.train.start import run_rank
+
+    for module in PRELOADED:
+        importlib.import_module(module)
+    before = memory("VmRSS")
+    steps = ["trainer.total_training_steps=2", "trainer.save_freq=-1"]
+    spec = load_spec([name], [], [*overrides, *steps]).spec
+    with tempfile.TemporaryDirectory() as run_dir:
+        run_rank(dump_spec(spec), run_dir, False)
+    found = memory("VmHWM") - before
+    wanted = memory_total(memory_parts(spec, model_size(spec.model))) / 2**20
+    return f"predicted {wanted:.0f} MiB, measured {found:.0f} MiB ({wanted / found:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--run", nargs="+", metavar="SPEC", help="a preset, then key=value")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -248,6 +272,9 @@ def main() -> None:
         case = Case(**fields | {"overrides": tuple(fields["overrides"])})
         options.answer.write_text(json.dumps(measured(case)))
         os._exit(0)  # an engine whose ranks have left may abort the interpreter's end: one in three of ZeRO 3
+    if options.run:
+        print(whole_run(options.run[0], options.run[1:]))
+        os._exit(0)
     report = []
     print("| parameters | settings | predicted MiB | measured MiB | predicted / measured |")
     print("|---|---|---|---|---|")

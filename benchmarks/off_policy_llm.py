@@ -1,6 +1,6 @@
 """Does correction help a real language model? SmolLM2-135M on sums, off-policy on purpose.
 
-    python benchmarks/off_policy_llm.py [--seeds 1-3] [--workers 2] [--memory FILE] [--out DIR]
+    python benchmarks/off_policy_llm.py [--seeds 1-3] [--lr 4e-5] [--workers 2] [--memory FILE] [--out DIR]
 
 The study of `off_policy.py` on a pretrained model, smaller: the same corrections, fewer conditions, seeds
 and steps, one learning rate for all. A run takes a few minutes on one core that computes bf16. Its result
@@ -27,16 +27,22 @@ from rlctl.spec.hardware import native_dtype
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "staleness 8": ("rollout.staleness=8",),
+    "staleness 0": (),
     "int8 rollouts": ("rollout.dtype=int8",),
+    "staleness 2": ("rollout.staleness=2",),
+    "vLLM rollouts": ("rollout.name=vllm", "rollout.dtype=bf16"),
 }
 #: What is compared within each condition; the others would need more machine time than they can tell.
 COMPARED: dict[str, tuple[str, ...]] = {
     "staleness 8": ("none", "token TIS", "sequence IS", "geometric RS", "decoupled PPO"),
-    "int8 rollouts": ("none", "sequence IS"),
+    "staleness 0": ("none", "token TIS"),
+    "int8 rollouts": ("none", "token TIS"),
+    "staleness 2": ("none", "token TIS"),
+    "vLLM rollouts": ("none", "token TIS"),
 }
 
 
-def common(train_file: Path, val_file: Path, steps: int) -> tuple[str, ...]:
+def common(train_file: Path, val_file: Path, steps: int, lr: str) -> tuple[str, ...]:
     """Overrides of every run."""
     return (
         "algorithm.adv_estimator=rloo",
@@ -45,7 +51,7 @@ def common(train_file: Path, val_file: Path, steps: int) -> tuple[str, ...]:
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
         "data.max_response_length=6",
-        "actor.lr=1e-5",
+        f"actor.lr={lr}",
         f"engine.dtype={native_dtype()[0]}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={steps}",
@@ -94,14 +100,19 @@ TOY = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--lr", default="4e-5", help="learning rate of every run")
+    parser.add_argument("--conditions", nargs="+", choices=list(COMPARED), default=list(COMPARED))
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, one core each")
     parser.add_argument("--memory", type=Path, default=Path("off_policy_llm.jsonl"), help="finished runs")
     parser.add_argument("--out", type=Path, default=Path(), help="where prompts and table go")
     options = parser.parse_args()
     for name, pairs in zip(("train", "held_out"), sums.split(), strict=True):
         write_rows(options.out / f"{name}.parquet", name, sums.rows(pairs))
-    shared = common(options.out / "train.parquet", options.out / "held_out.parquet", options.steps)
+    shared = common(
+        options.out / "train.parquet", options.out / "held_out.parquet", options.steps, options.lr
+    )
+    compared = {condition: COMPARED[condition] for condition in options.conditions}
     jobs = {
         (condition, method, seed): Job(
             "off-policy, SmolLM2",
@@ -110,18 +121,18 @@ def main() -> None:
             ("smollm2-135m-sums",),
             (*shared, *CONDITIONS[condition], *METHODS[method]),
         )
-        for condition, methods in COMPARED.items()
+        for condition, methods in compared.items()
         for seed in options.seeds
         for method in methods
     }
     outcomes = run_all(jobs.values(), options.memory, options.workers)
     table = {
         (condition, method): [outcomes[jobs[condition, method, seed]] for seed in options.seeds]
-        for condition, methods in COMPARED.items()
+        for condition, methods in compared.items()
         for method in methods
     }
     text = [table_of(table)]
-    for condition in list(COMPARED)[:1]:
+    for condition in list(compared)[:1]:
         text.append(f"{condition}: row minus column\n\n{pair_table(table, condition)}")
         ends = {m: statistics.fmean(map(final_reward, table[condition, m])) for m in COMPARED[condition]}
         text.append(

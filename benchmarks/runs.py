@@ -43,6 +43,15 @@ SERIES = {
     "length": "response_length/mean",
     "score_paid": "filter_groups/score_paid_mean",
 }
+#: Modules that a run imports.
+PRELOADED = (
+    "rlctl.train.setup",
+    "rlctl.train.loop",
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.generation.utils",
+)
 WINDOW = 5  # steps averaged before a reward is called reached
 
 
@@ -131,15 +140,7 @@ def fork_server() -> Any:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     context = multiprocessing.get_context("forkserver")
-    transformers = ("models.llama.modeling_llama", "models.auto.modeling_auto", "generation.utils")
-    context.set_forkserver_preload(
-        [
-            "rlctl.train.setup",
-            "rlctl.train.loop",
-            "deepspeed",
-            *(f"transformers.{one}" for one in transformers),
-        ]
-    )
+    context.set_forkserver_preload(list(PRELOADED))
     return context
 
 

@@ -7,7 +7,7 @@
     · · q q  d d d
 
 Attention reads a token's past through the mask alone, so the states are those of the rows by themselves. A
-packed row is no longer than the longest sequence or `_target_width`, since the mask is dense.
+packed row is no longer than the longest sequence or `packed_width`, since the mask is dense.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlctl.spec.memory import packed_width
 
 #: Largest difference the probe may show, relative: above the error of bfloat16, below that of a wrong mask.
 _TOLERANCE = 0.05
@@ -78,7 +80,7 @@ def packed(
     if is_flash:  # its kernels take no mask: sequences in one row, told apart by positions that restart
         bins = [[_Unit(row, prompt_list[row], [(row, read_list[row])]) for row in range(len(input_ids))]]
     else:
-        width = max(longest, _target_width(config))
+        width = max(longest, packed_width(config.hidden_size))
         bins = _bins(_units(prompt_list, read_list, new_list, width), width)
     rows, unit_of, member_of = _layout(bins, input_ids, position_ids, scored)
     if not is_flash:
@@ -171,11 +173,6 @@ def _window(config: Any) -> int:
     """Tokens that every layer can look back on."""
     names = ("sliding_window", "attention_chunk_size")
     return min(getattr(config, name, None) or 1 << 62 for name in names)
-
-
-def _target_width(config: Any) -> int:
-    """Tokens of a packed row, such that attention over all of it costs about a tenth of the linear layers."""
-    return max(64, int(config.hidden_size) // 2)
 
 
 @torch.no_grad()

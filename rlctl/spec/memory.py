@@ -57,6 +57,11 @@ class MemoryPart:
     phases: tuple[Phase, ...] = ()
 
 
+def packed_width(hidden: int) -> int:
+    """Tokens of a packed row, such that attention over all of it costs about a tenth of the linear layers."""
+    return max(64, hidden // 2)
+
+
 def logits_at_once(gpu_bytes: float | None) -> int:
     """Numbers that a chunk of the output head makes on a GPU with this memory; None: on the host.
 
@@ -176,6 +181,15 @@ class _Layer:
         return {"intermediate": (3 - self.model.use_liger + reads) * self.width}
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What of a micro-batch the layers read: tokens in all, tokens of a row, and both in words."""
+
+    tokens: int
+    length: int
+    words: str
+
+
 class _Estimate:
     """The parts of one spec's estimate."""
 
@@ -266,8 +280,29 @@ class _Estimate:
             return self.policy
         return model_size(self.spec.model.model_copy(update={"path": path, "revision": None}))
 
-    def _layer(self, model: ModelSpec, shape: Shape) -> _Layer:
-        return _Layer(model, shape, self.length, self.width)
+    def _rows(self, model: ModelSpec, shape: Shape, micro: int) -> _Rows:
+        """A micro-batch of sequences of full length, packed as the engine packs them.
+
+        Siblings stand side by side after one prompt, as many as fit into a row.
+        """
+        length, n = self.length, self.spec.rollout.n
+        siblings = min(n, micro)
+        apart = _Rows(micro * length, length, f"{micro} sequences × {length} tokens")
+        if model.attn_implementation.startswith("flash") or (shape.window or length) < length:
+            return apart
+        # The last token of a response predicts nothing.
+        prompt, response = self.spec.data.max_prompt_length, max(self.spec.data.max_response_length - 1, 1)
+        width = max(prompt + response, packed_width(shape.hidden))
+        together = min(siblings, (width - prompt) // response)
+        if together < 2:
+            return apart
+        # A group that two micro-batches share has its prompt in both.
+        groups = -(-micro // siblings) + bool(micro % n and n % micro)
+        units, unit = groups * -(-siblings // together), prompt + together * response
+        beside = min(units, width // unit)
+        tokens = -(-units // beside) * beside * unit
+        words = f"{units} × ({prompt} prompt + {together} × {response} response) tokens"
+        return min(_Rows(tokens, beside * unit, words), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
         """The rollout engine's weights. vLLM frees them while the trainer trains; int8 is held in the
@@ -315,12 +350,12 @@ class _Estimate:
         if shape is None:
             return [*parts, _unknown("logits and their gradient", ("head",))]
         shared = spec.engine.sequence_parallel
-        tokens = budget or -(-micro * self.length // shared)
+        tokens = budget or -(-self._rows(spec.model, shape, micro).tokens // shared)
         # Of a budget at worst all are responses'.
         responses = budget or -(-micro * spec.data.max_response_length // shared)
         # The last norm keeps its input, scaled input and output (see `_norms`); the head reads the states.
         after = {"hidden": 4 + 4 * width}
-        num_bytes = tokens * self._layer(spec.model, shape).total(after)
+        num_bytes = tokens * _Layer(spec.model, shape, self.length, self.width).total(after)
         words = f"{tokens} tokens × {_listed(after)} bytes"
         parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
         most = logits_at_once(self.gpu_bytes)
@@ -361,9 +396,9 @@ class _Estimate:
         if shape is None:
             return [_unknown(name, phases)]
         micro, budget = sizes
-        tokens = budget or micro * self.length
-        words = f"{budget} tokens" if budget else f"{micro} sequences × {self.length} tokens"
-        layer = self._layer(model, shape)
+        rows = self._rows(model, shape, micro)
+        tokens, words = (budget, f"{budget} tokens") if budget else (rows.tokens, rows.words)
+        layer = _Layer(model, shape, self.length if budget else rows.length, self.width)
         kept, back = layer.kept(), layer.backward()
         if (shared := self.spec.engine.sequence_parallel) > 1:
             if not budget:

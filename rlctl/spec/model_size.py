@@ -34,6 +34,7 @@ class Shape:
         head_dim: numbers per head.
         vocab: tokens.
         norms_heads: queries and keys have norms of their own (Qwen3).
+        window: tokens that its shortest sliding window covers; None: every layer attends to all.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class Shape:
     head_dim: int
     vocab: int
     norms_heads: bool = False
+    window: int | None = None
 
     @property
     def queries(self) -> int:
@@ -185,6 +187,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
         head_dim=_count(config, "head_dim") or hidden // heads,
         vocab=vocab,
         norms_heads=config.get("model_type") == "qwen3",
+        window=_count(config, "sliding_window") if config.get("use_sliding_window", True) else None,
     )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)
@@ -222,6 +225,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "vocab_size": 262_208,
+        "sliding_window": 4096,
         "tie_word_embeddings": True,
     }
 }
@@ -243,10 +247,10 @@ _DEEPSEEK_7B = 6_910_365_696, Shape(30, 4096, 11_008, heads=32, kv_heads=32, hea
 _R1_QWEN_1B = 1_777_088_000, Shape(28, 1536, 8960, heads=12, kv_heads=2, head_dim=128, vocab=151_936)
 _LLAMA32_1B = 1_235_814_400, Shape(16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128_256)
 _LLAMA32_3B = 3_212_749_824, Shape(28, 3072, 8192, heads=24, kv_heads=8, head_dim=128, vocab=128_256)
-_GEMMA3_1B = 999_885_952, Shape(26, 1152, 6912, heads=4, kv_heads=1, head_dim=256, vocab=262_144)
+_GEMMA3_1B = 999_885_952, Shape(26, 1152, 6912, heads=4, kv_heads=1, head_dim=256, vocab=262_144, window=512)
 _GEMMA3_4B = (
     4_300_079_472,
-    Shape(34, 2560, 10_240, heads=8, kv_heads=4, head_dim=256, vocab=262_208),
+    Shape(34, 2560, 10_240, heads=8, kv_heads=4, head_dim=256, vocab=262_208, window=1024),
     3_880_263_168,  # without the vision tower
 )
 _SMOLLM2_2B = 1_711_376_384, Shape(24, 2048, 8192, heads=32, kv_heads=32, head_dim=64, vocab=49_152)

@@ -50,7 +50,7 @@ def answers(module: PolicyModule, rows: dict[str, torch.Tensor]):
 def test_log_probs_and_gradients_are_those_of_whole_rows(
     kind: str, attention: str, siblings: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_target_width", lambda _config: width)
+    monkeypatch.setattr(packing, "packed_width", lambda _hidden: width)
     module, rows = PolicyModule(a_model(kind, attention), 0.7), rows_of(*siblings)
     assert module.packs
     [read], ours, our_grads = answers(module, rows)
@@ -63,7 +63,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(
 
 
 def test_a_prompt_is_read_once_for_all_responses_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_target_width", lambda _config: 1000)
+    monkeypatch.setattr(packing, "packed_width", lambda _hidden: 1000)
     rows = rows_of(5)
     [read], _, _ = answers(PolicyModule(a_model("llama"), 1.0), rows)
     prompt = int(rows["attention_mask"][0, :PROMPT].sum())

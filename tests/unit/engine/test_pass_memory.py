@@ -54,12 +54,17 @@ def random_model(family: str, shape: Shape, spec: RunSpec):
 
 def measured(module: torch.nn.Module, vocabulary: int) -> int:
     """Bytes of the peak beside weights and gradients; one row is shorter, so that there is a mask."""
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     ids = torch.randint(2, vocabulary, (ROWS, PROMPT + RESPONSE))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    scored = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
+    return peak(module, ids, mask, RESPONSE)
+
+
+def peak(module: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, response: int) -> int:
+    """Bytes of the peak beside weights and gradients."""
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    scored = torch.ones(len(ids), response, dtype=torch.bool)
     with PeakMemory() as memory:
         found = module(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), scored)
         loss = (found[0] if isinstance(found, tuple) else found).sum()
@@ -114,3 +119,37 @@ def test_the_critics_pass(overrides: list[str]) -> None:
     critic = ValueModule(random_model("qwen2", shape, spec), share_prompts=False)
     wanted = predicted(spec, shape, {"critic"})
     assert wanted == pytest.approx(measured(critic, shape.vocab), rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("n", "micro", "prompt", "response"),
+    [
+        (8, 8, 24, 5),  # a group in a row
+        (8, 32, 24, 5),  # a group in each of four rows
+        (4, 16, 8, 5),  # two groups in a row
+        (8, 8, 24, 20),  # a group in three rows, with the prompt in each
+        (8, 12, 24, 5),  # groups that micro-batches cut
+        (8, 4, 24, 5),
+        (1, 8, 24, 5),  # no siblings
+        (8, 8, 8, 60),  # no response fits beside another
+    ],
+)
+def test_siblings_share_their_prompt(dtype: str, n: int, micro: int, prompt: int, response: int) -> None:
+    """Measured is the micro-batch that takes most; where groups are cut, the estimate may be above it."""
+    shape = shape_like("llama")
+    sizes = [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", f"rollout.n={n}"]
+    overrides = [*sizes, f"actor.ppo_micro_batch_size_per_gpu={micro}", f"engine.dtype={dtype}"]
+    spec = load_spec([], [], [*overrides, "algorithm.adv_estimator=gae"]).spec
+    policy = PolicyModule(random_model("llama", shape, spec), 1.0)
+    assert policy.packs
+    total = max(24, micro)
+    groups = torch.arange(total) // n
+    peaks = []
+    for start in range(0, total, micro):
+        group = groups[start : start + micro]
+        prompts = torch.stack([torch.arange(prompt) + int(one) + 2 for one in group])
+        ids = torch.cat([prompts, torch.randint(2, shape.vocab, (len(group), response))], 1)
+        peaks.append(peak(policy, ids, torch.ones_like(ids), response))
+    found = predicted(spec, shape, {"head", "layers"}) / max(peaks)
+    assert 0.85 < found < (1.15 if micro % n == 0 or n % micro == 0 else 1.7)

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [--trl-python PYTHON] [--json FILE] [--threads 1] [--rounds 3] [--steps 12]
     python benchmarks/step.py --llm [--trl-python PYTHON] [--json FILE] [--threads 2] [--rounds 1] [--steps 3]
+    python benchmarks/step.py --learning [--trl-python PYTHON] [--json FILE] [--rounds 3] [--steps 15]
 
 Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses,
 at most as long as the embedded preset allows, float32 on the CPU, the same attention code, the same
@@ -18,6 +19,9 @@ and its rise over the level just before the first step.
 of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batch), beside TRL's RLOOTrainer
 and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only where the CPU does
 (AVX512-BF16, AMX). The reward is the last number of the response on TRL's side, the grader `maths` on ours.
+
+`--learning`: the reward of both sides after the same number of steps, in bf16. Batches are smaller (8 prompts)
+and the learning rate is larger than with `--llm`, so that a few steps suffice. Each round has its own seed.
 
 `--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
 `--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
@@ -43,6 +47,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 SAMPLES = 8
 SIDES = ("rlctl", "rlctl, 2 updates", "trl")
+LEARNING_SIDES = ("rlctl, bf16", "trl, bf16")
 LLM_SIDES = ("rlctl", "rlctl, bf16", "trl", "trl, GRPO", "trl, bf16")
 
 
@@ -109,7 +114,7 @@ def run_rlctl(
         "peak_mib": memory("VmHWM"),
         "rise_mib": memory("VmHWM") - before,
         "mean_length": statistics.fmean(row["response_length/mean"] for row in timed),
-        "reward": clock[0]["critic/score/mean"],
+        "rewards": [row["critic/score/mean"] for row in clock],
         "correction": sum(spent) / (steps + warm_up),
     }
 
@@ -191,6 +196,7 @@ def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) ->
             temperature=1.0,
             beta=0.0,
             learning_rate=job["lr"],
+            seed=job["seed"],
             lr_scheduler_type="constant",
             max_steps=steps + job["warm_up"],
             save_strategy="no",
@@ -212,14 +218,14 @@ def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) ->
         "peak_mib": memory("VmHWM"),
         "rise_mib": memory("VmHWM") - timer.before,
         "mean_length": statistics.fmean(lengths[job["warm_up"] :]),
-        "reward": means[0],
+        "rewards": means,
     }
 
 
 # --- side by side ---------------------------------------------------------------------------------
 
 
-def describe_job(where: Path, is_llm: bool) -> Path:
+def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: int = 1) -> Path:
     """What both sides need to know, in a file."""
     import pyarrow.parquet as pq
 
@@ -234,7 +240,9 @@ def describe_job(where: Path, is_llm: bool) -> Path:
 
         write_rows(where / "train.parquet", "train", sums.rows(sums.split()[0]))
         preset, overrides = "smollm2-135m-sums", [f"data.train_files={where / 'train.parquet'}"]
-        prompts, micro_batch, warm_up = 16, 32, 1
+        prompts, micro_batch, warm_up = 8 if is_learning else 16, 32, 1
+        overrides += [f"data.train_batch_size={prompts}", f"trainer.seed={seed}"]
+        overrides += ["actor.lr=2e-5"] if is_learning else []
     else:
         preset, prompts, micro_batch, warm_up = "rloo-seq-is", 128, 128 * SAMPLES, 3
     spec = load_spec([preset], [], overrides).spec
@@ -249,6 +257,7 @@ def describe_job(where: Path, is_llm: bool) -> Path:
         "warm_up": warm_up,
         "max_response_length": spec.data.max_response_length,
         "lr": spec.actor.lr,
+        "seed": seed,
         "attention": spec.model.attn_implementation,
         "rows": [
             {
@@ -277,11 +286,13 @@ def in_a_process(python: str, threads: int, *arguments: str) -> dict[str, Any]:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """All sides in turns; per side the steps of all rounds together."""
     trl = options.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
-    sides = [x for x in (LLM_SIDES if options.llm else SIDES) if trl or not x.startswith("trl")]
+    all_sides = LEARNING_SIDES if options.learning else LLM_SIDES if options.llm else SIDES
+    sides = [x for x in all_sides if trl or not x.startswith("trl")]
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as where:
-        job = describe_job(Path(where), options.llm)
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
+            is_llm, seed = options.llm or options.learning, number + 1 if options.learning else 1
+            job = describe_job(Path(where), is_llm, is_learning=options.learning, seed=seed)
             for side in sides:
                 python = trl if side.startswith("trl") else sys.executable
                 arguments = ["--side", side, "--job", str(job), "--steps", str(options.steps)]
@@ -294,9 +305,10 @@ def merged(rounds: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     """Medians over the steps of all rounds; `samples` in a step."""
     found = {key: statistics.median(x for one in rounds for x in one[key]) for key in ("wall", "cpu")}
     found |= {
-        key: statistics.median(one[key] for one in rounds)
-        for key in ("peak_mib", "rise_mib", "mean_length", "reward")
+        key: statistics.median(one[key] for one in rounds) for key in ("peak_mib", "rise_mib", "mean_length")
     }
+    found["rewards"] = [one["rewards"] for one in rounds]
+    found["reward"] = statistics.median(rewards[0] for rewards in found["rewards"])
     found["samples_per_s"] = samples / found["wall"]
     if "phases" in rounds[0]:
         found["phases"] = {
@@ -316,6 +328,9 @@ def show(report: dict[str, Any]) -> None:
                 f"{side:>18}{x['samples_per_s']:10.1f}{x['wall']:10.3f}{x['cpu']:10.3f}{x['peak_mib']:10.0f}"
                 f"{x['rise_mib']:10.0f}{x['mean_length']:10.2f}{x['reward']:10.2f}"
             )
+    for side, x in report.items():
+        for rewards in x.get("rewards", []):
+            print(f"{side}, reward of each step: {' '.join(f'{reward:.2f}' for reward in rewards)}")
     for side, ratios in report.get("ratio", {}).items():
         print(f"{side} against trl: " + ", ".join(f"{key} × {value:.2f}" for key, value in ratios.items()))
     for side, x in report.items():
@@ -429,6 +444,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
     parser.add_argument("--llm", action="store_true", help="SmolLM2-135M instead of the embedded model")
+    parser.add_argument("--learning", action="store_true", help="rewards of both sides, on SmolLM2-135M")
     parser.add_argument("--correction", action="store_true", help="the correction's share instead of TRL")
     for hidden in ("--side", "--answer"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -445,7 +461,7 @@ def main() -> None:
         if "trl" in report:
             report["ratio"] = ratios(report)
         show(report)
-        if "trl" not in report:
+        if not any(side.startswith("trl") for side in report):
             print("TRL is not here: pip install trl==1.16.0, or --trl-python of an environment that has it")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -20,8 +20,8 @@ of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batc
 and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only where the CPU does
 (AVX512-BF16, AMX). The reward is the last number of the response on TRL's side, the grader `maths` on ours.
 
-`--learning`: the reward of both sides after the same number of steps, in bf16. Batches are smaller (8 prompts)
-and the learning rate is larger than with `--llm`, so that a few steps suffice. Each round has its own seed.
+`--learning`: the reward of both sides after the same number of steps, in bf16. It uses batches of 8 prompts
+and a larger learning rate than `--llm`, so that a few steps suffice. A round is a seed.
 
 `--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
 `--correction` measures, instead of TRL, what share of the step the correction takes, there and in a

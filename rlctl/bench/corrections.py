@@ -11,13 +11,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rlctl.bench.exact import BenchRule, BenchWorld, EnumeratedWorld
 from rlctl.bench.learned import LearnedWorld
+from rlctl.files import sha256_of
 from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import registered_criteria
+from rlctl.user_code import is_file_function
 from rlctl.what_if.settings import NO_UPPER, frameworks
 
 #: Mini-batches that tables are made for, in groups.
@@ -147,24 +150,27 @@ def measured(
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Every measurement with the fields of its place, and whether it is new.
 
-    New ones are appended to `results.jsonl`, known ones read.
+    New ones are appended to `results.jsonl`, known ones read. Measurements by another version of rlctl, or
+    of a rule whose file has changed since, are repeated.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
     if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
         path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a line that was cut off
     known = {_key(row): row for row in read(directory)}
+    codes = {name: _code(rule) for name, rule in chosen.items()}
     with path.open("a", encoding="utf-8") as file:
         for place in where:
             for seed in range(seeds):
                 for name, rule in chosen.items():
-                    key = (name, json.dumps(rule.spec.model_dump(mode="json")), place.key, seed)
+                    key = (name, codes[name], json.dumps(rule.spec.model_dump(mode="json")), place.key, seed)
                     if key in known:
                         yield known[key] | asdict(place), False
                         continue
                     world = place.world(seed)
                     row = {
                         "rule": name,
+                        "code": codes[name],
                         "spec": rule.spec.model_dump(mode="json"),
                         "place": place.key,
                         "seed": seed,
@@ -182,8 +188,16 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str, str, int]:
-    return row["rule"], json.dumps(row["spec"]), row["place"], row["seed"]
+def _key(row: dict[str, Any]) -> tuple[str, str, str, str, int]:
+    return row["rule"], row.get("code", ""), json.dumps(row["spec"]), row["place"], row["seed"]
+
+
+def _code(rule: BenchRule) -> str:
+    """Identifies the code that a measurement depends on: rlctl's version and the user's files."""
+    spec = rule.spec
+    names = (spec.rollout_is or "", *(spec.rollout_rs or "").split(","), spec.loss_type)
+    files = {Path(name.rpartition(":")[0]).expanduser() for name in names if is_file_function(name)}
+    return " ".join([version("rlctl"), *sorted(sha256_of(file) for file in files)])
 
 
 def digest(rows: list[dict[str, Any]]) -> str:

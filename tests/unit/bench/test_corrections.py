@@ -235,6 +235,17 @@ def test_the_command_takes_a_rule_of_ones_own(tmp_path, capsys) -> None:
     assert (out / "error.svg").read_text().startswith("<svg")
     assert run([*arguments, "--rule", rule]) == 0
     assert "0 of them new" in capsys.readouterr().out
+    mine.write_text("def root(log_ratio, params):\n    return 0.25 * log_ratio.token\n")
+    assert run([*arguments, "--rule", rule]) == 0
+    assert "4 of them new" in capsys.readouterr().out
+
+
+def test_measurements_of_another_version_are_repeated(tmp_path, monkeypatch) -> None:
+    rules = dict(list(bench.rules(small=True).items())[:2])
+    assert all(is_new for _, is_new in bench.measured(tmp_path, rules, [PLACE], 1))
+    monkeypatch.setattr(bench, "version", lambda _name: "9.9")
+    assert all(is_new for _, is_new in bench.measured(tmp_path, rules, [PLACE], 1))
+    assert not any(is_new for _, is_new in bench.measured(tmp_path, rules, [PLACE], 1))
 
 
 @pytest.mark.parametrize(

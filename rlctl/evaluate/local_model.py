@@ -105,6 +105,11 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
     name: EngineName = engine or ("vllm" if spec and spec.rollout.name == "vllm" else "hf")
     trusts = spec.model.trust_remote_code if spec else False
     tokenizer, config = load_reader(str(directory), trust_remote_code=trusts)
+    kwargs: dict[str, Any] = {}
+    if spec and name == "vllm":
+        size = spec.rollout.tensor_model_parallel_size
+        shards = {"tensor_parallel_size": size} if 1 < size <= torch.cuda.device_count() else {}
+        kwargs = shards | spec.rollout.engine_kwargs
     return ModelFiles(
         directory=directory,
         tokenizer=tokenizer,
@@ -114,7 +119,7 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
         dtype=spec.engine.dtype if spec else native_dtype()[0],
         trust_remote_code=trusts,
         attn_implementation=spec.model.attn_implementation if spec else "sdpa",
-        engine_kwargs=spec.rollout.engine_kwargs if spec and name == "vllm" else {},
+        engine_kwargs=kwargs,
     )
 
 

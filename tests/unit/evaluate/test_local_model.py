@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 from huggingface_hub import constants
@@ -63,6 +64,16 @@ def test_a_checkpoint_has_the_hash_of_its_files(task, tmp_path):
     target = find_target(str(run_dir), [])
     assert "model.safetensors" in target.checksums
     assert find_model(target, None).sha256 == files_hash(task.model_dir, {})
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, {}), (1, {}), (2, {"tensor_parallel_size": 2})])
+def test_a_runs_model_is_spread_over_as_many_gpus(task, tmp_path, monkeypatch, gpus, expected):
+    target = find_target(str(make_run(tmp_path / "run", task)), [])
+    rollout = target.spec.rollout.model_copy(update={"name": "vllm", "tensor_model_parallel_size": 2})
+    target = replace(target, spec=target.spec.model_copy(update={"rollout": rollout}))
+    monkeypatch.setattr(local_model_module.torch.cuda, "device_count", lambda: gpus)
+    assert find_model(target, None).engine_kwargs == expected
+    assert find_model(target, "hf").engine_kwargs == {}
 
 
 def test_a_model_that_is_nowhere(hub, task):

@@ -146,13 +146,13 @@ def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
     middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
-        what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was asked for"
+        what = f"the engine samples at temperature {value}{unsure}, {asked.temperature:.3g} was requested"
         yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
     if reported.cut.kind == "none":
         return
-    what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was asked for", _EXPLICIT
+    what, fix = f"the engine samples with {reported.cut}{unsure}, {asked.cut} was requested", _EXPLICIT
     if reported.cut.is_like(asked.cut):
-        what = f"the engine samples with {asked.cut}, as asked; the trainer scores the whole distribution"
+        what = f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
         fix = "sample without truncation, or set rollout.exact_sampling: the mass cut off biases every ratio"
     yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
 

@@ -61,7 +61,7 @@ def print_report(console: Console, report: MismatchReport) -> None:
     line(("  trainer ", "dim"), report.trainer)
     line(("  engine  ", "dim"), report.engine)
     counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"
-    line(("  asked   ", "dim"), f"{report.settings}; {counts}")
+    line(("  request ", "dim"), f"{report.settings}; {counts}")
     line(
         ("  gap     ", "dim"),
         f"log-ratio r: mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| "
@@ -84,7 +84,7 @@ def print_report(console: Console, report: MismatchReport) -> None:
     if not gap.agrees:
         _print_tried(console, report)
     for note in report.not_told:
-        line(("not told  ", "dim"), note)
+        line(("unknown   ", "dim"), note)
     for note in report.notes:
         line(("note  ", "dim"), note)
 

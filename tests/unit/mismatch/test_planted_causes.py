@@ -69,7 +69,7 @@ def test_the_engine_gets_its_weights_back() -> None:
 def test_wrong_temperature() -> None:
     (cause,) = found(Engine(plain(), sampling=lambda s: replace(s, temperature=0.7)), **MANY)
     assert cause.name == "temperature"
-    assert "samples at temperature 0.7, 1 was asked for" in cause.what
+    assert "samples at temperature 0.7, 1 was requested" in cause.what
     assert cause.spec == ("rollout.temperature=0.7",)
     assert cause.share > 0.999
 
@@ -77,13 +77,13 @@ def test_wrong_temperature() -> None:
 def test_top_p_unannounced() -> None:
     (cause,) = found(Engine(plain(), sampling=lambda s: replace(s, top_p=0.8)), **MANY)
     assert cause.name == "truncation"
-    assert "samples with top_p 0.8, no truncation was asked for" in cause.what
+    assert "samples with top_p 0.8, no truncation was requested" in cause.what
 
 
 def test_truncation_as_asked_is_named_too() -> None:
     (cause,) = found(plain(), sampling=NUCLEUS)
     assert cause.name == "truncation"
-    assert "as asked" in cause.what
+    assert "as requested" in cause.what
     assert cause.spec == ("rollout.top_p=1",)
 
 

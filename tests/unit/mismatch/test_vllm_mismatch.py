@@ -49,7 +49,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_in_float32_only_the_truncation_asked_for_is_between_them(answers: dict[str, Any]) -> None:
     (cause,) = answers["fp32"]["causes"]
     assert cause["name"] == "truncation"
-    assert "as asked" in cause["what"]
+    assert "as requested" in cause["what"]
     assert cause["after"]["abs_max"] < 1e-4
     assert cause["share"] > 0.999
 

@@ -1,6 +1,6 @@
-"""A report on data as it is: everything wrong is found in one pass.
+"""Checks data files without changing them; one pass finds all problems.
 
-Memory holds one block of rows, and about 40 bytes of hashes and numbers per row.
+Memory holds one block of rows at a time, plus about 40 bytes of hashes and numbers per row.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from rlctl.reward.sources import knows_source
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Different complaints, styles and data sources without a grader shown of one file.
+#: Limits per file on the different problems and styles shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
-#: Bytes that 32-bit offsets of one Arrow array reach.
+#: Bytes of text that one Arrow array with 32-bit offsets can address.
 OFFSET_BYTES = 1 << 31
 _ANSWERS = {"answer", "solution", "ground_truth", "label"}
 _DETAIL = re.compile(r"'[^']*'|\d+")
@@ -55,45 +55,45 @@ _DETAIL = re.compile(r"'[^']*'|\d+")
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What to check."""
+    """Files to check, and what to check them against."""
 
     files: tuple[str, ...]  # files, directories, or anything else `prepare` reads
-    #: whose tokenizer and chat template measure the prompts; None: characters are counted
+    #: model whose tokenizer and chat template measure the prompts; None: prompt length is in characters
     model: str | None = None
     against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not occur in `files`
-    max_prompt_length: int | None = None  # tokens a prompt may have; characters where there is no model
-    trust_remote_code: bool = False  # the model's tokenizer may run code of its own
+    max_prompt_length: int | None = None  # in tokens; in characters without a model
+    trust_remote_code: bool = False  # allow custom code of the model's tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What a file is."""
+    """Layout and contents of one file."""
 
     path: Path  # of the file
-    recipe: RecipeName | None  # the layout its first row has; None: no row can be read
-    num_rows: int  # usable or not
-    #: name → type: Arrow's of Parquet, of other formats Python's of the first row's value
+    recipe: RecipeName | None  # the layout of its first row; None: no row can be read
+    num_rows: int  # all rows, usable or not
+    #: name → type: the Arrow type in Parquet, otherwise the Python type of the first row's value
     columns: dict[str, str]
     sources: dict[str, int]  # data source → usable rows
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Returns a JSON-serializable dict."""
         about = {"path": str(self.path), "recipe": self.recipe, "rows": self.num_rows}
         return about | {"columns": self.columns, "data_sources": self.sources}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Everything found."""
+    """Result of checking all files."""
 
     files: list[FileReport]  # in the order given
     findings: list[DataFinding]  # worst first
     lengths: Histogram  # of all usable prompts
-    model: dict[str, Any] | None = None  # what the lengths depend on; None: no model was given
-    leakage: tuple[LeakageComparison, ...] = ()  # how many rows of each file occur in each file of `against`
+    model: dict[str, Any] | None = None  # tokenizer and template of the lengths; None: no model was given
+    leakage: tuple[LeakageComparison, ...] = ()  # matching rows, per file and file of `against`
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Returns a JSON-serializable dict."""
         return {
             "files": [file.to_json() for file in self.files],
             "findings": [finding.to_json() for finding in self.findings],
@@ -104,10 +104,10 @@ class CheckReport:
 
 
 def check(request: CheckRequest, progress: Progress | None = None) -> CheckReport:
-    """Read every file once and report.
+    """Reads every file once and reports all problems.
 
     Raises:
-        UsageError: a file is missing, or cannot be read at all; the model has no tokenizer.
+        UsageError: a file is missing or unreadable, or the model has no tokenizer.
         EnvironmentFailure: the hub is needed and cannot be reached.
     """
     progress = progress or Progress()
@@ -130,20 +130,20 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
 
 @dataclass(frozen=True, slots=True)
 class _Probes:
-    """What all files are compared with."""
+    """Settings and shared state of the checks of all files."""
 
-    lengths: PromptLengths | None  # measures prompts in tokens; None: characters are counted
-    reference: Reference  # questions that must not occur
-    limit: int | None  # the longest a prompt may be; None: any length
+    lengths: PromptLengths | None  # measures prompts in tokens; None: lengths are in characters
+    reference: Reference  # questions that must not occur in the files
+    limit: int | None  # maximum prompt length; None: no maximum
     histogram: Histogram  # of the lengths of all usable prompts
 
 
 class _FileCheck:
-    """All checks of one file, block by block.
+    """Runs all checks of one file, block by block.
 
     Attributes:
-        path: of the file.
-        hashes: of each usable row: question, ground truth, and the row's number.
+        path: path of the file.
+        hashes: three arrays over the usable rows: hash of the question, hash of the ground truth, row number.
     """
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
@@ -155,7 +155,7 @@ class _FileCheck:
         self._sources: Counter[str] = Counter()
         self._splits: Counter[str] = Counter()
         self._styles: set[str] = set()
-        self._reasons: dict[str, str] = {}  # complaint without its details → the first one
+        self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
         self._bad, self._found = RowFindings(), RowFindings()
         self._index, self._index_source = array("q"), array("Q")
         parts = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.int64))]
@@ -167,12 +167,12 @@ class _FileCheck:
         self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
     def report(self) -> FileReport:
-        """What the file is."""
+        """Layout and contents of the file."""
         name = self._recipe.name if self._recipe else None
         return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
 
     def comparisons(self) -> list[LeakageComparison]:
-        """How many usable rows occur in each file they must not occur in."""
+        """Counts the usable rows that occur in each reference file."""
         return [
             LeakageComparison(
                 str(self.path),
@@ -185,11 +185,11 @@ class _FileCheck:
 
     @property
     def split(self) -> str:
-        """The split most rows name; "" for none."""
+        """The most frequent `extra_info.split`; "" if no row has one."""
         return self._splits.most_common(1)[0][0] if self._splits else ""
 
     def findings(self) -> list[DataFinding]:
-        """What is wrong with it."""
+        """All findings about the file."""
         found = column_findings(self.path, self._schema) if self._schema else []
         if not any(finding.code == "missing-columns" for finding in found):
             found += self._bad.findings()
@@ -200,7 +200,7 @@ class _FileCheck:
         return found
 
     def _split_findings(self) -> list[DataFinding]:
-        """Whether `extra_info` of the file says one thing throughout."""
+        """Findings about `extra_info`: mixed splits, a split other than the file name's, repeated indices."""
         found, where = [], (str(self.path),)
         if len(self._splits) > 1:
             counts = ", ".join(f"{split!r} {rows(count)}" for split, count in self._splits.most_common())
@@ -216,7 +216,7 @@ class _FileCheck:
         return found + row_finding("repeated-index", len(keys) - len(np.unique(keys)), where)
 
     def _repeat_findings(self) -> list[DataFinding]:
-        """Repeated questions, and those of them that are answered otherwise."""
+        """Findings about repeated questions, and about those repeated with another ground truth."""
         keys, truths, numbers = self.hashes
         later, first = repeated(keys)
 
@@ -230,7 +230,7 @@ class _FileCheck:
         return found("duplicates", everything, total=len(keys)) + disputed
 
     def _row(self, record: Record) -> Row | None:
-        """The record as a row; None where it is none, which is noted."""
+        """Converts the record to a row; records the problem and returns None if it is unusable."""
         self._num_rows += 1
         if record.values is None:
             self._note_bad(record.where, record.problem)
@@ -254,14 +254,14 @@ class _FileCheck:
         return row
 
     def _note_bad(self, where: str, reason: str) -> None:
-        """A row that cannot be used; complaints that differ in names and numbers only are one."""
+        """Records an unusable row. Problems that differ only in names and numbers count as one."""
         kind = _DETAIL.sub("…", reason)
         if kind not in self._reasons and len(self._reasons) >= REASONS_SHOWN:
             kind = reason = "other complaints"
         self._bad.add("bad-rows", where, reason, reason=self._reasons.setdefault(kind, reason))
 
     def _check_rows(self, records: list[Record], block: list[Row]) -> tuple[Any, Any, Any]:
-        """Check the usable rows of a block; returns what `hashes` has of them."""
+        """Checks the usable rows of a block and returns their part of `hashes`."""
         probes = self._probes
         for record, row in zip(records, block, strict=True):
             self._sources[row.data_source] += 1
@@ -310,12 +310,12 @@ class _FileCheck:
 
 
 def characters(block: Sequence[Row]) -> list[int]:
-    """Characters of each row's messages together."""
+    """Total number of characters in the messages of each row."""
     return [sum(len(message.content) for message in row.prompt) for row in block]
 
 
 def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
-    """Rows of a file that ask what a row of an earlier file asks."""
+    """Findings about rows that repeat a question of an earlier file."""
     found = []
     for place, later in enumerate(checks):
         keys, _, numbers = later.hashes
@@ -334,7 +334,7 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
 
 
 def _read_schema(path: Path) -> pa.Schema | None:
-    """The Arrow schema of a Parquet file; None for other formats, and for a broken one."""
+    """The Arrow schema of a Parquet file; None for other formats and for broken files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -353,7 +353,7 @@ def _is_verl(names: list[str]) -> bool:
 
 
 def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
-    """Missing and surplus columns, columns of nothing but nulls, texts beyond 32-bit offsets."""
+    """Findings about missing, unknown and null-type columns, and text too large for 32-bit offsets."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -388,7 +388,7 @@ def column_findings(path: Path, schema: pa.Schema) -> list[DataFinding]:
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """Name and type of every Parquet column below a field, in its order."""
+    """Name and type of every Parquet leaf column of a field, in file order."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):

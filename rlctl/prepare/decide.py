@@ -1,4 +1,4 @@
-"""What becomes of each row, decided over the keys of all of them."""
+"""Decides which rows to keep or drop, and the split, from the keys of all rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HISTOGRAM_BINS = 20
 
 
 class RowStatus(IntEnum):
-    """What becomes of a row that could be read; its name is the count's in the manifest."""
+    """Whether a staged row is kept, or why not. The manifest counts dropped rows by these names in lower case."""
 
     KEPT = 0
     QUARANTINED = 1
@@ -38,20 +38,20 @@ class RowStatus(IntEnum):
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided so far."""
+    """Decisions about all staged rows; later steps update it in place."""
 
-    status: NDArray[np.uint8]  # (rows,) a `RowStatus` each
-    is_test: NDArray[np.bool_]  # (rows,) on the test side of the split
-    report: dict[str, Any] = field(default_factory=dict)  # figures for the manifest
-    findings: list[DataFinding] = field(default_factory=list)  # what the user should know
+    status: NDArray[np.uint8]  # (rows,) `RowStatus` of each row
+    is_test: NDArray[np.bool_]  # (rows,) rows of the test split
+    report: dict[str, Any] = field(default_factory=dict)  # statistics for the manifest
+    findings: list[DataFinding] = field(default_factory=list)  # findings to report to the user
 
     @property
     def is_kept(self) -> NDArray[np.bool_]:
-        """(rows,) rows still in."""
+        """(rows,) rows not dropped or quarantined so far."""
         return np.asarray(self.status == RowStatus.KEPT)
 
     def counts(self, num_records: int, num_bad: int) -> dict[str, int]:
-        """Rows by status. `num_bad` of the input's `num_records` rows were never staged."""
+        """Number of rows per status. `num_bad` of the `num_records` input rows were never staged."""
         of = np.bincount(self.status, minlength=len(RowStatus))
         num_test = int((self.is_kept & self.is_test).sum())
         counts = {
@@ -68,9 +68,9 @@ class Decision:
 def decide(
     request: PrepareRequest, staging: Staging, bad_places: Sequence[int], progress: Progress
 ) -> Decision:
-    """Lengths, duplicates and the split; leakage comes after, since it needs to know the split.
+    """Decides on lengths, duplicates and the split. Leakage is checked later because it depends on the split.
 
-    Rows at `bad_places` turned out to be bad after they were staged.
+    Rows at `bad_places` were found to be bad after they were staged.
 
     Raises:
         UsageError: too many duplicates.
@@ -87,7 +87,7 @@ def decide(
     keys = staging.key("split")
     if request.val_size is None:
         limit = limit_for_fraction(request.val_fraction)
-    else:  # below it lie so many rows: more only where duplicates tie for the last place
+    else:  # `val_size` kept hashes lie below the limit; more if duplicates tie for the last place
         hashes = keys[decision.is_kept]
         last = min(request.val_size, len(hashes)) - 1
         limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
@@ -151,7 +151,7 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
 def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     is_left = decision.is_kept
     num_rows = int(is_left.sum())
-    # Equal rows are near too: only the first of each is compared, else they would be counted twice.
+    # Exact duplicates are also near duplicates: only the first of each is compared, to count none twice.
     here = np.flatnonzero(is_left)
     is_left[here[repeated(staging.key("exact")[here])[0]]] = False
     bands = [staging.file(name) for name in BAND_KEYS]
@@ -170,7 +170,7 @@ def _pair_examples(staging: Staging, later: Any, earlier: Any, words: str) -> li
 
 
 def limit_for_fraction(fraction: float) -> int:
-    """Rows hashing below this are test rows.
+    """Upper limit of the split hash of test rows; rows whose hash is below it are test rows.
 
     Raises:
         UsageError: the fraction is not in [0, 1).

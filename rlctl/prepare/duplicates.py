@@ -1,13 +1,13 @@
-"""Rows that ask what an earlier row asked: exactly, or nearly.
+"""Finds exact and near duplicates of earlier questions.
 
-Exact: equal after NFKC, case folding, and white space and the marks that end sentences left out of
-account. Other punctuation stays: in mathematics it is the question.
+Exact: equal after NFKC and case folding, ignoring white space and the punctuation that ends sentences. Other
+punctuation is kept because it is significant in mathematics.
 
-Near: Jaccard similarity of at least `SIMILARITY` between the sets of 8-byte pieces of the normalised
-texts, estimated by MinHash (Broder 1997) in bands (Leskovec et al., Mining of Massive Datasets, 3.4): two
-texts of similarity s agree in one of b bands of r values with probability 1 − (1 − s^r)^b: 0.998 at 0.8,
-0.40 at 0.5. Those that agree are compared by their signatures, of each value the lowest 8 bits (Li & König
-2010), which estimates s with a standard deviation of at most 0.05.
+Near: Jaccard similarity of at least `SIMILARITY` between the sets of 8-byte shingles of the normalised
+texts, estimated by MinHash (Broder 1997) with banding (Leskovec et al., Mining of Massive Datasets, 3.4): two
+texts of similarity s agree in at least one of b bands of r values with probability 1 − (1 − s^r)^b: 0.998 at
+0.8, 0.40 at 0.5. Texts that agree in a band are compared by their signatures, the lowest 8 bits of each value
+(Li & König 2010), which estimate s with a standard deviation of at most 0.05.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BANDS, BAND_VALUES = 16, 5
 NUM_VALUES = BANDS * BAND_VALUES
 SIMILARITY = 0.8
 SHINGLE_BYTES = 8
-#: Rows sorted at a time, and pairs compared at a time: what bounds the memory.
+#: Rows sorted, pairs compared and rows read at a time; they bound the memory.
 SORTED_ROWS = 1 << 22
 COMPARED_PAIRS = 1 << 19
 READ_ROWS = 1 << 16
-#: Like no other row.
+#: Marks a row without a near duplicate.
 NONE = np.uint32(0xFFFFFFFF)
 
 SENTENCE_MARKS = ".,;:?"
@@ -41,7 +41,7 @@ Pairs = tuple["NDArray[np.uint32]", "NDArray[np.uint32]"]
 
 
 def normalise(texts: Sequence[str]) -> list[str]:
-    """What counts of each question when two are compared; done on all in one string, which is faster."""
+    """Normalises questions for comparison, all in one string, which is faster."""
     if not texts:
         return []
     plain = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
@@ -55,14 +55,14 @@ def normalise(texts: Sequence[str]) -> list[str]:
 
 
 def text_key(text: str) -> int:
-    """64 bits of a hash."""
+    """64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def repeated(keys: NDArray[np.uint64]) -> Pairs:
-    """Places whose key occurred before, ascending, and the place of each one's first occurrence.
+    """Returns the indices of repeated keys, ascending, and for each the index of its first occurrence.
 
-    Keys are (N,) hashes, evenly spread.
+    Keys are (N,) hashes, uniformly distributed.
     """
     num_parts = np.uint64(1 + len(keys) // SORTED_ROWS)
     found: list[Pairs] = []
@@ -79,7 +79,7 @@ def repeated(keys: NDArray[np.uint64]) -> Pairs:
 
 
 def signatures(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """MinHash of texts: a hash per band (N, BANDS), and the values' lowest bits (N, NUM_VALUES)."""
+    """MinHash of texts: a hash per band (N, BANDS), and the lowest 8 bits of each value (N, NUM_VALUES)."""
     from rensa import RMinHash
 
     shingles, offsets = _shingles(texts)
@@ -93,7 +93,7 @@ def signatures(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.uin
 
 
 def _shingles(texts: Sequence[str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Every 8 bytes of each text, scrambled, one text after the other; and where each one's begin."""
+    """Hashes of all 8-byte windows of all texts, and the offset of the first hash of each text (N + 1,)."""
     width = SHINGLE_BYTES
     encoded = [text.encode().ljust(width, b"\0") for text in texts]
     lengths = np.array([len(text) for text in encoded], dtype=np.int64)
@@ -103,19 +103,21 @@ def _shingles(texts: Sequence[str]) -> tuple[NDArray[np.uint64], NDArray[np.uint
     content = np.frombuffer(b"".join(encoded), dtype=np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(content, width) if len(content) else content
     hashes = windows[np.arange(offsets[-1]) + skipped].view("<u8").ravel()
-    hashes *= np.uint64(0x9E3779B97F4A7C15)  # the values are text: spread them over all 64 bits
+    hashes *= np.uint64(0x9E3779B97F4A7C15)  # text bytes use few bits: spread them over all 64
     hashes ^= hashes >> np.uint64(32)
     return hashes, offsets.astype(np.uint64)
 
 
 def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.bool_]) -> Pairs:
-    """Rows much like an earlier one, ascending, and for each of them one that it is like.
+    """Returns the near duplicates of earlier rows, ascending, and for each the earlier row.
 
-    A row is compared with the first and the previous row of each band it shares, so that a thousand alike
-    take a few thousand comparisons, not a million.
+    Among the rows with the same band hash, a row is compared only with the first and the previous one: 1,000
+    similar rows take a few thousand comparisons, not a million.
 
-    A band's file holds (N,) uint32, the signatures' (N, NUM_VALUES) uint8; (N,) `is_left` says which rows to
-    compare.
+    Args:
+        bands: a file per band: (N,) uint32.
+        signature: file of the signatures: (N, NUM_VALUES) uint8.
+        is_left: (N,) rows to compare.
     """
     rows = np.flatnonzero(is_left).astype(np.uint64)
     like = np.full(len(is_left), NONE, dtype=np.uint32)
@@ -134,9 +136,10 @@ def nearly_repeated(bands: Sequence[Path], signature: Path, is_left: NDArray[np.
 
 
 def _candidates(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[Pairs]:
-    """Pairs (later, earlier) of rows whose band is equal, where nothing is known of the later one.
+    """Yields pairs (later, earlier) of rows with the same band hash, for later rows without a match so far.
 
-    Keys are band and row in one number, ascending; `like`: what each row was found to be like.
+    `keys` combine band hash (high 32 bits) and row (low 32 bits), ascending. `like` is the match found for
+    each row so far; the caller updates it between pairs.
     """
     group_start = 0
     for start in range(0, len(keys), COMPARED_PAIRS):
@@ -157,7 +160,7 @@ def _candidates(keys: NDArray[np.uint64], like: NDArray[np.uint32]) -> Iterator[
 
 
 def _read_rows(signature: Path, rows: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Some rows of the file, read from its beginning to its end: a mapped file would count as memory."""
+    """Reads some rows of the file, sequentially: the pages of a memory-mapped file would count as memory."""
     order = np.argsort(rows)
     wanted = rows[order]
     found = np.empty((len(rows), NUM_VALUES), dtype=np.uint8)

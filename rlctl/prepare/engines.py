@@ -1,4 +1,4 @@
-"""Where work is done: here, in local processes, or on Ray. Results come in the order of the tasks."""
+"""Runs tasks in this process, in local worker processes or on Ray. Results keep the order of the tasks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Shared = TypeVar("Shared")
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-#: Tasks handed out per worker before the oldest result is asked for.
+#: Tasks submitted per worker ahead of the oldest pending result.
 AHEAD = 2
-#: Tasks of one Ray Data run: enough to keep a cluster busy, few enough to be held in memory.
+#: Tasks of one Ray Data run: enough to keep a cluster busy, few enough to fit in memory.
 RAY_TASKS = 256
 RAY_INSTALL = 'pip install "rlctl[ray]"'
 
@@ -38,14 +38,14 @@ def run(
     tasks: Iterable[Task],
     workers: int,
 ) -> Iterator[tuple[Task, Result]]:
-    """`function(shared, task)` of every task, in order, each with its task.
+    """Yields each task with `function(shared, task)`, in order.
 
     Args:
         engine: `local` or `ray`.
-        function: of a module, so that another process finds it.
+        function: a module-level function, so that worker processes can import it.
         shared: sent to each worker once.
-        tasks: taken one by one, only a few ahead of the results.
-        workers: local processes; up to 1: none but this one.
+        tasks: consumed lazily, only a few ahead of the results.
+        workers: number of local worker processes; 0 or 1: run in this process.
 
     Raises:
         RunFailure: a worker died.
@@ -61,8 +61,8 @@ def run(
 def _in_processes(
     function: Callable[[Shared, Task], Result], shared: Shared, tasks: Iterable[Task], workers: int
 ) -> Iterator[tuple[Task, Result]]:
-    # A server forks the workers: they share the libraries it imported, and nothing of this process, whose
-    # threads a fork would break.
+    # A fork server starts the workers: they share its imported libraries but no state of this process, whose
+    # threads would make forking unsafe.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlctl.prepare.transform", "pyarrow.parquet"])
     pool = ProcessPoolExecutor(workers, context, _start_worker, (function, shared))
@@ -92,13 +92,13 @@ _shared: Any
 def _start_worker(function: Callable[[Any, Any], Any], shared: Any) -> None:
     global _function, _shared
     _function, _shared = function, shared
-    # Ctrl-C is handled by the parent, which ends the pool: workers ended by it would count as failures.
+    # The parent handles Ctrl-C and shuts the pool down; workers killed by the signal would count as failures.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, and they would wait for tasks without end."""
+    """Exits when the parent ends: a killed parent cannot stop its workers, which would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -128,7 +128,7 @@ def _on_ray(
         except ray.exceptions.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             causes = (line for line in lines if re.match(r"[\w.]+(Error|Exception|Failure|Exit)\b", line))
-            what = f"a Ray task failed: {next(causes, lines[-1])}"  # of a long message
+            what = f"a Ray task failed: {next(causes, lines[-1])}"  # the relevant line of a long message
             raise RunFailure(what, fix="look at Ray's logs") from error
 
 
@@ -149,16 +149,16 @@ def _start_ray() -> Any:
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it would say is raised
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised as exceptions
     return ray
 
 
-@lru_cache(maxsize=1)  # a worker process makes its tokenizer once
+@lru_cache(maxsize=1)  # each worker process builds its tokenizer once
 def _opened(held: Any) -> Any:
     import ray
 
     function, shared, directory = pickle.loads(ray.get(held))
-    os.chdir(directory)  # relative paths: a cluster's workers have the directory it was started in
+    os.chdir(directory)  # for relative paths: Ray workers start in the cluster's directory
     return function, pickle.loads(shared)
 
 
@@ -166,6 +166,6 @@ def _ray_work(row: dict[str, bytes], held: Any) -> dict[str, bytes]:
     try:
         function, shared = _opened(held)
         result = function(shared, pickle.loads(row["task"]))
-    except RlctlError as error:  # Ray would wrap it
+    except RlctlError as error:  # returned, because Ray would wrap a raised error
         result = error
     return {"result": pickle.dumps(result)}

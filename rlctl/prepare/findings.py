@@ -1,4 +1,4 @@
-"""One finding about data: what, how often, the first places, and the fix."""
+"""Findings about data: a sentence, the number of rows, the first examples and the fix."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "error"]
-#: Kind of finding about rows, and what it names.
+#: Kind of a finding about rows, and the values that fill in its sentence.
 _Kind = tuple[str, tuple[tuple[str, Any], ...]]
 
-#: Places shown of each finding.
+#: Examples shown per finding.
 EXAMPLES_SHOWN = 5
 _SINGULAR = {"have": "has", "are": "is", "were": "was", "cannot": "cannot"}
 _RANKS: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
@@ -26,7 +26,7 @@ _NO_FORM_FIX = r"add --instruction 'Put the final answer in \boxed{}.': else rig
 _EXACT, _MASKED = "ask a question of {file}", "ask a question of {file} with other numbers"
 _NGRAM = "share 13 words in a row with a question of {file}"
 
-#: Code → severity; what holds for the rows, a verb in the plural first; and the fix.
+#: Kind → severity; predicate of the sentence, starting with a plural verb; and the fix.
 _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     "duplicates": ("warning", "repeat the question of an earlier row", _FIRST_KEPT),
     "conflicting-answers": (
@@ -100,35 +100,35 @@ _ROW_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "repeated-index": ("info", "have the extra_info.index of another row of the same source", ""),
 }
-#: Entries that share the code of another one.
+#: Kinds reported under the code of another kind.
 _CODES = {"overlong-changed": "overlong", "no-answer-form-unknown": "no-answer-form"}
 
 
 @dataclass(frozen=True, slots=True)
 class DataFinding:
-    """One thing found in data."""
+    """One finding about data."""
 
-    code: str  # its name, for scripts: `duplicates`, `leak-exact`, …
-    #: `error`: training fails or learns the wrong thing; `warning`: check it before training; `info`: good to
-    #: know
+    code: str  # stable identifier for scripts: `duplicates`, `leak-exact`, …
+    #: `error`: training fails or learns the wrong thing; `warning`: check before training; `info`: no action
+    #: needed
     severity: Severity
     what: str  # one sentence
-    count: int  # rows (or files) it holds for
+    count: int  # affected rows (or columns, files)
     examples: tuple[str, ...] = ()  # the first few, as `file:row` or `file:row: detail`
-    fix: str = ""  # what to do about it; "" where nothing needs doing
+    fix: str = ""  # recommended action; "" if none is needed
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types, for manifests and reports."""
+        """Returns a JSON-serializable dict for manifests and reports."""
         return asdict(self) | {"examples": list(self.examples)}
 
 
 def row_finding(
     kind: str, count: int, examples: Sequence[str] = (), *, total: int | None = None, **values: Any
 ) -> list[DataFinding]:
-    """A finding about rows; none where it holds for no row.
+    """A list with one finding about rows; empty if `count` is 0.
 
-    `kind` is a key of `_ROW_FINDINGS`, `values` fill its sentence; `total`: all rows, where the share is
-    reported.
+    `kind` is a key of `_ROW_FINDINGS`, and `values` fill in its sentence. With `total`, the number of all
+    rows, the sentence also gives the share.
     """
     if not count:
         return []
@@ -143,25 +143,25 @@ def row_finding(
 
 
 class RowFindings:
-    """Counts rows by kind of finding and by what the finding names, and keeps the first few of each."""
+    """Counts rows by kind of finding and by `values`, and keeps the first few examples of each."""
 
     def __init__(self) -> None:
         self._counts: Counter[_Kind] = Counter()
         self._first: dict[_Kind, list[str]] = {}
 
     def add(self, kind: str, where: str, detail: str = "", **values: Any) -> None:
-        """One row; `kind` and `values` as of `row_finding`."""
+        """Adds one row; for `kind` and `values` see `row_finding`."""
         key = (kind, tuple(values.items()))
         self._counts[key] += 1
         if len(first := self._first.setdefault(key, [])) < EXAMPLES_SHOWN:
             first.append(f"{where}: {detail}" if detail else where)
 
     def count(self, kind: str, **values: Any) -> int:
-        """Rows of a kind."""
+        """Number of rows of a kind with these `values`."""
         return self._counts[kind, tuple(values.items())]
 
     def findings(self) -> list[DataFinding]:
-        """A finding for each kind."""
+        """One finding for each kind and each combination of `values`."""
         return [
             found
             for (kind, values), first in self._first.items()
@@ -170,17 +170,17 @@ class RowFindings:
 
 
 def worst_first(findings: Iterable[DataFinding]) -> list[DataFinding]:
-    """Errors, warnings, infos; the most frequent first in each."""
+    """Sorts findings by severity (errors first), then by count, descending."""
     return sorted(findings, key=lambda finding: (_RANKS[finding.severity], -finding.count, finding.code))
 
 
 def reaches(findings: Iterable[DataFinding], level: Severity) -> bool:
-    """Whether one of them is at least that bad."""
+    """Whether any finding has at least this severity."""
     return any(_RANKS[finding.severity] <= _RANKS[level] for finding in findings)
 
 
 def lines(findings: Iterable[DataFinding]) -> list[str]:
-    """The findings as plain text, worst first: a line each, examples and fix indented below."""
+    """Findings as plain text, worst first: one line each, with examples and fix indented below."""
     result = []
     for finding in worst_first(findings):
         result.append(f"{finding.severity}: {finding.what}")
@@ -196,11 +196,11 @@ def rows(count: int) -> str:
 
 
 def agree(count: int, verb: str) -> str:
-    """The verb (plural; more words may follow) as so many rows have it: `has` for one, `have` for two."""
+    """Inflects the plural verb that `verb` starts with for `count` rows: `has` for 1, `have` for 2."""
     plural, space, rest = verb.partition(" ")
     return verb if count != 1 else _SINGULAR.get(plural, f"{plural}s") + space + rest
 
 
 def share(count: int, total: int, verb: str) -> str:
-    """`1 row of 4 (25.0%) has …`; arguments as of `agree`."""
+    """`1 row of 4 (25.0%) has …`; for `verb` see `agree`."""
     return f"{rows(count)} of {total:,} ({count / max(1, total):.1%}) {agree(count, verb)}"

@@ -1,8 +1,9 @@
-"""Questions of one set that occur in a benchmark or test split: found, counted, left out or refused.
+"""Finds training questions that occur in a benchmark or the test split; reports, drops or refuses them.
 
-Three kinds, from sure to suspicious: `exact` (the same words), `masked` (the same but for the numbers),
-`ngram` (13 words in a row in common, the length of Brown et al. 2020, appendix C). Words are compared after
-NFKC and case folding; punctuation does not count, signs of arithmetic do: 2 + 3 is not 2 * 3.
+Three kinds of match, from certain to suspected: `exact` (the same words), `masked` (the same words except for
+numbers), `ngram` (13 consecutive words in common, the length of Brown et al. 2020, appendix C). Words are
+compared after NFKC and case folding. Punctuation is ignored, arithmetic operators are not: 2 + 3 differs from
+2 * 3.
 """
 
 from __future__ import annotations
@@ -35,37 +36,38 @@ if TYPE_CHECKING:
 Kind = Literal["exact", "masked", "ngram"]
 #: From certain to suspected.
 KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
-#: File and kind of match → rows.
+#: (file, kind of match) → matching rows.
 Found = dict[tuple[str, Kind], list[int]]
 
 TEST = "the test split"
-#: An n-gram in more questions of a file than both of these is a phrase of the file's prompts, not a question.
+#: An n-gram that occurs in a file more often than this count and this share of its questions is ignored: it
+#: belongs to the prompt, not to a question.
 COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
 HASHED_AT_ONCE = 1024
-#: So many rows are compared in this process.
+#: Up to this many rows are compared in this process.
 LOCAL_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class LeakageComparison:
-    """How many rows of one set occur in a file; also where none does."""
+    """Number of rows of one set that occur in a reference file; also reported when it is 0."""
 
-    rows_of: str  # the rows that were compared: a split, or a file
-    against: str  # the file
+    rows_of: str  # the compared set: a split or a file
+    against: str  # the reference file
     num_rows: int  # rows compared
-    counts: Mapping[Kind, int]  # rows that occur, by the strictest kind of match
+    counts: Mapping[Kind, int]  # matching rows by their strictest kind of match
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Returns a JSON-serializable dict."""
         counts: dict[str, Any] = {kind: self.counts.get(kind, 0) for kind in KINDS}
         sides = {"rows_of": self.rows_of, "against": self.against}
         return sides | {"of": self.num_rows, "rows": sum(self.counts.values())} | counts
 
 
 class Reference:
-    """The questions one must not train on, as 64-bit hashes: 8 bytes per n-gram.
+    """Questions that must not occur in the training data, as 64-bit hashes (8 bytes per n-gram).
 
-    Per file and kind of match: sorted hashes, as `build` makes them.
+    `files`: file → kind of match → sorted hashes, as returned by `build`.
     """
 
     def __init__(self, files: Mapping[str, Mapping[Kind, Hashes]]) -> None:
@@ -73,17 +75,17 @@ class Reference:
 
     @classmethod
     def build(cls, files: Iterable[tuple[str, Iterable[str]]]) -> Reference:
-        """Of (name, questions) of each file; a file without questions is left out."""
+        """Builds a reference from (name, questions) of each file; skips files without questions."""
         hashed = {name: _hashes(iter(questions)) for name, questions in files}
         return cls({name: hashes for name, hashes in hashed.items() if len(hashes["exact"])})
 
     @property
     def names(self) -> list[str]:
-        """The files."""
+        """Names of the files."""
         return list(self._files)
 
     def save(self, directory: Path) -> None:
-        """Write it to a directory that does not exist yet."""
+        """Writes the reference to a new directory."""
         directory.mkdir()
         (directory / "names.json").write_text(json.dumps(self.names), encoding="utf-8")
         for place, hashes in enumerate(self._files.values()):
@@ -92,7 +94,7 @@ class Reference:
 
     @classmethod
     def load(cls, directory: Path) -> Reference:
-        """What `save` wrote, mapped: processes that load it share one copy."""
+        """Loads a saved reference memory-mapped, so that all processes share one copy."""
         names = json.loads((directory / "names.json").read_text(encoding="utf-8"))
         return cls(
             {
@@ -102,7 +104,7 @@ class Reference:
         )
 
     def matches(self, questions: Sequence[str]) -> list[frozenset[tuple[Kind, str]]]:
-        """Of each question the files it occurs in, with the strictest kind of match; empty: none."""
+        """For each question, the files that contain it, each with the strictest kind of match."""
         asked = WordKeys(questions)
         found: list[set[tuple[Kind, str]]] = [set() for _ in questions]
         for file, known in self._files.items():
@@ -117,7 +119,7 @@ class Reference:
 
 
 def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
-    """Sorted hashes of a file's questions, of those without numbers, and of n-grams that are not common."""
+    """Sorted hashes of a file's questions, of the questions with masked numbers, and of the rare n-grams."""
     seen: set[int] = set()
     masked, ngrams = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     while chunk := list(islice(questions, HASHED_AT_ONCE)):
@@ -131,7 +133,7 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
         ngrams.append(keys.ngrams[is_new[keys.ngram_of]])
     most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
     all_ngrams = np.concatenate(ngrams)
-    ngrams.clear()  # they are most of the memory
+    ngrams.clear()  # frees most of the memory
     all_ngrams.sort()
     common = all_ngrams[most:][all_ngrams[most:] == all_ngrams[: max(0, len(all_ngrams) - most)]]
     is_first = np.ones(len(all_ngrams), dtype=bool)
@@ -143,7 +145,7 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
-    """Which values are in the sorted array."""
+    """Mask of the values that occur in the sorted array `known`."""
     if not len(known):
         return np.zeros(len(values), dtype=bool)
     places = np.minimum(np.searchsorted(known, values), len(known) - 1)
@@ -151,13 +153,13 @@ def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
 
 
 def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, progress: Progress) -> None:
-    """Compare the training rows with the test split and `request.against`; report, drop or refuse matches.
+    """Compares training rows with the test split and `request.against`; reports, drops or refuses matches.
 
-    The test rows are compared with `request.against` too. Those that occur there are reported only: they
-    are not trained on.
+    Test rows are also compared with `request.against`, but matches are only reported because test rows are
+    not used for training.
 
     Raises:
-        UsageError: a file of `against` cannot be read, or rows leak and `refuse` was asked for.
+        UsageError: a file of `against` cannot be read, or rows leak and `request.leakage` is `refuse`.
     """
     is_train = decision.is_kept & ~decision.is_test
     is_test = decision.is_kept & decision.is_test
@@ -167,7 +169,7 @@ def find_leaks(request: PrepareRequest, staging: Staging, decision: Decision, pr
     reference = Reference.build([(TEST, staging.questions(is_test)), *benchmarks])
     directory = staging.file("reference")
     reference.save(directory)
-    _reference.cache_clear()  # this process may have had another one under that name
+    _reference.cache_clear()  # this process may have cached another reference of the same path
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
     splits, found_in = {"train": is_train, "test": is_test}, dict[str, Found](train={}, test={})
@@ -220,7 +222,15 @@ def _findings(staging: Staging, found: Found, code: str) -> list[findings.DataFi
 
 
 def scan(directory: Path, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
-    """Places in a block of the wanted rows that occur in the saved reference, by file and kind."""
+    """Finds rows of a block that occur in the saved reference.
+
+    Args:
+        directory: where the reference is saved.
+        task: the block, and the (rows,) mask of the rows to compare.
+
+    Returns:
+        Indices of the matching rows within the block, by file and kind of match.
+    """
     reference = _reference(directory)
     block, wanted = task
     questions = block.questions(wanted)
@@ -240,7 +250,7 @@ def _reference(directory: Path) -> Reference:
 
 
 def questions_of(file: NamedFile) -> Iterator[str]:
-    """The questions of a benchmark or a file, whose layout is recognised by its first row.
+    """Yields the questions of a benchmark or a file; the first row determines the layout of a file.
 
     Raises:
         UsageError: none of its rows has a question.

@@ -1,4 +1,4 @@
-"""How many tokens each prompt takes with the model's own tokenizer and template, and what fits."""
+"""Prompt lengths in tokens under a model's tokenizer and chat template; truncation of long prompts."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What measuring rows found; three lists as long as the rows."""
+    """Result of `PromptLengths.measure`: three lists with one entry per row."""
 
-    rows: list[Row]  # the rows; one that was cut is another object than the one handed in
-    num_tokens: list[int]  # of the rendered prompt, after cutting; 0 where it cannot be rendered
-    #: "" or why the row cannot be used: the template refuses it, it starts with two start tokens, or nothing
-    #: of its question would be left after cutting
+    rows: list[Row]  # the rows; a truncated row is a new object, others are the input objects
+    num_tokens: list[int]  # of the rendered prompt, after truncation; 0 if it cannot be rendered
+    #: why the row cannot be used, or "": the template rejects it, it starts with two start tokens, or
+    #: truncating its question cannot make it short enough
     problems: list[str]
 
 
 class PromptLengths:
-    """Measures rows, and cuts those that are too long.
+    """Measures prompts in tokens and truncates those that are too long.
 
-    Made once per worker: pickling keeps only its arguments.
+    Built once per worker: pickling stores only the constructor arguments.
 
     Args:
-        model: directory or hub id of the model whose tokenizer and template will be used.
-        trust_remote_code: let the tokenizer's own code run.
-        max_prompt_length: tokens; None: only measure.
-        overlong: `keep` and `drop` leave rows as they are (dropping is the caller's); `cut-left` and
-            `cut-right` remove tokens at the start or end of the question in the last user message, never of
-            an instruction or system prompt around it.
+        model: directory or hub id of the model whose tokenizer and chat template are used.
+        trust_remote_code: allow custom tokenizer code.
+        max_prompt_length: in tokens; None: only measure.
+        overlong: `keep` and `drop` do not change rows (the caller drops them); `cut-left` and `cut-right`
+            remove tokens at the start or end of the question in the last user message, never from an
+            instruction or system prompt.
 
     Attributes:
-        renderer: turns rows into text and ids as training does.
-        context: `max_position_embeddings` of the model, in tokens; None where its config does not say.
+        renderer: converts rows to text and token ids as in training.
+        context: `max_position_embeddings` of the model, in tokens; None if its config has none.
 
     Raises:
-        UsageError: there is no such model, its tokenizer cannot be read, or cannot cut (it does not say which
-            characters a token covers).
+        UsageError: the model does not exist, its tokenizer cannot be read, or prompts should be truncated and
+            the tokenizer gives no character offsets of tokens.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
 
@@ -65,7 +65,7 @@ class PromptLengths:
         self._limit, self._overlong = max_prompt_length, overlong
         options: dict[str, Any] = {"max_prompt_length": max_prompt_length, "overlong": overlong}
         self._rebuild = partial(PromptLengths, model, trust_remote_code=trust_remote_code, **options)
-        # Workers are parallel already.
+        # The worker processes already run in parallel.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from rlctl.engine.model import load_reader
 
@@ -73,7 +73,7 @@ class PromptLengths:
             tokenizer, config = load_reader(model, trust_remote_code=trust_remote_code)
         except RlctlError:
             raise
-        except Exception as error:  # the tokenizers library and tokenizers' own code raise anything
+        except Exception as error:  # the tokenizers library and custom tokenizer code raise any type
             raise UsageError(f"the tokenizer cannot be read: {error}", where=model) from error
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.context = positions if isinstance(positions, int) else None
@@ -94,7 +94,7 @@ class PromptLengths:
         return self._rebuild, ()
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """The rows, perhaps cut, with their lengths in tokens."""
+        """Measures the rows in tokens and truncates long ones according to `overlong`."""
         texts: list[str] = []
         measured = Measured(list(rows), [0] * len(rows), [""] * len(rows))
         for place, row in enumerate(rows):
@@ -123,9 +123,9 @@ class PromptLengths:
         return measured
 
     def describe(self) -> dict[str, Any]:
-        """What the lengths depend on, without paths, for the manifest.
+        """Identifies the tokenizer and template that determine the lengths, without paths, for the manifest.
 
-        `template_sha256` is that of an evaluation's `results.json`.
+        `template_sha256` is computed as in `results.json` of an evaluation.
         """
         tokenizer = self.renderer.tokenizer
         return {
@@ -137,9 +137,10 @@ class PromptLengths:
         }
 
     def _cut(self, row: Row, num_tokens: int, limit: int) -> tuple[Row, int] | None:
-        """The row with just enough of its question cut away, and its length; None: it cannot be done.
+        """Returns the row with its question truncated to fit, and its new length; None if it cannot fit.
 
-        Tokens next to the cut may merge differently afterwards, so it is measured again, and cut further.
+        Tokens at the cut may merge differently afterwards, so the prompt is measured again and truncated
+        further until it fits.
         """
         place = next((i for i in reversed(range(len(row.prompt))) if row.prompt[i].role == "user"), None)
         if place is None:
@@ -167,10 +168,10 @@ class PromptLengths:
 
 
 def question_span(row: Row, place: int) -> tuple[int, int]:
-    """First and last character of the question in the row's message at `place`, without any instruction.
+    """Start and end (exclusive) of the question in the message at index `place`, without added instructions.
 
-    `row.question` is the text of the whole original conversation, perhaps after a system prompt that was
-    added; where it is not found the whole message is the question.
+    `row.question` may contain all messages of the original conversation; `row.prompt` may start with an added
+    system prompt. If the question is not found, the range is the whole message.
     """
     content, asked = row.prompt[place].content, row.question
     found = content.find(asked) if asked else -1
@@ -185,7 +186,7 @@ def question_span(row: Row, place: int) -> tuple[int, int]:
 
 
 def template_findings(renderer: Renderer) -> list[DataFinding]:
-    """What is unusual about a model's chat template, tried with one plain question."""
+    """Findings about a model's chat template, tested with one plain question."""
     tokenizer = renderer.tokenizer
     if not tokenizer.chat_template:
         what = "the tokenizer has no chat template: messages are joined by blank lines, roles are lost"
@@ -209,23 +210,23 @@ def template_findings(renderer: Renderer) -> list[DataFinding]:
 
 
 class Histogram:
-    """Counts of lengths; memory grows with the number of different lengths, not of prompts."""
+    """Counts of lengths; memory grows with the number of distinct lengths, not with the number of prompts."""
 
     def __init__(self, unit: Literal["tokens", "characters"]) -> None:
         self.unit = unit
         self._counts: Counter[int] = Counter()
 
     def add(self, lengths: Iterable[int]) -> None:
-        """Some more."""
+        """Adds lengths."""
         self._counts.update(lengths)
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """Number of lengths added."""
         return self._counts.total()
 
     def quantile(self, share: float) -> int:
-        """The smallest length that at least this share in [0, 1] do not exceed; 0 is the shortest."""
+        """The smallest length that at least this share of the prompts do not exceed; share 0: the minimum."""
         seen, wanted = 0, share * self.total
         for length, count in sorted(self._counts.items()):
             seen += count
@@ -234,12 +235,12 @@ class Histogram:
         return 0
 
     def summary(self) -> dict[str, int]:
-        """The shortest, some quantiles and the longest."""
+        """Minimum, quantiles and maximum of the lengths."""
         shares = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
         return {name: self.quantile(share) for name, share in shares.items()}
 
     def bins(self, number: int) -> list[tuple[int, int, int]]:
-        """(from, to, count) of at most so many ranges of equal width, both ends included."""
+        """Histogram as (from, to, count), both ends inclusive, of at most `number` bins of equal width."""
         if not self.total:
             return []
         low, high = self.quantile(0), self.quantile(1)
@@ -253,6 +254,6 @@ class Histogram:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Returns a JSON-serializable dict."""
         bins = [{"from": low, "to": high, "rows": count} for low, high, count in self.bins(20)]
         return {"unit": self.unit, **self.summary(), "histogram": bins}

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a prepared directory was made from, so that it can be made, or recognised, again."""
+"""`manifest.json`: inputs, settings and contents of a prepared directory, to reproduce or reuse it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a prepared directory was made from, and what it holds."""
+    """Inputs, settings and contents of a prepared directory."""
 
-    made_from: Mapping[str, Any]  # all that the output depends on: hashes of inputs, recipe, split, versions
-    counts: Mapping[str, int]  # rows in, in each split, quarantined, and dropped for each reason
-    report: Mapping[str, Any]  # what was found: duplicates, leakage, lengths, findings
+    made_from: Mapping[str, Any]  # everything the output depends on: input hashes, recipe, split, versions
+    counts: Mapping[str, int]  # rows of the input, per split, quarantined, and dropped per reason
+    report: Mapping[str, Any]  # statistics: duplicates, leakage, lengths, findings
     splits: Mapping[str, list[str]]  # split → its Parquet files
     outputs: Mapping[str, str]  # file name → sha256
 
     def write(self, directory: Path) -> None:
-        """Write it, without dates: equal work gives equal bytes."""
+        """Writes `manifest.json`, without dates: equal inputs and settings give identical bytes."""
         text = json.dumps({"format": FORMAT} | asdict(self), indent=2, ensure_ascii=False)
         (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def matches(self, directory: Path) -> bool:
-        """Whether the directory still holds exactly the files described."""
+        """Whether the directory still contains every file of the manifest, unchanged."""
         return all(
             (directory / name).is_file() and sha256_of(directory / name) == digest
             for name, digest in self.outputs.items()
@@ -40,7 +40,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The directory's manifest; None where there is none that this version wrote."""
+    """The directory's manifest; None if it is missing, unreadable or of another format version."""
     try:
         content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -51,10 +51,10 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but the output of an earlier run.
+    """Checks that replacing `out` would delete nothing but the output of an earlier run.
 
     Raises:
-        UsageError: `out` is a file, or holds something else.
+        UsageError: `out` is a file, or contains other files.
     """
     if out.exists() and not out.is_dir():
         raise UsageError("the output is a file, not a directory", where=str(out), fix="choose another --out")
@@ -70,10 +70,10 @@ def check_replaceable(out: Path) -> None:
 
 
 def describe_inputs(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name, size and hash of each input; names without folders, so that moving the data changes nothing."""
+    """Name, size and hash of each input; names have no directory, so that data may be moved."""
     return [{"name": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
 
 
 def describe_versions() -> dict[str, str]:
-    """What the bytes of the output depend on."""
+    """Versions of the packages that the output bytes depend on."""
     return {package: version_of(package) or "unknown" for package in ("rlctl", "pyarrow", "math-verify")}

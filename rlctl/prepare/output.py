@@ -1,8 +1,8 @@
-"""Kept rows into shards of Parquet, in the columns of a framework; each shard is one task.
+"""Writes the kept rows to Parquet shards with the columns of a framework; each shard is one task.
 
-verl's `RLHFDataset` takes the columns as they are. TRL's GRPO trainer takes `prompt` and hands every
-other column to the reward functions by name; its own `accuracy_reward` reads `solution`. OpenRLHF's
-`PromptDataset` takes the columns named by its input key (`input`) and label key, and `datasource`.
+verl's `RLHFDataset` reads the columns unchanged. TRL's GRPO trainer reads `prompt` and passes all other
+columns to the reward functions by name; its `accuracy_reward` reads `solution`. OpenRLHF's `PromptDataset`
+reads the columns given by its input key (`input`) and label key, and `datasource`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Format = Literal["verl", "trl", "openrlhf"]
 
-#: format → its column ← where it is in verl's layout, a dot reaching inside
+#: format → output column → its source in verl's layout; a dot selects a struct field
 _COLUMNS: dict[Format, dict[str, str]] = {
     "verl": {name: name for name in ("data_source", "prompt", "ability", "reward_model", "extra_info")},
     "trl": {
@@ -41,13 +41,14 @@ _COLUMNS: dict[Format, dict[str, str]] = {
     },
     "openrlhf": {"input": "prompt", "label": "reward_model.ground_truth", "datasource": "data_source"},
 }
-#: Text of one output file, about: a reader that holds a column in one piece has 32-bit offsets for 2 GiB.
+#: Approximate bytes of text per output file: readers that load a column in one piece with 32-bit offsets are
+#: limited to 2 GiB.
 SHARD_BYTES = 1 << 30
 
 
 @cache
 def schema(to: Format, *, with_other: bool) -> pa.Schema:
-    """The Arrow schema of a format's files; `with_other` as of `arrow_schema`."""
+    """The Arrow schema of the files of a format; for `with_other` see `arrow_schema`."""
     import pyarrow as pa
 
     rows = arrow_schema(with_other=with_other)
@@ -60,7 +61,7 @@ def schema(to: Format, *, with_other: bool) -> pa.Schema:
 
 
 def convert(batch: pa.RecordBatch, to: Format) -> pa.RecordBatch:
-    """A batch of `large_schema()` with another format's columns; no text is copied."""
+    """Converts a batch of `large_schema()` to the columns of a format, without copying text."""
     import pyarrow as pa
 
     columns = []
@@ -77,7 +78,7 @@ class Shard:
 
     path: Path
     split: str  # `train` or `test`
-    parts: list[tuple[StagedBlock, NDArray[np.int32]]]  # where its rows are: blocks, and places in each
+    parts: list[tuple[StagedBlock, NDArray[np.int32]]]  # its rows: blocks, and row indices within each
 
 
 def write_split(
@@ -88,12 +89,13 @@ def write_split(
     stage: Path,
     progress: Progress,
 ) -> list[str]:
-    """Write the rows of a split, in the order of the input.
+    """Writes the rows of a split in input order.
 
-    (rows,) `is_in` are those of the split. A split that fits is one file named after it.
+    `is_in` is the (rows,) mask of the split's rows. A split that fits in one file is written as
+    `SPLIT.parquet`.
 
     Returns:
-        Names of the files: none if there are no rows.
+        Names of the files; empty if there are no rows.
     """
     num_shards = sum(1 for _ in _shards(staging, is_in, request.rows_per_shard))
     names = [f"{split}-{place:05}-of-{num_shards:05}.parquet" for place in range(num_shards)]
@@ -109,7 +111,7 @@ def write_split(
 
 
 def write_shard(shared: tuple[Format, pa.Schema], shard: Shard) -> None:
-    """Write one file in a format, with its schema."""
+    """Writes one file; `shared` is its format and schema."""
     import pyarrow as pa
 
     to, schema_of_file = shared

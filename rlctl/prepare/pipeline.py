@@ -1,12 +1,12 @@
-"""From any supported input to a directory of Parquet that training reads, in two passes.
+"""Converts any supported input to a directory of Parquet files for training, in two passes.
 
     sources ─ blocks ─ transform(block) ─┬─ rows, staged on disk     ─┐
               (in workers, or on Ray)    ├─ keys of each row ─ decide ┴─ shards of train and test
                                          └─ bad rows ─ refused, or quarantine.jsonl
 
-The first pass needs one block at a time; what needs all rows (duplicates, the split, leakage) is decided
-over a few numbers per row. So memory holds some blocks, and one such number of every row at a time. Nothing
-appears under the output's name before all of it is there.
+The first pass processes one block at a time. Decisions that need all rows (duplicates, the split, leakage)
+use a few numbers per row (keys). Memory holds a few blocks, and one key of all rows at a time. The output
+directory appears under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -49,20 +49,22 @@ from rlctl.reward.sources import knows_source
 
 QUARANTINE = "quarantine.jsonl"
 PROBLEMS_SHOWN = 5
-#: Inputs up to this size are read in this process.
+#: Inputs up to this size are processed without worker processes.
 SMALL_BYTES = 16 << 20
 
 
 def prepare(request: PrepareRequest, progress: Progress | None = None) -> PrepareSummary:
-    """Write the Parquet files of both splits (`test` only where it has rows), `quarantine.jsonl` (if asked
-    for) and `manifest.json` to `request.out`.
+    """Writes the prepared data set to `request.out`.
 
-    Larger inputs start processes of their own: a script that calls this needs
-    `if __name__ == "__main__":`, as everywhere with `multiprocessing`.
+    Files: the Parquet files of both splits (`test` only if it has rows), `quarantine.jsonl` (if requested)
+        and
+    `manifest.json`. Larger inputs start worker processes, so a calling script needs
+    `if __name__ == "__main__":`, as always with `multiprocessing`.
 
     Raises:
-        UsageError: an input is missing or broken, rows are bad (file and row are named), too many are
-            duplicates or leak, or the output directory holds something else.
+        UsageError: an input is missing or broken, rows are bad (the message gives file and row), too many
+            rows are duplicates, rows leak and `leakage` is `refuse`, or the output directory contains other
+            files.
         EnvironmentFailure: the output cannot be written, or an optional package is missing.
         RunFailure: a worker process died.
     """
@@ -72,7 +74,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
     options = (request.data_source, request.system_prompt, request.instruction)
     for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
         try:
-            check_text(text)  # names and options end up in the output, which is UTF-8
+            check_text(text)  # names and options are written to the output, which is UTF-8
         except RowError as error:
             raise UsageError(str(error), where=ascii(text), fix="rename it") from None
     name = request.recipe
@@ -172,16 +174,16 @@ def _check_split(counts: dict[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Intake:
-    """What the first pass found."""
+    """Result of the first pass."""
 
-    num_bad: int  # rows that were never staged
-    bad_places: list[int]  # places of staged rows that are bad as well
-    #: data sources without a grader, ground truths such rows have, and doubtful answers
+    num_bad: int  # bad rows that were not staged
+    bad_places: list[int]  # indices of staged rows that are bad
+    #: data sources without a grader, their ground truths that cannot be graded, and doubtful answers
     findings: list[DataFinding]
 
 
 class _BadRows:
-    """Counts rows that cannot be used, keeps the first few, and writes all to `quarantine` if given."""
+    """Counts unusable rows, keeps the first few, and writes all to `quarantine` if given."""
 
     def __init__(self, quarantine: IO[str] | None) -> None:
         self._quarantine = quarantine
@@ -189,7 +191,7 @@ class _BadRows:
         self._first: list[str] = []
 
     def add(self, path: Path, row: BadRow) -> None:
-        """One more."""
+        """Adds one row."""
         self.count += 1
         if len(self._first) < PROBLEMS_SHOWN:
             self._first.append(f"{path}:{row.number}: {row.reason}")
@@ -198,7 +200,7 @@ class _BadRows:
             self._quarantine.write(json.dumps(entry) + "\n")
 
     def error(self, num_rows: int, fix: str) -> UsageError:
-        """All of it as one error."""
+        """One error for all bad rows, with the first few as examples."""
         more = [f"and {self.count - len(self._first)} more"] if self.count > len(self._first) else []
         lines = "".join(f"\n  {line}" for line in [*self._first, *more])
         return UsageError(f"{self.count} of {num_rows} rows cannot be used:{lines}", fix=fix)
@@ -212,7 +214,7 @@ def _take_in(
     stage: Path,
     progress: Progress,
 ) -> _Intake:
-    """The first pass: transform and stage everything; name, count and set aside every bad row."""
+    """First pass: transforms and stages all rows; counts bad rows and reports or quarantines them."""
     num_bytes = sum(source.path.stat().st_size for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
     found = RowFindings()
@@ -257,10 +259,10 @@ def _take_in(
 
 
 def _grader_failures(block: Block, done: Transformed, found: RowFindings) -> dict[int, BadRow]:
-    """Rows of a block whose ground truth their own grader does not give 1, by their place among its rows.
+    """Rows of a block whose ground truth fails the check by their grader, by index among the usable rows.
 
-    Only rows of a source that has a grader are bad. For other sources it is not known that the grader asked,
-    the one for mathematics, is the one that will be used: those are a finding only.
+    Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
+    grader, which may not be the one used in training; their failures are added to `found` instead.
     """
     from rlctl.reward.round_trip import check_ground_truths
 

@@ -1,4 +1,4 @@
-"""The request to `prepare`, its progress and its summary."""
+"""Request, progress callbacks and summary of `prepare`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Receives the progress of a preparation; this one ignores it."""
+    """Callbacks for the progress of a preparation; this base class ignores it."""
 
     def phase(self, name: str, total: int) -> None:
-        """A phase begins. `advance` will add up to `total`."""
+        """Called when a phase starts. The amounts passed to `advance` sum to `total`."""
 
     def advance(self, amount: int, rows: int = 0) -> None:
-        """Part of the phase is done.
+        """Called when a part of the phase is done.
 
-        In bytes of input while reading, which held so many rows; in rows in the other phases.
+        While reading, `amount` is in input bytes and `rows` is the number of rows in them; in the other
+        phases `amount` is in rows.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What to prepare; the recipe's fields are explained at `Recipe`."""
+    """Input, output and options of a preparation. `Recipe` documents the fields of the recipe."""
 
     sources: tuple[str, ...]  # files, directories, or `hf:organisation/name[:split]`
     out: Path  # the directory to write
@@ -38,49 +39,50 @@ class PrepareRequest:
     system_prompt: str | None = None
     instruction: str | None = None
     source_key: str | None = None
-    val_fraction: float = 0.05  # share of the rows that goes to the test split, in [0, 1)
-    val_size: int | None = None  # number of test rows instead
+    val_fraction: float = 0.05  # share of the rows for the test split, in [0, 1)
+    val_size: int | None = None  # number of test rows; replaces `val_fraction`
     seed: int = 1  # of the split
     overwrite: bool = False  # replace an earlier output
-    #: `refuse` the whole input, or `quarantine` the rows and go on
+    #: `refuse` the whole input, or `quarantine` the bad rows and continue
     bad_rows: Literal["refuse", "quarantine"] = "refuse"
-    #: rows that ask what an earlier row asked: `check` counts them, and refuses more than
-    #: `decide.MAX_DUPLICATES` of the rows; `keep` counts them; `drop` leaves them out
+    #: rows that repeat an earlier question: `check` counts them and refuses the input if their share exceeds
+    #: `decide.MAX_DUPLICATES`; `keep` counts them; `drop` removes them
     duplicates: Literal["check", "keep", "drop"] = "check"
-    #: rows much like an earlier row: `count`, `drop`, or `off` (not looked for)
+    #: near duplicates of earlier questions: `count`, `drop`, or `off` (not searched for)
     near_duplicates: Literal["count", "drop", "off"] = "count"
-    #: benchmarks by name, and files of any readable format, that must not be trained on
+    #: benchmarks by name, and files of any readable format, whose questions must not be trained on
     against: tuple[str, ...] = ()
-    #: training rows that occur in the test split or in `against`: `report` counts them, `drop` leaves them
-    #: out, `refuse` refuses the input, `off` does not look for them
+    #: training rows that occur in the test split or in `against`: `report` counts them, `drop` removes them,
+    #: `refuse` refuses the input, `off` skips the search
     leakage: Literal["report", "drop", "refuse", "off"] = "report"
-    #: whose tokenizer and chat template measure the prompts; None: they are not measured
+    #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
     model: str | None = None
-    max_prompt_length: int | None = None  # tokens a prompt may have; None: any number
-    #: longer prompts: `keep`, `drop`, or cut tokens of the question on the `left` or `right`
+    max_prompt_length: int | None = None  # in tokens; None: no maximum
+    #: longer prompts: `keep`, `drop`, or cut tokens from the left or right of the question
     overlong: Literal["keep", "drop", "cut-left", "cut-right"] = "keep"
-    trust_remote_code: bool = False  # the model's tokenizer may run code of its own
-    check_graders: bool = True  # each ground truth must be graded right by its own grader, or the row is bad
-    rows_per_shard: int = 1_000_000  # rows of one output file
-    to: Literal["verl", "trl", "openrlhf"] = "verl"  # columns of the output, for this framework
-    #: `local` processes, or `ray` (Ray Data, on one machine or many)
+    trust_remote_code: bool = False  # allow custom code of the model's tokenizer
+    #: check each ground truth with the grader of its data source; rows that fail are bad
+    check_graders: bool = True
+    rows_per_shard: int = 1_000_000  # maximum rows of one output file
+    to: Literal["verl", "trl", "openrlhf"] = "verl"  # framework that the output columns are for
+    #: `local` processes, or `ray` (Ray Data, on one or more machines)
     engine: Literal["local", "ray"] = "local"
-    #: local processes; None: as many as there are cores, none at all for a small input
+    #: local worker processes; None: one per core, none for a small input
     workers: int | None = None
 
     @property
     def num_workers(self) -> int:
-        """Processes it may use."""
+        """Maximum number of local processes."""
         return self.workers if self.workers is not None else len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareSummary:
-    """What was done."""
+    """Result of a preparation."""
 
-    recipe: RecipeName  # the one used, after `auto`
+    recipe: RecipeName  # the recipe used, with `auto` resolved
     counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
-    #: the rest of what the manifest says: near duplicates, leakage, lengths, findings
+    #: `Manifest.report`: duplicates, near duplicates, leakage, lengths, findings
     report: Mapping[str, Any]
     outputs: Mapping[str, list[str]]  # names of the Parquet files, per split
-    unchanged: bool  # the output was already there, byte for byte, and was left alone
+    unchanged: bool  # the same output already existed and was not rewritten

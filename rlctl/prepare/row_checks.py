@@ -1,4 +1,4 @@
-"""What makes a row doubtful: stray characters, no form asked for the answer, a contradicted ground truth."""
+"""Checks of single rows: stray characters, no answer format in the prompt, a contradicted ground truth."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import lru_cache
 from rlctl.data.schema import Row
 from rlctl.reward.sources import grader_for, knows_source
 
-#: A kind of finding about rows, and a detail of the row.
+#: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]
 
 STYLES = {"rule", "model", "code"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-#: What asks for an answer at a known place or in a known form.
+#: Matches instructions that specify the place or the format of the answer.
 _FORM = re.compile(
     r"\\(?:boxed|fbox)|\bboxed\b|####|</?answer>|\banswer\b[\"'*]*\s*(?::|is\b)"
     r"|\bfinal (?:answer|result|number)\b"
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+", re.ASCII)
 
 
 def text_doubts(row: Row) -> Iterator[Doubt]:
-    """Characters that are there by mistake."""
+    """Yields doubts about control characters and U+FFFD replacement characters."""
     texts = [row.ground_truth, *(message.content for message in row.prompt)]
     if found := next(filter(None, map(_CONTROL.search, texts)), None):
         yield "control-characters", f"U+{ord(found[0]):04X}"
@@ -38,7 +38,7 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
 
 
 def answer_doubts(row: Row) -> list[Doubt]:
-    """A prompt that asks for no answer the grader can find; a ground truth that contradicts its solution."""
+    """Doubts about a prompt without an answer format and a ground truth that contradicts its solution."""
     doubts: list[Doubt] = []
     if row.style == "rule" and grader_for(row.data_source) == "maths" and not asks_for_form(row):
         known = knows_source(row.data_source)
@@ -49,7 +49,7 @@ def answer_doubts(row: Row) -> list[Doubt]:
 
 
 def asks_for_form(row: Row) -> bool:
-    """Whether the prompt names a place or form of the answer, such as a box."""
+    """Whether the prompt specifies the place or format of the answer, such as a box."""
     for message in reversed(row.prompt):
         before, question, after = message.content.partition(row.question)
         if _names_form(after) or _names_form(before) or (question and _FORM.search(question)):
@@ -57,16 +57,16 @@ def asks_for_form(row: Row) -> bool:
     return False
 
 
-@lru_cache(maxsize=1024)  # instructions are the same in most rows
+@lru_cache(maxsize=1024)  # most rows have the same instruction
 def _names_form(instruction: str) -> bool:
     return _FORM.search(instruction) is not None
 
 
 def contradiction(row: Row) -> str:
-    """How the ground truth differs from the solution's last annotated calculation; "" where it does not.
+    """Describes how the ground truth contradicts the last annotated calculation; "" if it does not.
 
-    A ground truth that is the calculated number rounded to fewer places agrees; so does one that the text
-    after the calculation arrives at.
+    A ground truth also agrees if it is the calculated number rounded to fewer decimals, or if it occurs in
+    the text after the calculation.
     """
     place = row.answer.rfind("<<")
     found = _CALCULATION.match(row.answer, place) if place >= 0 else None
@@ -79,7 +79,7 @@ def contradiction(row: Row) -> str:
         if not (calculated.is_finite() and truth.is_finite()):
             return ""
         exponent = truth.as_tuple().exponent
-    except InvalidOperation:  # one of them is no number: nothing is known
+    except InvalidOperation:  # one of them is not a number
         return ""
     unit = Decimal(1).scaleb(min(0, int(exponent)))
     if calculated == truth or (calculated % unit and abs(calculated - truth) < unit):

@@ -1,4 +1,4 @@
-"""Rows as the model reads them, made fit for a terminal."""
+"""Renders rows as the model reads them, escaped for a terminal."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rlctl.errors import UsageError
 from rlctl.prepare.check import characters
 from rlctl.prepare.lengths import Histogram, PromptLengths
 
-#: Rows the length histogram is drawn from.
+#: Number of rows measured for the length histogram.
 MEASURED_ROWS = 20_000
 MEASURED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """One row, ready to be shown."""
+    """One row rendered for display."""
 
     where: str  # `file:row`
-    row: Row | None  # as a recipe read it; None where it cannot be used
-    problem: str = ""  # why not; also why the model's template refuses it
-    #: the prompt as the model reads it, in order: (text, whether it is a special token). Without a model, or
-    #: where it cannot be rendered: role and content of each message
+    row: Row | None  # as the recipe read it; None if it cannot be used
+    problem: str = ""  # why the row cannot be used or rendered
+    #: the prompt as the model reads it: (text, whether it is a special token). Without a model, or if the
+    #: prompt cannot be rendered: role and content of each message
     pieces: tuple[tuple[str, bool], ...] = ()
-    ids: list[int] | None = None  # token ids; None without a model
+    ids: list[int] | None = None  # token ids; None without a model or if the prompt cannot be rendered
 
 
 def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: int) -> list[RenderedRow]:
-    """Rows of a file.
+    """Renders `count` rows of a file or directory from row `first` on, counted from 1 over all its files.
 
-    Without `lengths` messages are shown as they are. Rows are counted from 1, over all files meant.
+    Without `lengths`, the chat template is not applied.
 
     Raises:
         UsageError: the file cannot be read, or has no such row.
@@ -49,7 +49,7 @@ def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: in
 
 
 def measure(file: str, lengths: PromptLengths | None) -> Histogram:
-    """Lengths of the first `MEASURED_ROWS` usable prompts: tokens, or characters without a model."""
+    """Histogram of the prompt lengths of the first `MEASURED_ROWS` rows: tokens; without a model, characters."""
     histogram = Histogram("tokens" if lengths else "characters")
     rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):
@@ -59,7 +59,7 @@ def measure(file: str, lengths: PromptLengths | None) -> Histogram:
 
 
 def _rows(file: str) -> Iterator[tuple[str, Row | None, str]]:
-    """`file:row`, the row or None, and why it is None."""
+    """Yields `file:row`, the row or None, and why it is None."""
     for source in find_sources([file]):
         for record, row, problem in read_rows(source):
             yield record.where, row, problem
@@ -86,9 +86,9 @@ def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | N
 
 
 def visible(text: str, keep: str = "\n") -> str:
-    """The text with control, format and private characters written out as `\\u202e` or as their picture.
+    """Escapes control, format and private-use characters as `\\u202e` or as control pictures.
 
-    Nothing in it can act on a terminal, and nothing is hidden.
+    The result cannot affect the terminal and hides no character.
     """
     if text.isascii() and text.isprintable():
         return text

@@ -1,6 +1,6 @@
-"""Rows and keys on their way through: on disk, in the directory that will become the output.
+"""Temporary storage of rows and keys on disk, in the directory that becomes the output.
 
-Nothing here grows with the input but a few numbers per block.
+Memory use is a few numbers per block.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """Where the rows of one block are."""
+    """Location of the rows of one block."""
 
-    file: Path  # of Arrow IPC streams
-    #: offset, length: of this block's stream, in bytes
+    file: Path  # file of Arrow IPC streams
+    #: offset, length: position of the block's stream in `file`, in bytes
     offset: int
     length: int
-    first_row: int  # place of its first row among all staged rows
-    num_rows: int  # how many there are
-    first_index: int  # records of the whole input before it
+    first_row: int  # index of its first row among all staged rows
+    num_rows: int  # number of its staged rows
+    first_index: int  # number of input records before the block
     source: Path  # the input file
-    num_bytes: int  # of its rows in memory
+    num_bytes: int  # size of its rows in memory
 
     @property
     def rows(self) -> slice:
-        """Its rows among all."""
+        """Slice of its rows among all staged rows."""
         return slice(self.first_row, self.first_row + self.num_rows)
 
     def read(self) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ class StagedBlock:
         batch = self._batch()
         stored = batch.column("extra_info").field("index")
         index = np.frombuffer(stored.buffers()[1], np.int64, len(stored))  # `to_numpy` imports pandas
-        by_place = self.first_index - 1 - index  # −1 is the block's first record
+        by_place = self.first_index - 1 - index  # an index of −1 is the block's first record
         return batch, integers(np.where(index < 0, by_place, index), pa.int64())
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> list[str]:
@@ -61,7 +61,7 @@ class StagedBlock:
         return wanted
 
     def _batch(self, *columns: str) -> Any:
-        """The stored batch, or these columns of it."""
+        """The stored batch, all columns or only the given ones."""
         import pyarrow as pa
 
         with self.file.open("rb") as file:
@@ -73,15 +73,15 @@ class StagedBlock:
 
 
 class Staging:
-    """Everything that was transformed.
+    """Stores all transformed blocks in a working directory inside `stage`, which is removed on exit.
 
-    `keys`: name → type of the keys of each row. What is kept in `stage` here is removed at the end.
+    `keys`: name → NumPy type of the keys of each row.
 
     Attributes:
-        blocks: in the order of the input.
-        num_records: rows of the input.
-        num_rows: those that were usable.
-        has_other: some of them have fields of `extra_info` without a column of their own.
+        blocks: blocks with usable rows, in input order.
+        num_records: number of input rows.
+        num_rows: number of usable rows.
+        has_other: whether some rows have fields of `extra_info` without a separate column.
     """
 
     def __init__(self, stage: Path, keys: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Staging:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def add(self, block: Block, done: Transformed) -> None:
-        """Append a block's rows."""
+        """Appends the rows and keys of a block."""
         rows = self._files["rows"]
         if done.num_rows:
             place = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
@@ -116,16 +116,16 @@ class Staging:
         self.has_other |= done.has_other
 
     def finish(self) -> None:
-        """No more rows will come."""
+        """Closes the files; call it after the last `add`."""
         for file in self._files.values():
             file.close()
 
     def file(self, name: str) -> Path:
-        """The file of one key."""
+        """Path of the file of one key."""
         return self._directory / name
 
     def key(self, name: str) -> NDArray[Any]:
-        """One key of all rows."""
+        """One key of all rows, read from disk."""
         return np.fromfile(self.file(name), dtype=self._types[name])
 
     def places(self, rows: Sequence[int] | NDArray[Any]) -> list[str]:
@@ -139,7 +139,7 @@ class Staging:
         return found
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> Iterator[str]:
-        """Questions of some rows, in order."""
+        """Yields the questions of the rows where `is_wanted` (rows,) is true, in order."""
         for block in self.blocks:
             if is_wanted[block.rows].any():
                 yield from block.questions(is_wanted[block.rows])

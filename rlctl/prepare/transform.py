@@ -1,4 +1,4 @@
-"""One block of input into rows and what must be known of each: a pure function, run anywhere."""
+"""Transforms one block of input to rows and their keys: a pure function that runs in any process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlctl.prepare.row_checks import Doubt, answer_doubts
 if TYPE_CHECKING:
     from rlctl.prepare.lengths import PromptLengths
 
-#: What is known of each row: name → type. Each is a file of its own, so that one at a time is in memory.
+#: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {
-    "number": np.uint64,  # its line or row in the file
+    "number": np.uint64,  # line or row in the input file
     "split": np.uint64,  # hash of the question and the seed
     "exact": np.uint64,  # hash of the normalised question
     "answer": np.uint32,  # hash of the ground truth
-    "tokens": np.int32,  # of the rendered prompt; -1 where not measured
-    "is_cut": np.bool_,  # the prompt was shortened
+    "tokens": np.int32,  # length of the rendered prompt; -1 if not measured
+    "is_cut": np.bool_,  # the prompt was truncated
 }
 BAND_KEYS: dict[str, Any] = {f"band-{band:02}": np.uint32 for band in range(BANDS)}
 SIGNATURE = "signature"
@@ -38,12 +38,12 @@ NEAR_KEYS: dict[str, Any] = BAND_KEYS | {SIGNATURE: np.dtype((np.uint8, NUM_VALU
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What `transform` does; sent to every worker once."""
+    """Settings of `transform`; sent to each worker once."""
 
     recipe: Recipe  # resolved
     seed: int  # of the split
-    find_near: bool  # make the keys by which near duplicates are found
-    lengths: PromptLengths | None = None  # measures prompts; None: they are not measured
+    find_near: bool  # compute the keys for the near-duplicate search
+    lengths: PromptLengths | None = None  # measures prompts; None: prompts are not measured
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -55,41 +55,41 @@ class TransformPlan:
 class BadRow:
     """A row that cannot be used."""
 
-    number: int  # its line or row in the file
-    reason: str  # why
-    raw: str  # its text
+    number: int  # line or row in the input file
+    reason: str  # why it cannot be used
+    raw: str  # its text in the input
 
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
     """The result of one block."""
 
-    num_records: int  # rows of the input
-    #: the usable ones, as an Arrow IPC stream of one batch; an index below 0 is a place in the block, −1
-    #: being its first record
+    num_records: int  # input rows of the block
+    #: usable rows, as an Arrow IPC stream of one batch; an index below 0 is the position in the block (−1:
+    #: its first record)
     rows: bytes
-    keys: dict[str, Any]  # `TransformPlan.keys`, an array each
-    bad: list[BadRow]  # the others
-    truths: list[tuple[str, str]]  # the distinct (data source, ground truth) of rows that are graded by rule
-    truth_of: Any  # (rows,) place in `truths`; −1 for a row that is graded otherwise
+    keys: dict[str, Any]  # an array for each of `TransformPlan.keys`
+    bad: list[BadRow]  # unusable rows
+    truths: list[tuple[str, str]]  # distinct (data source, ground truth) of the rows graded by rule
+    truth_of: Any  # (rows,) index into `truths`; −1 for rows not graded by rule
     sources: Counter[str]  # rows per data source
-    doubts: list[tuple[int, list[Doubt]]]  # number and what is doubtful of rows whose answer is
-    num_bytes: int  # of the usable rows in memory
-    has_other: bool  # some have fields of `extra_info` without a column of their own
+    doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of rows with a doubtful answer
+    num_bytes: int  # size of the usable rows in memory
+    has_other: bool  # some rows have fields of `extra_info` without a separate column
 
     @property
     def num_rows(self) -> int:
-        """Usable rows."""
+        """Number of usable rows."""
         return len(self.keys["number"])
 
 
 def transform(plan: TransformPlan, block: Block) -> Transformed:
-    """The rows of a block, checked, laid out, measured and hashed.
+    """Converts the rows of a block with the recipe, checks and measures them, and computes their keys.
 
     Raises:
-        UsageError: the block's file is not what it was when the block was made.
+        UsageError: the block's file has changed since the block was created.
     """
-    # Thousands of rows are made and none is garbage: looking for some would take a fifth of the time.
+    # Thousands of objects are created and none is garbage: collection would take a fifth of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

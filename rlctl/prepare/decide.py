@@ -26,7 +26,7 @@ HISTOGRAM_BINS = 20
 
 
 class RowStatus(IntEnum):
-    """Whether a staged row is kept, or why not. The manifest counts dropped rows by these names in lower case."""
+    """Whether a staged row is kept, or why not. The manifest counts dropped rows under these names."""
 
     KEPT = 0
     QUARANTINED = 1

@@ -56,9 +56,8 @@ SMALL_BYTES = 16 << 20
 def prepare(request: PrepareRequest, progress: Progress | None = None) -> PrepareSummary:
     """Writes the prepared data set to `request.out`.
 
-    Files: the Parquet files of both splits (`test` only if it has rows), `quarantine.jsonl` (if requested)
-        and
-    `manifest.json`. Larger inputs start worker processes, so a calling script needs
+    Writes the Parquet files of both splits (`test` only if it has rows), `quarantine.jsonl` (if requested)
+    and `manifest.json`. Larger inputs start worker processes, so a calling script needs
     `if __name__ == "__main__":`, as always with `multiprocessing`.
 
     Raises:

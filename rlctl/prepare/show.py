@@ -49,7 +49,7 @@ def show_rows(file: str, lengths: PromptLengths | None, *, first: int, count: in
 
 
 def measure(file: str, lengths: PromptLengths | None) -> Histogram:
-    """Histogram of the prompt lengths of the first `MEASURED_ROWS` rows: tokens; without a model, characters."""
+    """Prompt lengths of the first `MEASURED_ROWS` rows: in tokens, or in characters without a model."""
     histogram = Histogram("tokens" if lengths else "characters")
     rows = (row for _, row, _ in islice(_rows(file), MEASURED_ROWS) if row is not None)
     while chunk := list(islice(rows, MEASURED_AT_ONCE)):

@@ -1,4 +1,4 @@
-"""`actor`, `critic`, `ref`: the policy's update, the value model that `gae` needs, the KL reference."""
+"""Spec sections `actor`, `critic` and `ref`: policy update, value model for `gae`, reference policy for the KL."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ActorSpec(Section):
 
 
 class CriticSpec(Section):
-    """Model, loss and optimizer of the critic, which has its own engine."""
+    """Model, loss and optimizer of the critic, which has a separate training engine."""
 
     enable: Annotated[bool | None, NullWord] = None
     """null: trained exactly when `algorithm.adv_estimator` is `gae`."""

@@ -1,4 +1,4 @@
-"""`algorithm`: advantages and the correction between rollout and training policy."""
+"""Spec section `algorithm`: advantages, and the correction for the mismatch of rollout and training policy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlctl.spec.parts import Registered
 
 
 def _number_as_text(value: object) -> object:
-    """Thresholds may be written as a number or as text such as `0.6_1.6,2.5`."""
+    """Converts a threshold given as a number to text; text such as `0.6_1.6,2.5` stays unchanged."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _kl_name(value: object) -> object:
-    """verl's other names of the KL estimators."""
+    """Translates verl's aliases of the KL estimators."""
     return (
         {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value) if isinstance(value, str) else value
     )
 
 
 def _dialect_name(value: object) -> object:
-    """The earlier name of rlctl's dialect, as older specs and logs have it."""
+    """Translates the earlier name of dialect `rlctl`, which older specs and logs contain."""
     return "rlctl" if value == "guide" else value
 
 
@@ -33,7 +33,7 @@ Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_ty
 
 
 class RolloutCorrectionSpec(Section):
-    """Importance and rejection sampling (IS, RS) between the sampling and the trained policy."""
+    """Importance sampling (IS) and rejection sampling (RS) against the mismatch of rollout and training policy."""
 
     dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
     """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
@@ -83,12 +83,12 @@ class KLCtrlSpec(Section):
 
 
 def _score_name(value: object) -> object:
-    """verl's other names of the grader's score."""
+    """Translates verl's aliases of the grader's score."""
     return {"acc": "score", "seq_reward": "score"}.get(value, value) if isinstance(value, str) else value
 
 
 class FilterGroupsSpec(Section):
-    """Dynamic sampling: train on groups whose rewards differ, and sample until there are enough of them."""
+    """Dynamic sampling: train only on groups with differing rewards; sample more prompts to replace the rest."""
 
     enable: bool = False
     """Sample further prompts in place of groups whose rewards are all equal (DAPO)."""
@@ -104,7 +104,7 @@ class FilterGroupsSpec(Section):
 
 
 class AlgorithmSpec(Section):
-    """From rewards to advantages, and the correction of off-policy data."""
+    """Advantage estimation, and the correction of off-policy data."""
 
     adv_estimator: Annotated[str, Registered(ADVANTAGE_ESTIMATORS)] = "rloo"
     """`gae` trains a critic; `remax` compares with a greedy response; `reinforce_plus_plus` with the batch;
@@ -126,5 +126,5 @@ class AlgorithmSpec(Section):
     rollout_correction: RolloutCorrectionSpec = RolloutCorrectionSpec()
 
     def estimator_needs(self, what: str) -> bool:
-        """Whether the advantage estimator reads `what` of the batch, e.g. `values`, `group_ids`."""
+        """Whether the advantage estimator reads the batch field `what`, e.g. `values` or `group_ids`."""
         return what in ADVANTAGE_ESTIMATORS.part(self.adv_estimator).needs

@@ -1,4 +1,4 @@
-"""Common parts of all sections of the spec."""
+"""Base class, types and validators that all sections of the spec share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen; an unknown key is an error."""
+    """Base class of all sections: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 def _null_word(value: Any) -> Any:
-    """`rollout_is="null"`, as shell scripts write it, means null."""
+    """Converts the texts `null`, `none` and "", which shell scripts pass, to None."""
     return None if isinstance(value, str) and value.strip().lower() in {"null", "none", ""} else value
 
 
@@ -31,10 +31,10 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def _duration(value: Any) -> Any:
-    """A number means seconds.
+    """Normalises a duration to text with a unit; a plain number is in seconds.
 
     Raises:
-        ValueError: neither a positive number nor one with a unit.
+        ValueError: not a positive number with an optional unit (s, min, h).
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("must be a time such as 90s, 30min or 2h")
@@ -45,18 +45,18 @@ def _duration(value: Any) -> Any:
     return found[1] + (found[2] or "s")
 
 
-#: `90s`, `30min`, `2h`; a plain number is seconds.
+#: `90s`, `30min` or `2h`; a plain number is in seconds.
 Duration = Annotated[str, BeforeValidator(_duration)]
 
 
 def seconds(duration: str) -> float:
-    """The seconds of a `Duration`."""
+    """Converts a `Duration` to seconds."""
     number = duration.rstrip("sminh")
     return float(number) * _UNITS[duration.removeprefix(number)]
 
 
 def one_or_many(value: Any) -> Any:
-    """A single name stands for a list of one."""
+    """Wraps a single text in a list; other values stay unchanged."""
     return [value] if isinstance(value, str) else value
 
 
@@ -64,10 +64,10 @@ NullWord = BeforeValidator(_null_word)
 
 
 def json_file(value: Any) -> Any:
-    """The mapping in a JSON file, where a path is given for a mapping.
+    """Reads the JSON object from a file if `value` is a path; other values stay unchanged.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or does not contain a JSON object.
     """
     if not isinstance(value, str):
         return value
@@ -81,6 +81,6 @@ def json_file(value: Any) -> Any:
     return content
 
 
-#: A mapping with any keys: `key.anything=value` sets one of them.
+#: A mapping with arbitrary keys: `key.NAME=VALUE` sets one of them.
 OpenMapping = dict[str, Any]
 StrList = Annotated[list[str], BeforeValidator(one_or_many, json_schema_input_type=list[str] | str)]

@@ -1,6 +1,6 @@
-"""Contradictions between the values of a spec: one function each, with the reason and a fix.
+"""Checks for contradictions between the values of a spec: one function each; every problem has a fix.
 
-The fields check types and ranges themselves. The checks here find mistakes that need two values.
+Pydantic validates the type and range of each field. The checks here mostly compare several values.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def check_spec(
     skip: frozenset[str] = frozenset(),
     is_meant: Callable[[Problem, tuple[str, ...]], bool] = lambda warning, keys: False,
 ) -> list[Problem]:
-    """Every contradiction in `spec`, errors and warnings.
+    """Returns the errors and warnings of all checks.
 
     Args:
         spec: a validated spec.
-        skip: keys without a usable value (they hold defaults now). Checks that read one of them are skipped.
-        is_meant: whether to leave out a warning, given the keys that its check reads.
+        skip: keys that are invalid or not set yet (`spec` has their defaults). Checks that read one are skipped.
+        is_meant: returns whether to omit a warning as intended, given the keys that its check reads.
     """
     return [
         problem
@@ -69,7 +69,7 @@ def prompts_are_given(spec: RunSpec) -> Problems:
 
 @reads("model.path", "data.train_files", "data.max_prompt_length", "data.max_response_length")
 def embedded_task_fits(spec: RunSpec) -> Problems:
-    """The lengths of the built-in task are fixed: a shorter limit leaves nothing to train on."""
+    """The built-in task has fixed lengths: with a shorter limit there is nothing to train on."""
     for name, (limit, tokens) in _lengths(spec).items():
         if limit < tokens:
             what = f"the built-in task needs {tokens} tokens, the limit is {limit}"
@@ -77,7 +77,7 @@ def embedded_task_fits(spec: RunSpec) -> Problems:
 
 
 def _lengths(spec: RunSpec) -> dict[str, tuple[int, int]]:
-    """Key of `data` → its limit in tokens, and what the built-in task needs of it."""
+    """Key of `data` → (its limit, what the built-in task needs), in tokens."""
     is_fixed = spec.is_embedded and not spec.data.train_files
     needed = (PROMPT_LENGTH, RESPONSE_LENGTH) if is_fixed else (0, 0)
     limits = {key: getattr(spec.data, key) for key in ("max_prompt_length", "max_response_length")}
@@ -111,7 +111,7 @@ def frequencies_are_possible(spec: RunSpec) -> Problems:
     "model.attn_implementation",
 )
 def rows_can_be_shared(spec: RunSpec) -> Problems:
-    """Ranks that run rows together are of one node, and run only the policy and the reference so."""
+    """Sequence-parallel groups lie within one node; only policy and reference support sequence parallelism."""
     size, key = spec.engine.sequence_parallel, "engine.sequence_parallel"
     if size == 1:
         return
@@ -127,7 +127,7 @@ def rows_can_be_shared(spec: RunSpec) -> Problems:
 
 @reads(*BATCH_KEYS, "trainer.n_gpus_per_node", "trainer.nnodes")
 def batch_divides(spec: RunSpec) -> Problems:
-    """A batch is cut into equal mini-batches, and each mini-batch equally over all ranks."""
+    """A batch must divide into equal mini-batches, and each mini-batch equally over all ranks."""
     batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
     faults = []
@@ -140,7 +140,7 @@ def batch_divides(spec: RunSpec) -> Problems:
         faults.append(f"{mini} prompts cannot be shared equally by {world} ranks")
     if not faults:
         return
-    fitting, near = fitting_batch(spec)  # meets all three, so that correcting one fault makes no other
+    fitting, near = fitting_batch(spec)  # meets all conditions, so that the fix causes no other fault
     if key == "data.train_batch_size":
         fix = f"use a multiple of {world}, for example {fitting}"
     elif fitting == batch:
@@ -163,7 +163,7 @@ def attention_kernel_fits(spec: RunSpec) -> Problems:
 
 @reads("actor.lr", "model.path")
 def learning_rate_is_usual(spec: RunSpec) -> Problems:
-    """Policy gradients need lower rates than supervised training of a pretrained model."""
+    """Policy-gradient training of a pretrained model needs lower learning rates than supervised training."""
     lr = spec.actor.lr
     if lr == 0:
         yield warning("actor.lr", "at 0 the policy never changes", "5e-7 to 3e-6 is usual")
@@ -184,7 +184,7 @@ def learning_rate_is_usual(spec: RunSpec) -> Problems:
     ESTIMATOR,
 )
 def warmup_ends(spec: RunSpec) -> Problems:
-    """A warm-up as long as the run never reaches the learning rate of the spec."""
+    """A warm-up that is as long as the run never reaches the configured learning rate."""
     batches, actor, critic = spec.trainer.total_training_steps, spec.actor, spec.critic
     if batches is None:
         return
@@ -205,7 +205,7 @@ def warmup_ends(spec: RunSpec) -> Problems:
 
 @reads("model.lora_rank", "model.target_modules")
 def adapters_have_layers(spec: RunSpec) -> Problems:
-    """LoRA needs a rank and layers."""
+    """LoRA needs a rank and target modules."""
     model = spec.model
     if model.lora_rank and not model.target_modules:
         what = "LoRA without layers to adapt trains nothing"
@@ -218,7 +218,7 @@ def adapters_have_layers(spec: RunSpec) -> Problems:
 
 @reads("engine.offload_base", "engine.zero_stage", "model.lora_rank", "rollout.name", "rollout.merge_lora")
 def base_can_be_offloaded(spec: RunSpec) -> Problems:
-    """What is moved aside must never change, and the sampling engine must give its own copy back."""
+    """`offload_base` needs frozen weights, and a colocated engine that frees its own copy between calls."""
     if not spec.engine.offload_base:
         return
     if not (spec.syncs_adapter and not spec.has_rollout_servers and spec.rollout.free_cache_engine):
@@ -249,7 +249,7 @@ _BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu
 
 @reads(*_BUDGETS, "data.max_prompt_length", "data.max_response_length", "engine.sequence_parallel")
 def budget_holds_a_row(spec: RunSpec) -> Problems:
-    """A token budget must hold the longest prompt with the longest response."""
+    """A token budget must be at least the longest prompt plus the longest response."""
     longest = sum(max(limit, needed) for limit, needed in _lengths(spec).values())
     budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu)
     for key, budget, ranks in zip(_BUDGETS, budgets, (spec.engine.sequence_parallel, 1), strict=True):
@@ -261,7 +261,7 @@ def budget_holds_a_row(spec: RunSpec) -> Problems:
 
 @reads("reward.name", "reward.terms", "reward.params", "reward.model.path")
 def rewards_are_complete(spec: RunSpec) -> Problems:
-    """Every reward has a name of its own, a weight and, for a reward model, a path."""
+    """Every reward needs a unique name, a non-zero weight and, if it is a reward model, a path."""
     reward = spec.reward
     if reward.terms == []:
         fix = "list terms, or write null to use reward.name"
@@ -279,7 +279,7 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
         what = "a weight of 0: the reward is computed and not used"
         yield warning("reward.terms", what, "leave the term out, or give it a weight")
     for term in reward.all_terms:
-        if not is_file_function(term.name):  # of a file, they are checked where it is imported
+        if not is_file_function(term.name):  # those of a user's file are checked where it is imported
             key = "reward.terms" if reward.terms else "reward.params"
             yield from param_problems(GRADERS, term.name, key, term.params)
     if reward.terms and reward.params:
@@ -294,7 +294,7 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
 
 @reads("reward.overlong.buffer_length", "data.max_response_length")
 def overlong_fits(spec: RunSpec) -> Problems:
-    """The penalty must begin within the response."""
+    """The length penalty must begin within the response."""
     buffer, longest = spec.reward.overlong.buffer_length, spec.data.max_response_length
     if buffer > longest:
         what = f"{buffer} tokens, but responses end at {longest} (data.max_response_length)"

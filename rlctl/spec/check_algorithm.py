@@ -1,4 +1,4 @@
-"""Contradictions within the algorithm: estimator, critic, KL, loss and rollout correction."""
+"""Checks for contradictions within the algorithm: estimator, critic, KL, loss and rollout correction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LOSS_OPTIONS = (*_CLIPS, "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg"
 
 
 def _unread(spec: RunSpec, part: Part, keys: Iterable[str]) -> Problems:
-    """A warning for each key that was changed and that this part does not read."""
+    """Yields a warning for each key that differs from its default and that `part` does not read."""
     for key in keys:
         if key not in part.options and is_changed(spec, key):
             yield warning(key, f"has no effect with {part.name}", LEAVE_OUT)
@@ -56,7 +56,7 @@ def _is_corrected(spec: RunSpec) -> bool:
 
 @reads(*_RULES)
 def rules_are_clear(spec: RunSpec) -> Problems:
-    """Criteria must exist in their dialect; thresholds must fit them and accept on-policy data."""
+    """Criteria must exist in the dialect; thresholds must fit the criteria and accept on-policy data."""
     yield from correction_problems(spec.algorithm.rollout_correction)
 
 
@@ -71,7 +71,7 @@ def rules_are_clear(spec: RunSpec) -> Problems:
     "actor.entropy_coeff",
 )
 def groups_can_be_filtered(spec: RunSpec) -> Problems:
-    """Dynamic sampling grades while it samples, and needs siblings to compare."""
+    """Dynamic sampling cannot sample in advance, because rewards decide what to sample; it needs n > 1."""
     options, rollout, estimator = spec.algorithm.filter_groups, spec.rollout, spec.algorithm.adv_estimator
     key = f"{_FILTER}.enable"
     if not options.enable:
@@ -103,7 +103,7 @@ def threshold_has_a_criterion(spec: RunSpec) -> Problems:
 
 @reads(*_RULES)
 def weight_band_holds_one(spec: RunSpec) -> Problems:
-    """On-policy weights are exactly 1; a band without 1 changes them too."""
+    """On-policy weights are exactly 1; a band that does not contain 1 would change them."""
     correction = spec.algorithm.rollout_correction
     if correction.rollout_is is None or correction_problems(correction):
         return
@@ -125,14 +125,14 @@ def groups_have_siblings(spec: RunSpec) -> Problems:
 
 @reads(ESTIMATOR, "algorithm.gamma", "algorithm.lam")
 def discount_is_used(spec: RunSpec) -> Problems:
-    """`gamma` and `lam` belong to estimators that discount over tokens."""
+    """`gamma` and `lam` affect only estimators that discount over tokens."""
     part = ADVANTAGE_ESTIMATORS.part(spec.algorithm.adv_estimator)
     yield from _unread(spec, part, ("algorithm.gamma", "algorithm.lam"))
 
 
 @reads(ESTIMATOR, "critic.enable", "critic.path", "trainer.critic_warmup")
 def critic_has_a_use(spec: RunSpec) -> Problems:
-    """Only `gae` reads values, and it needs them."""
+    """An estimator that reads values (`gae`) needs a critic; with other estimators a critic has no use."""
     critic, estimator = spec.critic, spec.algorithm.adv_estimator
     if spec.trains_critic:
         if critic.enable is False:
@@ -150,7 +150,7 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
 
 @reads(ESTIMATOR, "critic.ppo_mini_batch_size", *BATCH_KEYS)
 def critic_batch_is_whole(spec: RunSpec) -> Problems:
-    """The actor's mini-batches decide which rank has which rows; the critic's must consist of whole ones."""
+    """Rows are assigned to ranks by the actor's mini-batches; the critic's must consist of whole ones."""
     mini, (batch, actor) = spec.critic_mini_batch_size, fitting_batch(spec)
     if not spec.trains_critic or not spec.critic.ppo_mini_batch_size:
         return
@@ -181,7 +181,7 @@ def warmup_leaves_training(spec: RunSpec) -> Problems:
     "ref.path",
 )
 def kl_is_consistent(spec: RunSpec) -> Problems:
-    """One KL penalty, with a coefficient; a reference only with a penalty."""
+    """At most one KL penalty, with a non-zero coefficient; a reference policy only with a penalty."""
     in_loss, in_reward = spec.actor.use_kl_loss, spec.algorithm.use_kl_in_reward
     control = spec.algorithm.kl_ctrl
     if in_reward and in_loss:
@@ -224,7 +224,7 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
 
 @reads("critic.path", "ref.path")
 def embedded_is_the_policys(spec: RunSpec) -> Problems:
-    """The built-in model of critic and reference is chosen by null, not by name."""
+    """Critic and reference select the built-in model by null, not by its name."""
     for key, path in {"critic.path": spec.critic.path, "ref.path": spec.ref.path}.items():
         if path == EMBEDDED:
             fix = "leave it out: null means the policy's own model"
@@ -294,8 +294,11 @@ def bypass_drifts(spec: RunSpec) -> Problems:
 
 @reads(_BYPASS, LOSS, _IS, RS_KEY, "rollout.staleness", "rollout.max_staleness")
 def staleness_is_corrected(spec: RunSpec) -> Problems:
-    """Stale data without correction optimise the wrong objective. With sequence weights alone, measured runs
-    ended below those with token weights (docs/explanation/off-policy.md)."""
+    """Stale data without correction optimise the wrong objective.
+
+    In measurements, runs with sequence weights alone ended with lower rewards than runs with token weights
+    (docs/explanation/off-policy.md).
+    """
     rollout, correction = spec.rollout, spec.algorithm.rollout_correction
     age, key = max((rollout.staleness, "rollout.staleness"), (rollout.max_staleness, "rollout.max_staleness"))
     if _has_ratio(spec):
@@ -312,7 +315,7 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
 
 @reads(_BYPASS, LOSS, "actor.ppo_epochs")
 def decoupled_reinforce_repeats(spec: RunSpec) -> Problems:
-    """Decoupled weights are computed once per batch; REINFORCE has no ratio that changes in later passes."""
+    """Decoupled weights are computed once per batch; REINFORCE has no ratio that follows later updates."""
     epochs = spec.actor.ppo_epochs
     if epochs > 1 and not spec.algorithm.rollout_correction.bypass_mode and not _has_ratio(spec):
         what = f"{epochs} passes of decoupled reinforce: the weights are those of before the first update, "

@@ -1,4 +1,4 @@
-"""The form of a check: a generator of problems, registered with the keys that it reads."""
+"""Registration of checks: a check is a generator of problems, registered with the keys that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.spec.run_spec import RunSpec
 Problems = Iterator[Problem]
 Check = Callable[[RunSpec], Problems]
 
-#: Every check and the keys that it reads. A check is skipped where one of its keys could not be read.
+#: Every check and the keys that it reads. A check is skipped if one of its keys has no valid value.
 CHECKS: dict[Check, tuple[str, ...]] = {}
 
 CORRECTION = "algorithm.rollout_correction."
@@ -37,7 +37,7 @@ def error(key: str, what: str, fix: str) -> Problem:
 
 
 def warning(key: str, what: str, fix: str) -> Problem:
-    """A problem that is shown; the run goes on."""
+    """A problem that is reported and does not stop the run."""
     return Problem("warning", key, what, fix)
 
 
@@ -47,7 +47,7 @@ def is_changed(spec: RunSpec, key: str) -> bool:
 
 
 def fitting_batch(spec: RunSpec) -> tuple[int, int]:
-    """Prompts of a batch and of the actor's mini-batch, changed as little as makes both fit the ranks."""
+    """Sizes of batch and actor mini-batch, in prompts, that divide over the ranks; close to those of the spec."""
     batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     whole = -(-batch // world) * world
     if not spec.actor.ppo_mini_batch_size:

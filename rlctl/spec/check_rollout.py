@@ -1,4 +1,4 @@
-"""Contradictions of sampling: truncated distributions, and options that an engine does not support."""
+"""Checks of sampling: truncated distributions, and options that an engine does not support."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rlctl.spec.run_spec import RunSpec
 
 @reads("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.exact_sampling", "rollout.name")
 def distribution_is_complete(spec: RunSpec) -> Problems:
-    """The trainer's log-probs are over the full vocabulary; truncated samples differ by the mass cut off.
-    `exact_sampling` restricts them to what the engine kept: it must be able to say that."""
+    """Truncated sampling biases ρ by the mass cut off, as the trainer's log-probs are over the full vocabulary.
+
+    `exact_sampling` restricts them to the tokens that the engine kept; the engine must be able to report these.
+    """
     rollout, can = spec.rollout, spec.rollout_engine.reports_kept
     truncated = {
         "top_p": (rollout.top_p < 1.0, "1.0"),
@@ -48,7 +50,7 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
 
 @reads("rollout.temperature")
 def temperature_explores(spec: RunSpec) -> Problems:
-    """Near-greedy responses to one prompt are alike: no spread, no advantage, no gradient."""
+    """Near-greedy responses to one prompt are almost the same: advantages and gradients are close to zero."""
     if spec.rollout.temperature < 0.1:
         what = f"at temperature {spec.rollout.temperature:g} the responses to one prompt are nearly the same"
         yield warning("rollout.temperature", what, "1.0 is usual for training")
@@ -56,7 +58,7 @@ def temperature_explores(spec: RunSpec) -> Problems:
 
 @reads("rollout.name", "model.path")
 def gpu_samples_fast(spec: RunSpec) -> Problems:
-    """Plain generation leaves a GPU idle most of the time."""
+    """Hugging Face generation leaves a GPU idle most of the time."""
     if spec.rollout.name == "hf" and not spec.is_embedded and not gpus_are_hidden() and gpus():
         what = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
         yield warning("rollout.name", what, 'rollout.name=vllm (pip install "rlctl[vllm]")')
@@ -93,7 +95,7 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
     "rollout.engine_params",
 )
 def engine_supports_it(spec: RunSpec) -> Problems:
-    """Options that only some engines have, or only engines in separate processes."""
+    """Some options are supported only by some engines, or only by engines in separate processes."""
     rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
     has_servers = spec.has_rollout_servers
     use_servers = "set rollout.mode: server and rollout.name: vllm"
@@ -139,7 +141,7 @@ def engine_supports_it(spec: RunSpec) -> Problems:
 
 @reads("rollout.max_staleness", "rollout.staleness", "rollout.name", "rollout.mode")
 def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
-    """Sampling ahead needs an engine that can run while the trainer does."""
+    """Sampling ahead needs an engine that can sample while the trainer trains."""
     rollout, engine = spec.rollout, spec.rollout_engine
     if not rollout.max_staleness:
         return
@@ -163,7 +165,7 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
     elif given and spec.rollout.server.urls:
         what = "has no effect on servers that run already"
         yield error(key, what, "start them with these options, and leave it out")
-    # vLLM's servers may place their own workers; in the trainer's processes the ranks are the workers.
+    # Servers may choose how vLLM places its workers; in the trainer's processes the ranks are the workers.
     free = {"distributed_executor_backend"} if spec.has_rollout_servers else set()
     owners = {option: owner for option, owner in VLLM_OWNERS.items() if option not in free}
     yield from _owned(key, given, owners, "vLLM's")
@@ -192,7 +194,7 @@ def _flat(given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 @reads("model.lora_rank", "rollout.name", "rollout.merge_lora")
 def adapter_can_be_sampled_with(spec: RunSpec) -> Problems:
-    """vLLM applies adapters up to a rank; `merge_lora` needs an adapter that vLLM would apply."""
+    """vLLM applies adapters up to a maximum rank; `merge_lora` has no effect where it would apply none."""
     largest = VLLM_LORA_RANKS[-1]
     if spec.syncs_adapter and spec.model.lora_rank > largest:
         what, fix = (

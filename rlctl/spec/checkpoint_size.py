@@ -1,4 +1,4 @@
-"""How large a checkpoint is, before there is one."""
+"""Estimate of the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from rlctl.spec.model import ModelSpec
 from rlctl.spec.model_size import ModelSize, model_size
 from rlctl.spec.run_spec import RunSpec
 
-#: Of AdamW: two moments and the parameters themselves, float32.
+#: Bytes per trained parameter with AdamW: two moments and the parameter, in float32.
 _TRAINED = 12
 
 
 def checkpoint_bytes(spec: RunSpec) -> int | None:
     """Bytes of one checkpoint: the engine's state, the exported model, the critic's state.
 
-    Batches sampled ahead are not counted. None: the model's size is not known here.
+    Batches sampled ahead are not included. None: a model's size is unknown.
     """
     size = _size(spec, spec.model.path)
     policy, trained = size.num_parameters, size.num_trainable
@@ -21,11 +21,11 @@ def checkpoint_bytes(spec: RunSpec) -> int | None:
     if policy is None or trained is None or critic is None:
         return None
     width = 2 if spec.engine.dtype == "bf16" else 4
-    # In float32 the engine trains the parameters themselves; in bf16 it keeps a float32 copy beside them.
+    # In float32 the engine trains the parameters directly; in bf16 it also keeps a float32 copy of them.
     state = _TRAINED + (2 if width == 2 else 0)
-    if spec.model.lora_rank:  # the base lies there twice: in the engine's state, and merged in the export
+    if spec.model.lora_rank:  # the base is stored twice: in the engine's state, and merged in the export
         return policy * 2 * width + critic * state
-    frozen = policy - trained  # in the engine's state and in the export
+    frozen = policy - trained  # stored in the engine's state and in the export
     return trained * (state + width) + frozen * 2 * width + critic * state
 
 

@@ -1,4 +1,4 @@
-"""The embedded model and task, as numbers. No torch here: the dry run reads this module."""
+"""Constants of the embedded model and its task. Does not import torch, because the dry run reads this module."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class EmbeddedRecipe:
     improve it, high enough that most groups contain a correct response.
     """
 
-    version: int = 2  # raise it when the code changes what is built
+    version: int = 2  # to be raised when a change of the code alters what is built
     hidden_size: int = 64
     intermediate_size: int = 192
     num_layers: int = 2
-    num_heads: int = 2  # of 32 dimensions, the smallest that vLLM's attention kernels take
+    num_heads: int = 2  # of 32 dimensions, the smallest that vLLM's attention kernels support
     max_position_embeddings: int = 64
-    initializer_range: float = 0.06  # the usual 0.02 takes half as many steps again
+    initializer_range: float = 0.06  # the usual 0.02 needs 1.5 times as many steps
     num_val_prompts: int = 512
     batch_size: int = 256
     lr: float = 2e-3

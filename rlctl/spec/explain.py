@@ -1,4 +1,4 @@
-"""What a spec means, as plain data: bands of ρ in words, and the number of batches and steps.
+"""Explanation of a spec as plain data: bands of ρ in words, and numbers of batches and steps.
 
 `rlctl.cli.dry_run` prints it. The memory estimate is in `rlctl.spec.memory`.
 """
@@ -14,7 +14,7 @@ from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
-#: Losses that clip a ratio: name of the clip, and what it bounds.
+#: Losses that clip a ratio → name of the clip, and the quantity that it bounds.
 _CLIPPED: dict[str, tuple[str, str]] = {
     "ppo_clip": ("PPO clip", "each token's ratio"),
     "gspo": ("GSPO clip", "the geometric mean of a response's ratios"),
@@ -27,12 +27,12 @@ class Band:
     """The effect of one threshold, as an interval of ρ = π_train / π_rollout.
 
     Attributes:
-        name: as in the spec.
-        lower: smallest ρ inside (0: no lower bound).
-        upper: largest ρ inside (inf: no upper bound).
-        bounds: in words, which ρ: each token's, the product, the geometric mean.
-        outside: in words, the effect outside.
-        symbol: what the interval is of, where not of ρ: `w`, or the formula of a statistic.
+        name: `IS weight`, the name of the loss's clip, or the criterion as in the spec.
+        lower: smallest value inside the band (0: no lower bound).
+        upper: largest value inside the band (inf: no upper bound).
+        bounds: the bounded quantity in words: each token's ρ, the product, the geometric mean.
+        outside: the effect on values outside the band, in words.
+        symbol: symbol of the bounded quantity: `ρ`, `w`, or the formula of a statistic.
     """
 
     name: str
@@ -51,11 +51,12 @@ class Band:
 
 
 class BatchArithmetic:
-    """From prompts to optimizer steps. All counts are of one batch unless they say otherwise.
+    """Numbers of samples, mini-batches, micro-batches and optimizer steps of a spec, per batch if not noted.
 
-    `num_rows` is None if the training prompts are counted only at the start, and `num_batches` (of the whole
-    run) if it depends on them. Under a token budget, `micro_batch_tokens`, the number of micro-batches
-    depends on the responses' lengths: `micro_batches_per_rank` is None.
+    `num_rows` is None if the training files cannot be read here (rows are then counted at the start of the run).
+    `num_batches`, for the whole run, is None if it depends on `num_rows` and that is None. With a token budget
+    (`micro_batch_tokens`), the number of micro-batches depends on the lengths of the responses, and
+    `micro_batches_per_rank` is None.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -84,7 +85,7 @@ class BatchArithmetic:
 
 
 def bands(spec: RunSpec) -> list[Band]:
-    """The weight's band, PPO's clip where there is one, and every rejection criterion's band."""
+    """Bands of the IS weight, of the loss's clip if it has one, and of every rejection criterion."""
     correction = spec.algorithm.rollout_correction
     rules = correction_rules(correction)
     loss = loss_rule(spec)
@@ -131,7 +132,7 @@ def notes(spec: RunSpec) -> list[str]:
 
 
 def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
-    """Criteria that another one makes redundant; of two equivalent ones, the later."""
+    """A remark for each criterion that another one makes redundant; of two equivalent ones, for the later."""
     lines = []
     for place, rule in enumerate(rules):
         for other_place, other in enumerate(rules):
@@ -146,7 +147,7 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
 
 
 def count_rows(files: list[str]) -> int | None:
-    """Rows of local Parquet files, from their footers alone; None if any cannot be read here."""
+    """Number of rows of local Parquet files, read from their footers; None if a file cannot be read here."""
     paths: list[Path] = []
     for name in files:
         path = Path(name).expanduser()
@@ -159,7 +160,7 @@ def count_rows(files: list[str]) -> int | None:
     try:
         return sum(int(pq.read_metadata(path).num_rows) for path in paths)
     except (OSError, pa.ArrowException):
-        return None  # the reader of the data reports a broken file
+        return None  # the data reader reports broken files
 
 
 def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:

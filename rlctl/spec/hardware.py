@@ -1,4 +1,4 @@
-"""What this machine computes in, without torch: the precision of a run whose spec names none."""
+"""GPUs and bf16 support of this machine, detected without torch; the default precision of a run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 
 from rlctl.processes import command_output
 
-#: NVIDIA GPUs compute bf16 from this compute capability on (Ampere).
+#: NVIDIA GPUs support bf16 from this compute capability on (Ampere).
 _BF16_CAPABILITY = 8.0
-#: Flags of a CPU that computes bf16: without one of them torch emulates it, many times slower than fp32.
+#: Flags of CPUs with bf16 arithmetic; without one of them torch emulates it, many times slower than fp32.
 _BF16_FLAGS = {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16"}
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:
-    """bf16 where the hardware of this machine computes it, else fp32; and why."""
+    """Returns bf16 if the hardware of this machine supports it, else fp32; and the reason."""
     if not gpus_are_hidden() and (capabilities := _driver_says("compute_cap")):
         lowest = min(map(float, capabilities))
         if lowest >= _BF16_CAPABILITY:
@@ -34,7 +34,7 @@ def gpus() -> list[str]:
 
 
 def gpus_are_hidden() -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` asks for a run on the CPU."""
+    """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs, so that runs use the CPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}
 
 

@@ -1,4 +1,4 @@
-"""Every key of a RunSpec by its dotted name, and the nearest key to an unknown name."""
+"""Keys of a RunSpec by their dotted names, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ONE_MICRO_BATCH = "`actor.ppo_micro_batch_size_per_gpu` applies to every forwar
 _ONE_BUDGET = "`actor.ppo_max_token_len_per_gpu` applies to every forward pass; leave it out"
 _DYNAMIC = "`actor.ppo_max_token_len_per_gpu` turns it on; leave it out"
 
-#: Names of verl and TRL that have another name here: dotted key → what to write.
-#: A name that ends in a dot stands for everything below it.
+#: Keys of verl and TRL with a different name in rlctl: dotted key → what to write.
+#: A name that ends in a dot matches all keys below it.
 _ELSEWHERE = {
     "actor_rollout_ref.rollout.calculate_log_probs": "always on here, leave it out",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ONE_MICRO_BATCH,
@@ -51,7 +51,7 @@ _ELSEWHERE = {
     "epsilon": "use `actor.clip_ratio`",
     "beta": "use `actor.use_kl_loss=true` and `actor.kl_loss_coef`",
 }
-#: Parts of verl's long names that have no counterpart in ours.
+#: Components of verl's dotted keys that have no counterpart in rlctl.
 _SUPERFLUOUS = {"actor_rollout_ref", "optim"}
 
 
@@ -70,19 +70,19 @@ def known_sections() -> frozenset[str]:
 
 @cache
 def open_leaves() -> frozenset[str]:
-    """Keys whose value is a mapping with any keys, such as `rollout.engine_kwargs`."""
+    """Keys whose value is a mapping with arbitrary keys, such as `rollout.engine_kwargs`."""
     return frozenset(key for key, info in known_leaves().items() if get_origin(info.annotation) is dict)
 
 
 def leaf_of(key: str) -> str | None:
-    """`key`, or the known key with a mapping that contains it; None: unknown."""
+    """Returns `key` if it is known, or the key of the open mapping that contains it; None: unknown."""
     if key in known_leaves():
         return key
     return next((leaf for leaf in open_leaves() if key.startswith(f"{leaf}.")), None)
 
 
 def section_class(name: str) -> type[Section] | None:
-    """The model of a section by its dotted name, e.g. `algorithm.rollout_correction`."""
+    """The Pydantic class of a section by its dotted name, e.g. `algorithm.rollout_correction`."""
     section: type[Section] = RunSpec
     for part in name.split("."):
         field = section.model_fields.get(part)
@@ -99,7 +99,7 @@ def value_of(spec: RunSpec, key: str) -> Any:
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted key → value."""
+    """Flattens nested sections: dotted key → value."""
     found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
@@ -108,7 +108,7 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse: `{"actor.lr": 1e-6}` → `{"actor": {"lr": 1e-6}}`."""
+    """The inverse of `flat`: `{"actor.lr": 1e-6}` → `{"actor": {"lr": 1e-6}}`."""
     tree: dict[str, Any] = {}
     for key, value in leaves.items():
         *parents, name = key.split(".")
@@ -127,7 +127,7 @@ def accepts(key: str, kind: type) -> bool:
 
 
 def advice_for(key: str) -> str | None:
-    """What to write instead of an unknown `key`: its translation from verl, else the nearest key."""
+    """Suggestion for an unknown `key`: its translation from verl or TRL, the nearest key, or the section's keys."""
     for name, advice in _ELSEWHERE.items():
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
@@ -142,13 +142,13 @@ def advice_for(key: str) -> str | None:
 
 
 def advice_among(word: str, names: Iterable[str]) -> str:
-    """What to write instead of `word` where only `names` may stand."""
+    """Suggestion for `word`, where only `names` are allowed."""
     near = _closest(word, names, cutoff=0.6)
     return f"did you mean `{near}`?" if near else f"write one of {', '.join(names)}"
 
 
 def fields_of_items(key: str) -> list[str]:
-    """Names of the fields that each item of the list at `key` has; empty where items are plain values."""
+    """Field names of the items of the list at `key`; empty if the items are plain values."""
 
     def items(annotation: Any) -> list[str]:
         if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -165,7 +165,7 @@ def nearest_key(key: str) -> str | None:
     if short in leaves:
         return short
     parent, _, leaf = short.rpartition(".")
-    if parent in leaves:  # a mapping below a plain value
+    if parent in leaves:  # a key below a plain value
         return parent
     by_leaf = [known for known in leaves if known.rpartition(".")[2] == leaf]
     if by_leaf:
@@ -173,7 +173,7 @@ def nearest_key(key: str) -> str | None:
     siblings = {known.rpartition(".")[2]: known for known in leaves if known.rpartition(".")[0] == parent}
     if sibling := _closest(leaf, siblings, cutoff=0.6):
         return siblings[sibling]
-    if parent in known_sections():  # the section is right: a key of another one is no typing error
+    if parent in known_sections():  # the section is correct, so a similar key of another one is not meant
         return None
     names = {known.rpartition(".")[2]: known for known in leaves}
     return _closest(short, leaves, cutoff=0.75) or names.get(_closest(leaf, names, cutoff=0.75) or "")

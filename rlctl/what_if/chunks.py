@@ -1,4 +1,4 @@
-"""One step's rows as padded tensors of whole groups, and their advantages."""
+"""Splits a step into padded tensors of whole groups; computes advantages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlctl.algos import advantages as outcome_advantages
 from rlctl.what_if.moments import Chunk
 from rlctl.what_if.step import Step
 
-#: Padded tokens per chunk: what bounds memory besides one step's rows.
+#: Padded tokens per chunk. Bounds the memory used in addition to the rows of one step.
 CHUNK_TOKENS = 1 << 18
-#: Tokens pooled from steps of few rows at most.
+#: Maximum number of tokens of pooled steps.
 POOL_TOKENS = 1 << 22
-#: Groups per chunk: each has a dense surrogate gradient for a moment.
+#: Groups per chunk. Each group temporarily has a dense surrogate gradient.
 CHUNK_GROUPS = 512
 
 
 def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
-    """Consecutive steps as one, until they hold so many prompt groups or `POOL_TOKENS`."""
+    """Merges consecutive steps until they contain `groups` prompt groups or `POOL_TOKENS` tokens."""
     held: list[Step] = []
     for step in steps:
         if not len(step.token_ids):
@@ -37,7 +37,7 @@ def pooled(steps: Iterable[Step], groups: int) -> Iterator[Step]:
 
 
 def _merged(steps: list[Step]) -> Step:
-    """One step with everybody's rows; groups of different steps stay different."""
+    """Merges steps into one; groups of different steps get different ids."""
     if len(steps) == 1:
         return steps[0]
     ids, start = [], 0
@@ -52,7 +52,7 @@ def _merged(steps: list[Step]) -> Step:
 
 
 def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(rows, number of each row's group), siblings together, as many groups as a chunk takes."""
+    """Yields (rows, group number of each row) per chunk; the rows of a group are adjacent, never split."""
     _, numbers = np.unique(step.group_ids, return_inverse=True)
     order = np.argsort(numbers, kind="stable")
     ends = np.flatnonzero(np.diff(numbers[order])) + 1
@@ -68,10 +68,10 @@ def whole_groups(step: Step) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int
 
 
 def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chunk:
-    """The rows, which have advantages, as (B, T) tensors; padding holds zeros.
+    """Pads the rows to (B, T) tensors; padding is zero.
 
     Raises:
-        ValueError: there are no advantages.
+        ValueError: the step has no advantages.
     """
     if step.advantages is None:
         raise ValueError("advantages are computed before rows are padded")
@@ -96,10 +96,10 @@ def pad(step: Step, rows: NDArray[np.int64], groups: NDArray[np.int64], blocks: 
 
 
 def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.float64]:
-    """(B,) one advantage per response: the dump's, or computed from its rewards.
+    """(B,) one advantage per response: from the dump, otherwise computed from the rewards.
 
-    By the run's estimator where that compares siblings, else by the nearest one that needs no more; a
-    substitute is added to `notes`.
+    Uses the run's estimator if it is `rloo`, `grpo`, `dr_grpo` or `opo`, otherwise `rloo`. With one response
+    per prompt, uses `rloo` over the whole step. Adds a note to `notes` if the estimator is replaced.
     """
     if step.advantages is not None:
         return np.nan_to_num(step.advantages)

@@ -1,4 +1,4 @@
-"""The trade-off between bias and variance as one self-contained SVG."""
+"""Plots bias² over variance as one self-contained SVG."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLOURS = {
     "slime": "#e7298a",
     "SkyRL": "#66a61e",
 }
-#: Smaller and larger parts of the error are drawn here: they do not matter, or are all of it.
+#: Limits of both axes. Smaller values are negligible, larger ones mean an error near 1.
 _FLOOR, _CEILING = 1e-3, 1e2
 
 
 class _Axis:
-    """A logarithmic axis between two pixels, over the powers of ten that hold all values."""
+    """A logarithmic axis between two pixels; its limits are powers of ten that enclose all values."""
 
     def __init__(self, values: Iterable[float], start: float, end: float) -> None:
         exponents = [math.log10(min(max(value, _FLOOR), _CEILING)) for value in values]
@@ -32,22 +32,22 @@ class _Axis:
         self._start, self._size = start, end - start
 
     def pixel(self, value: float) -> float:
-        """Where the value is drawn; one beyond the axis at its end."""
+        """Pixel of the value, clamped to the axis."""
         held = min(max(value, 10.0**self._low), 10.0**self._high)
         return self._start + (math.log10(held) - self._low) / (self._high - self._low) * self._size
 
     def ticks(self) -> list[float]:
-        """1, 2 and 5 of every decade while there are few decades."""
+        """Ticks at 1, 2 and 5 times every power of ten; on more than two decades only at powers of ten."""
         decades = range(self._low, self._high + 1)
         steps = (1, 2, 5) if len(decades) <= 3 else (1,)
         return [tick for d in decades for s in steps if (tick := s * 10.0**d) <= 10.0**self._high * 1.001]
 
 
 def svg(tradeoff: Tradeoff) -> str:
-    """Every setting at (variance, bias²), both on a logarithmic scale, names as tooltips.
+    """Plots every setting at (variance, bias²), both on a logarithmic scale, with names as tooltips.
 
-    Marked: the settings no other one beats in both (a line), the run's own (in the colour of text) and the
-    recommended one (a ring). Names are escaped; nothing is loaded from anywhere. Empty where the
+    Marks the settings that no other setting beats in both (dashed line), the run's own setting (text colour)
+    and the recommended one (ring). Names are escaped; the SVG loads no external resources. Empty if the
     replay could not estimate errors.
     """
     drawn = [outcome for outcome in tradeoff.outcomes if outcome.bias and outcome.variance]

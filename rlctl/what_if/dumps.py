@@ -1,4 +1,4 @@
-"""Dumped rollouts of rlctl, slime, miles and NeMo-RL, one training step at a time."""
+"""Reads dumped rollouts of rlctl, slime, miles and NeMo-RL, one training step at a time."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _FIX = (
 class Dump:
     """Files of one layout in the order of their steps."""
 
-    layout: Layout  # who wrote them
+    layout: Layout  # the framework that wrote them
     files: tuple[Path, ...]  # at least one
 
     def steps(self) -> Iterator[Step]:
-        """Read on, holding one step at a time.
+        """Reads the files, with one step in memory at a time.
 
         Raises:
-            UsageError: a file cannot be read or lacks what a replay needs.
+            UsageError: a file cannot be read or lacks data that a replay needs.
         """
         return _READERS[self.layout](self.files)
 
 
 def find_dump(path: Path) -> Dump:
-    """Recognise what a file or directory holds.
+    """Finds the dumped rollouts in a file or directory and detects their layout.
 
     Raises:
-        UsageError: no dumped rollouts are there.
+        UsageError: there are no dumped rollouts.
     """
     if not path.exists():
         raise UsageError("no such file or directory", where=str(path), fix=_FIX)
@@ -73,7 +73,7 @@ _BELONGS: dict[Layout, Callable[[Path], bool]] = {
 
 
 def _read_own(files: Sequence[Path]) -> Iterator[Step]:
-    """`rollouts-*.parquet` (`rlctl.track.rollouts.SCHEMA`); a step lies in one part, its rows together."""
+    """Reads `rollouts-*.parquet` (`rlctl.track.rollouts.SCHEMA`); a step's rows are adjacent in one file."""
     for file in files:
         held: list[Any] = []
         for batch in _batches(file):
@@ -102,16 +102,16 @@ def _batches(file: Path) -> Iterator[Any]:
             for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=_COLUMNS):
                 if batch.num_rows:
                     yield batch.select(_COLUMNS).cast(schema)
-    except (OSError, pa.ArrowException, ValueError) as error:  # the last: null where there must be a value
+    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: null in a required column
         fix = "move it out of the directory to replay the others"
         raise UsageError(f"cannot be read as rollouts: {error}", where=str(file), fix=fix) from error
 
 
 def _own_step(file: Path, batches: list[Any]) -> Step:
-    """One step's rows.
+    """Converts the rows of one step.
 
     Raises:
-        UsageError: a response has more or fewer log-probs than tokens.
+        UsageError: the numbers of tokens and log-probs of a response differ.
     """
     import pyarrow as pa
 

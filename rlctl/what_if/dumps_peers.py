@@ -1,4 +1,4 @@
-"""Dumps of slime, miles and NeMo-RL, one training step at a time."""
+"""Reads dumps of slime, miles and NeMo-RL, one training step at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.what_if.step import DumpedRow, Step, as_array, mean_of, ragged
 
 
 def step_of(file: Path) -> int:
-    """The first number of a file's name; 0 where there is none."""
+    """First number in a file's name; 0 if there is none."""
     number = re.search(r"\d+", file.stem)
     return int(number[0]) if number else 0
 
@@ -26,8 +26,8 @@ def step_of(file: Path) -> int:
 
 
 def read_slime(files: Sequence[Path]) -> Iterator[Step]:
-    """`--save-debug-train-data` (`torch.save`): one dict per sample (`samples`), or columns
-    (`rollout_data`, as miles and older slime write; one file per rank, `<rollout>_<rank>.pt`)."""
+    """Reads `--save-debug-train-data` files (`torch.save`): one dict per sample (`samples`), or columns
+    (`rollout_data`, written by miles and older slime; one file per rank, `<rollout>_<rank>.pt`)."""
     for number, of_step in groupby(files, key=step_of):
         rows: dict[object, DumpedRow] = {}
         for file in of_step:
@@ -35,7 +35,7 @@ def read_slime(files: Sequence[Path]) -> Iterator[Step]:
             try:
                 samples = saved["samples"] if "samples" in saved else _transposed(saved["rollout_data"])
                 for place, sample in enumerate(samples):
-                    # Tensor parallel ranks hold the same samples; `partition` numbers them over all ranks.
+                    # Tensor-parallel ranks save the same samples; `partition` is unique across ranks.
                     rows.setdefault(sample.get("partition", (file, place)), _slime_row(sample))
                 step = ragged(number, list(rows.values()))
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -50,7 +50,7 @@ def _loaded(file: Path) -> Any:
 
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises whatever it likes
+    except Exception as error:  # unpickling can raise any exception
         what = f"cannot be loaded as plain tensors: {type(error).__name__}"
         raise UsageError(what, where=str(file), fix="write it with --save-debug-train-data") from error
 
@@ -84,7 +84,7 @@ def _slime_row(sample: dict[str, Any]) -> DumpedRow:
 
 
 def read_nemo(files: Sequence[Path]) -> Iterator[Step]:
-    """`train_data_step*.jsonl`: one response per line, prompt and padding included, masked out."""
+    """Reads `train_data_step*.jsonl`: one response per line; the mask excludes prompt and padding."""
     for file in files:
         rows = []
         with file.open("rb") as lines:
@@ -99,7 +99,7 @@ def read_nemo(files: Sequence[Path]) -> Iterator[Step]:
 
 
 def _nemo_row(row: dict[str, Any]) -> DumpedRow:
-    """Batches of one are written, so every value is a list of one."""
+    """Converts one line. NeMo-RL writes batches of size one, so every value is a list of one element."""
 
     def value(name: str) -> NDArray[Any]:
         return np.atleast_1d(np.squeeze(as_array(row[name])))

@@ -1,13 +1,14 @@
-"""What a replay adds up: gradients of a small surrogate policy under every setting, in blocks of groups.
+"""Sums that a replay accumulates: gradients of a small surrogate policy under every setting, per block of
+groups.
 
-The true score ∇log π of a token is not in a dump. Its stand-in is the score of a policy with a table
-of `CLASSES` × `CLASSES` logits that picks a token's class from the class of the token before it. Only
-the chosen token's logit is kept, its score being 1 − π(token), which the dump has; what the other
-logits would have contributed is taken out on average (`ScoreMoments.centred`).
+A dump does not contain the true score ∇log π of a token. It is replaced by the score of a policy with a table
+of `CLASSES` × `CLASSES` logits that predicts a token's class from the class of the previous token. Only the
+score of the sampled token's logit is used, 1 − π(token), because the dump contains π(token). The contribution
+of the other logits is accounted for on average (`ScoreMoments.centred`).
 
-Prompt groups are independent of one another, siblings are not. Groups are dealt out to `BLOCKS`
-blocks: products of different blocks estimate squared expectations without bias, and resampling
-blocks gives intervals.
+Prompt groups are independent of each other; responses of one group are not. Groups are divided into `BLOCKS`
+blocks: products of different blocks estimate squared expectations without bias, and resampling blocks gives
+intervals.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 
 BLOCKS = 32
-#: Classes of tokens, and of tokens before: ids modulo this.
+#: Number of classes of tokens and of previous tokens. The class is the token id modulo this number.
 CLASSES = 32
-#: Token ratios that centre the scores are capped: the mean must not hang on one token.
+#: Upper bound of the token ratios that weight the centring, so that no single token dominates the mean.
 _CENTRING_CAP = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole groups of one step, padded; all on the CPU."""
+    """Whole groups of one step, padded, on the CPU."""
 
     #: log_probs, rollout_log_probs: (B, T) float32, finite
     log_probs: Tensor
@@ -43,22 +44,23 @@ class Chunk:
 
 
 class StepMoments:
-    """The sums over groups that depend on the setting, by setting (S) and block (K).
+    """The sums over groups that depend on the setting, per setting (S) and block (K).
 
-    c, v index classes of context and token, κ = 1 − π(token), e = A²κ², W = Π ρ and q = 2/(1 + W).
+    c and v index the classes of previous token (context) and token; a pair (c, v) is a cell.
+    κ = 1 − π(token), e = A²κ², W = Π ρ and q = 2/(1 + W).
     """
 
     def __init__(self, num_settings: int) -> None:
         #: (S, K, c·v) Σ w·A·κ at the token's cell
         self.gradient = np.zeros((num_settings, BLOCKS, CLASSES**2))
-        #: (S, K, c) Σ w·A, from which the centring follows
+        #: (S, K, c) Σ w·A, used for centring
         self.context = np.zeros((num_settings, BLOCKS, CLASSES))
         #: (S, 4, K) Σ w·e, Σ w²·e, Σ q·w²·e, Σ q·w·W·e
         self.energy = np.zeros((num_settings, 4, BLOCKS))
 
 
 class ScoreMoments(StepMoments):
-    """All sums over groups, the weights normalised."""
+    """All sums over groups, with normalised weights."""
 
     def __init__(self, num_settings: int) -> None:
         super().__init__(num_settings)
@@ -67,14 +69,14 @@ class ScoreMoments(StepMoments):
         self.exact_energy = np.zeros((2, BLOCKS))  # Σ W·e, Σ q·W²·e
         self.product = np.zeros((2, BLOCKS))  # Σ W and Σ W² over sequences
         self.counts = np.zeros((3, BLOCKS))  # groups, sequences with tokens, tokens
-        #: squares and cross products per group without any weight; their centred sum is a group's noise
+        #: squares and cross products per group without weights; their centred sum is the noise of a group
         self.noise, self.noise_cross = np.zeros(BLOCKS), np.zeros((BLOCKS, CLASSES**2))
         self.noise_context = np.zeros((BLOCKS, CLASSES))
         #: Σ ρ·κ at the token's cell and Σ ρ, for the centring
         self.centre, self.centre_context = np.zeros(CLASSES**2), np.zeros(CLASSES)
 
     def add_step(self, part: StepMoments, factors: list[float]) -> None:
-        """Take one step's sums, its weights divided by each setting's normalising factor."""
+        """Adds one step's sums; divides the weights by each setting's normalisation factor."""
         scale = 1.0 / np.asarray(factors)
         self.gradient += part.gradient * scale[:, None, None]
         self.context += part.context * scale[:, None, None]
@@ -82,10 +84,10 @@ class ScoreMoments(StepMoments):
             self.energy[:, row] += part.energy[:, row] * (scale**power)[:, None]
 
     def centred(self) -> tuple[Floats, Floats, Floats]:
-        """Gradients (S, K, c·v), the exact one (K, c·v), and the noise Σ_groups |·|² (K,).
+        """Centred gradients (S, K, c·v), exact gradient (K, c·v), and noise Σ_groups |·|² (K,).
 
-        A score has expectation zero in every context. Where a context class occurred, the mean of κ at
-        each of its cells (under π_train: every token counts ρ times) is what must be taken out.
+        A score has expectation zero in every context. For every occurrence of a context class, the mean of κ
+        per cell is therefore subtracted. The mean is under π_train: each token is weighted by ρ.
         """
         total = np.maximum(self.centre_context, 1e-12)
         mean = self.centre.reshape(CLASSES, CLASSES) / total[:, None]
@@ -100,18 +102,18 @@ class ScoreMoments(StepMoments):
 
 
 class Tokens:
-    """A chunk's response tokens as flat vectors, made once and used under every setting.
+    """Flat vectors of a chunk's response tokens, computed once and used for every setting.
 
     Args:
         chunk: the tokens.
-        product: (B,) float64, Π ρ; any number for a sequence without tokens.
+        product: (B,) float64, Π ρ; the value for a sequence without tokens is not used.
     """
 
     def __init__(self, chunk: Chunk, product: Tensor) -> None:
         self.product, self._halfway = product, 2.0 / (1.0 + product)
         self.chunk, mask = chunk, chunk.mask
         before = torch.roll(chunk.token_ids, 1, dims=1)
-        before[:, 0] = -1  # nothing comes before the first token: it falls into the last class
+        before[:, 0] = -1  # the first token has no previous token; −1 modulo CLASSES is the last class
         context = (before % CLASSES)[mask]
         lengths = mask.sum(-1)
         self._group = torch.repeat_interleave(chunk.groups, lengths)
@@ -126,7 +128,7 @@ class Tokens:
         self._contexts = block * CLASSES + context
 
     def once(self, moments: ScoreMoments) -> None:
-        """Everything that does not depend on a setting."""
+        """Adds the sums that do not depend on a setting."""
         chunk = self.chunk
         exact = self._product * self._advantage
         moments.exact += _sums(self._cells, exact * self._kappa, BLOCKS, CLASSES**2)
@@ -145,7 +147,7 @@ class Tokens:
         self._noise(moments)
 
     def _noise(self, moments: ScoreMoments) -> None:
-        """Squares of every group's unweighted gradient, to be centred later."""
+        """Adds the squares of every group's unweighted gradient; `centred` centres them later."""
         count = int(self.chunk.groups.max()) + 1
         own, value = self._group * CLASSES**2 + self._cell, self._advantage * self._kappa
         cells = _sums(own, value, count, CLASSES**2)
@@ -159,7 +161,7 @@ class Tokens:
         np.add.at(moments.counts[0], block_of, 1.0)
 
     def weighted(self, part: StepMoments, setting: int, weights: Tensor) -> None:
-        """One setting's sums; `weights` (B, T) are not yet normalised."""
+        """Adds one setting's sums; `weights` (B, T) are not normalised yet."""
         signed = weights[self.chunk.mask] * self._advantage
         part.gradient[setting] += _sums(self._cells, signed * self._kappa, BLOCKS, CLASSES**2)
         part.context[setting] += _sums(self._contexts, signed, BLOCKS, CLASSES)
@@ -171,7 +173,7 @@ class Tokens:
 
 
 def _sums(where: Tensor, values: Tensor, *shape: int) -> Floats:
-    """Σ values by flat index, as an array of this shape."""
+    """Sums of values per flat index, as an array of this shape."""
     counted = torch.bincount(where, weights=values.double(), minlength=int(np.prod(shape)))
     result: Floats = counted.numpy().reshape(shape)
     return result

@@ -1,4 +1,4 @@
-"""Replays as one page that needs nothing else and runs no script: advice, picture, and every setting."""
+"""Renders replays as one self-contained HTML page without scripts: advice, plot, and all settings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FOLDER = Path(__file__).parent
 
 
 def page(replays: Sequence[tuple[str, Tradeoff]]) -> str:
-    """The page as text.
+    """Returns the page as HTML.
 
     Args:
-        replays: title and result of each.
+        replays: title and result of each replay.
     """
     title = f"What if: {' · '.join(title for title, _ in replays)}"
     return render(FOLDER / "page.html.j2", title=title, style=section_style(), **section_values(replays))
 
 
 def section_style() -> str:
-    """The style of `section.html.j2`."""
+    """CSS of `section.html.j2`."""
     return (FOLDER / "page.css").read_text(encoding="utf-8")
 
 
 def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
-    """What `section.html.j2` needs, once for each of `replays`."""
+    """Template variables of `section.html.j2`."""
     return {
         "columns": COLUMNS,
         "replays": [
@@ -40,7 +40,7 @@ def section_values(replays: Sequence[tuple[str, Tradeoff]]) -> dict[str, Any]:
                 "title": title,
                 "about": about(tradeoff),
                 "advice": advice(tradeoff),
-                "picture": Markup(svg(tradeoff)),  # escapes the names it holds
+                "picture": Markup(svg(tradeoff)),  # `svg` escapes names
                 "notes": tradeoff.notes,
                 "rows": [
                     {

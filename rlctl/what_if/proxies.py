@@ -1,18 +1,18 @@
-"""Bias, variance and error of a setting's gradient, estimated from a replay's sums.
+"""Estimates bias, variance and error of a setting's gradient from a replay's sums.
 
-Target: g = E_train[A·∇log π], which the exact sequence weight W = Π ρ gives without bias (design:
-rollout correction, property 1). A setting with applied weights w estimates it from a mini-batch of G
-prompt groups as ĝ, with expectation m = E_rollout[w·A·∇log π] and noise V per group. The learning rate
-absorbs a constant factor on a gradient, so the error of a setting is the smallest over c of
+The target is g = E_train[A·∇log π]. The exact sequence weight W = Π ρ estimates it without bias. A setting
+with applied weights w estimates it from a mini-batch of G prompt groups as ĝ, with expectation
+m = E_rollout[w·A·∇log π] and noise V per group. A constant factor on a gradient acts like another learning
+rate, so the error of a setting is the minimum over c of
 
     E|c·ĝ − g|² / |g|² = 1 − (m·g)² / (|g|² (|m|² + V/G)) = (bias² + variance) / (1 + bias² + variance),
 
-with bias² = |m|²|g|²/(m·g)² − 1, the squared tangent of the angle between what is expected and what is
-wanted, and variance = V|g|²/(G (m·g)²), noise over useful signal. The error is 0 for the true gradient, 1
-for one that is unrelated to it, and cannot be lowered by shrinking every weight: c = 1, the plain
-mean-squared error, rewards rejecting everything once V/G exceeds |g|². Both are reported.
+with bias² = |m|²|g|²/(m·g)² − 1, the squared tangent of the angle between m and g, and
+variance = V|g|²/(G (m·g)²), noise over useful signal. The error is 0 for the true gradient and 1 for an
+unrelated gradient. Scaling all weights does not change it. The plain mean-squared error (c = 1), in contrast,
+prefers rejecting everything if V/G exceeds |g|². Both are reported.
 
-How m, g and V are estimated, and how far that can be trusted, is in `docs/how-to/what-if.md`.
+`docs/how-to/what-if.md` describes how m, g and V are estimated and how accurate the estimates are.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ import numpy as np
 
 from rlctl.what_if.moments import Floats, ScoreMoments
 
-#: Noise of one group over squared signal, assumed where the replay holds too little data.
+#: Prior: noise of one group divided by the squared signal. Used where the replay has too little data.
 PRIOR_NOISE = 10.0
-#: Share of an uneven weight's effect that adds up, times the response length: a token's score goes only
-#: with the part of the unevenness that depends on this token.
+#: Prior: share of the unevenness of the weights that becomes bias, times the response length. A token's score
+#: is correlated only with the part of the unevenness that depends on this token.
 PRIOR_ALIGNED = 2.0
-#: Where bias² and variance end, which otherwise are infinite for what keeps nothing.
+#: Upper bound of bias² and variance, which would be infinite for a setting that keeps nothing.
 FAR = 1e6
 RESAMPLES = 400
-#: Intervals hold the middle 90 % of resamples.
+#: Share of the resamples that an interval contains (the central ones).
 LEVEL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Figures of S settings, each (R, S): the first row of the sample itself, then of its resamples."""
+    """Estimates for S settings, each (R, S): row 0 from the sample, the other rows from its resamples."""
 
-    #: error, bias, variance: see above (bias is squared); at most `FAR` where the error is near 1
+    #: error, bias, variance: see the module docstring (bias is squared); bias and variance are at most `FAR`
     error: Floats
     bias: Floats
     variance: Floats
     plain_error: Floats  # the mean-squared error with c = 1
-    trust: float  # how much the surrogate's own gradients count, the rest being the prior's, in [0, 1]
+    trust: float  # weight of the surrogate's gradients, in [0, 1]; the prior has the remaining weight
 
 
 def draws(num_blocks: int, seed: int = 0) -> Floats:
-    """(1 + RESAMPLES, K): every block once, then bootstrap draws of as many blocks with replacement."""
+    """(1 + RESAMPLES, K) counts per block: first every block once, then bootstrap draws of K blocks."""
     generator = np.random.default_rng(seed)
     drawn = generator.multinomial(num_blocks, np.full(num_blocks, 1.0 / num_blocks), size=RESAMPLES)
     return np.concatenate([np.ones((1, num_blocks)), drawn.astype(np.float64)])
 
 
 def interval(values: Floats) -> tuple[Floats, Floats]:
-    """The middle LEVEL of the resamples (rows 1 …) of (R, …) figures."""
+    """Bounds of the central LEVEL of the resamples (rows 1 …) of (R, …) values."""
     tail = (1.0 - LEVEL) / 2.0
     low, high = np.quantile(values[1:], [tail, 1.0 - tail], axis=0)
     return low, high
 
 
 def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_batch: float) -> Proxies | None:
-    """Estimate every setting's error; None where no advantage differs from zero.
+    """Estimates every setting's error; None if there is only one block or no advantage differs from zero.
 
     Args:
-        moments: of the whole replay.
-        drawn: (R, K') from `draws`, for the K' blocks that hold a group.
-        unweighted: the setting without any weight or rejection, whose noise is measured.
+        moments: sums of the whole replay.
+        drawn: (R, K') from `draws`, for the K' blocks that contain a group.
+        unweighted: index of the setting without weight and rejection; its noise is measured.
         groups_per_batch: G.
     """
     used = moments.counts[0] > 0
@@ -82,7 +82,7 @@ def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_ba
     ess = product[0] ** 2 / (moments.counts[1].sum() * product[1])
     trust = groups * ess / (groups * ess + groups_per_batch)
     own = np.maximum(surrogate.noise - np.maximum(surrogate.norm[:, [unweighted]], 0.0), 1e-300)
-    noise_one = own / prior.noise[:, [unweighted]]  # of an on-policy group of the same energy
+    noise_one = own / prior.noise[:, [unweighted]]  # noise of an on-policy group of the same energy
 
     squared = trust * np.maximum(surrogate.squared, 0.0) + (1.0 - trust) * noise_one / PRIOR_NOISE
     along = trust * (surrogate.along - prior.kept * surrogate.squared)
@@ -99,7 +99,7 @@ def proxies(moments: ScoreMoments, drawn: Floats, unweighted: int, groups_per_ba
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """Per resample and setting: m·g, |m|²; per resample: |g|² (R, 1), noise of a group (R, 1)."""
+    """Per resample and setting: m·g and |m|²; per resample: |g|² (R, 1) and the noise of a group (R, 1)."""
 
     along: Floats
     norm: Floats
@@ -108,7 +108,7 @@ class _Surrogate:
 
 
 def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats, mean: Floats) -> _Surrogate:
-    """Products of different blocks' gradients estimate those of their expectations without bias."""
+    """Estimates products of expected gradients without bias, by products of gradients of different blocks."""
     gradient, exact, squares = moments.centred()
     gradient, exact, squares = gradient[:, used], exact[used], squares[used]
     blocks = len(exact)
@@ -129,13 +129,13 @@ def _surrogate(moments: ScoreMoments, used: Floats, drawn: Floats, count: Floats
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """Per resample and setting, weighted by e = A²κ² and relative to the exact gradient's energy."""
+    """Per resample and setting; weighted by e = A²κ² and relative to the exact gradient's energy."""
 
-    kept: Floats  # mean under π_train of w / W: the share of the gradient that is kept
-    #: mean square of (w − kept·W)/((1 + W)/2) under ½ π_train + ½ π_rollout: how unevenly it is kept. Halfway
-    #: between the policies it is bounded where either has hardly any mass
+    kept: Floats  # mean of w / W under π_train: the share of the gradient that is kept
+    #: mean square of (w − kept·W)/((1 + W)/2) under ½ π_train + ½ π_rollout: the unevenness of the weights.
+    #: Under this mixture it is bounded where one policy has almost no mass
     spread: Floats
-    noise: Floats  # mean under π_rollout of w²
+    noise: Floats  # mean of w² under π_rollout
 
 
 def _prior(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> _Prior:
@@ -143,14 +143,14 @@ def _prior(moments: ScoreMoments, used: Floats, drawn: Floats, mean: Floats) -> 
     exact, exact_halfway = moments.exact_energy[:, used] @ drawn.T
     exact = (np.maximum(exact, 1e-300) / mean)[:, None]
     kept, noise, square, mixed = energy / exact
-    raw = kept / mean[:, None]  # w against W itself, whose sample mean is not 1
+    raw = kept / mean[:, None]  # relative to the unnormalised W, whose sample mean is not 1
     spread = square - 2.0 * raw * mixed + raw**2 * exact_halfway[:, None] / exact
     return _Prior(kept, np.maximum(spread, 0.0), np.maximum(noise, 1e-300))
 
 
 def _error(inner: Floats, norm: Floats, noise: Floats, trust: float) -> Proxies:
-    """m·g, |m|² and V/G, all over |g|², as errors; a setting that keeps nothing misses everything."""
-    useful = inner > 1e-12  # else it keeps nothing, or points against g: no learning rate helps
+    """Computes errors from m·g, |m|² and V/G, all divided by |g|²; near 1 if a setting keeps nothing."""
+    useful = inner > 1e-12  # otherwise the gradient is zero or opposes g: no learning rate helps
     signal = np.square(np.where(useful, inner, 1.0))
     bias = np.where(useful, np.clip(norm / signal - 1.0, 0.0, FAR), FAR)
     variance = np.where(useful, np.clip(noise / signal, 0.0, FAR), FAR)

@@ -1,4 +1,4 @@
-"""One pass over dumped rollouts: every setting of a grid, corrected by the functions training uses."""
+"""Evaluates a grid of settings in one pass over dumped rollouts, with training's correction functions."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _EXACT = CorrectionRules(WeightRule("sequence", "truncate", upper=1e9))
 
 @dataclass(frozen=True, slots=True)
 class WhatIfQuestion:
-    """What the replayed run is known to do."""
+    """Known settings of the replayed run."""
 
-    #: `algorithm.adv_estimator`, which advantages are computed by where the dump has none
+    #: `algorithm.adv_estimator`; computes the advantages if the dump has none
     estimator: str = "rloo"
-    #: prompt groups of one optimizer step; None: as many as a dumped step holds
+    #: prompt groups of one optimizer step; None: the mean number per dumped step
     groups_per_batch: int | None = None
-    mean_per_sequence: bool = False  # whether the loss averages over each sequence's tokens first
+    mean_per_sequence: bool = False  # whether the loss first averages over the tokens of each sequence
 
 
 def replay(steps: Iterable[Step], settings: Sequence[Setting], question: WhatIfQuestion) -> Tradeoff:
-    """Try every setting on every step.
+    """Evaluates every setting on every step.
 
-    Weights are normalised by their mean over a mini-batch. A dump often holds a few rows per step only:
-    rows of consecutive steps are pooled until they are as many groups as a mini-batch has.
+    Weights are normalised by their mean over a mini-batch. A dump often contains only a few rows per step, so
+    consecutive steps are pooled until they contain as many groups as a mini-batch.
 
     Args:
-        steps: read once, one held at a time.
-        settings: with different names; equal rules are computed once.
-        question: what the run is known to do.
+        steps: read once; only the steps of one pool are in memory.
+        settings: with unique names; equal rules are computed once.
+        question: known settings of the run.
 
     Raises:
-        UsageError: nothing finite was dumped.
+        UsageError: no response has finite log-probs of both policies.
     """
     named: dict[CorrectionRules, list[Setting]] = {}
     for setting in settings:
@@ -76,19 +76,19 @@ def _with_advantages(steps: Iterable[Step], question: WhatIfQuestion, sums: _Set
 
 
 class _SettingSums:
-    """Everything added up so far, for R rules."""
+    """Sums of all steps so far, for R rules."""
 
     def __init__(self, rules: list[CorrectionRules]) -> None:
         self.rules = rules
         self.moments = ScoreMoments(len(rules))
-        #: (R, 2, 3, K): raw and applied; n, Σw, Σw² over the rule's own units.
+        #: (R, 2, 3, K): raw and applied weights; n, Σw, Σw² over tokens or sequences, depending on the rule.
         self.kish = np.zeros((len(rules), 2, 3, BLOCKS))
         self.corrections: list[CorrectionSums[float]] = []
         self.num_steps = self.num_groups = self.num_sequences = 0
         self.notes: list[str] = []
 
     def add(self, batch: Step) -> None:
-        """Rows with advantages, as one mini-batch."""
+        """Adds rows with advantages as one mini-batch."""
         part, kish = StepMoments(len(self.rules)), np.zeros_like(self.kish)
         found: list[CorrectionSums[float]] = []
         for rows, groups in whole_groups(batch):
@@ -109,7 +109,7 @@ class _SettingSums:
         self.num_groups += len(np.unique(batch.group_ids))
 
     def _chunk(self, chunk: Chunk, part: StepMoments, kish: Floats) -> list[CorrectionSums[float]]:
-        """Every rule on some whole groups; their sums."""
+        """Applies every rule to a chunk; returns the correction sums per rule."""
         per_token = chunk.advantages[:, None].expand(chunk.mask.shape).float()
         exact = correct(chunk.log_probs, chunk.rollout_log_probs, chunk.mask, _EXACT)
         if exact.weights is None:
@@ -129,7 +129,7 @@ class _SettingSums:
 
 
 def _without(chunk: Chunk, nonfinite: Tensor) -> Chunk:
-    """The chunk with nothing in it of sequences that have NaN or infinite log-probs."""
+    """Masks the sequences with NaN or infinite log-probs and zeroes their values."""
     mask = chunk.mask & ~nonfinite[:, None]
     return replace(
         chunk,

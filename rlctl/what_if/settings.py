@@ -1,4 +1,4 @@
-"""The grid a replay tries: rlctl's own settings, and the rules of other frameworks by name."""
+"""The grid of settings that a replay evaluates: rlctl's settings and the rules of other frameworks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlctl.spec.resolve import correction_rules, registered_criteria
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
 
 _PREFIX = "algorithm.rollout_correction."
-#: What a setting fixes; the rest of the section stays the run's own.
+#: Keys that a setting overrides; all other keys of the section keep the run's values.
 _KEYS = (
     "dialect",
     "rollout_is",
@@ -24,17 +24,17 @@ _KEYS = (
     "rollout_rs",
     "rollout_rs_threshold",
 )
-#: No weight leaves the clamp e^±20, so these bounds are none.
+#: Bounds without effect, because weights are clamped to e^±20.
 NO_UPPER, NO_LOWER = "1e9", "1e-9"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to correct."""
+    """One correction setting."""
 
-    name: str  # what tables call it; unique in a grid
-    family: Family  # whose rule it is; `run`: what the replayed run itself was set to
-    spec: RolloutCorrectionSpec  # the rule as rlctl writes it
+    name: str  # name in tables; unique in a grid
+    family: Family  # framework that the rule comes from; `run`: the setting of the replayed run
+    spec: RolloutCorrectionSpec  # the rule as an rlctl spec section
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -45,16 +45,16 @@ class Setting:
 
     @property
     def rules(self) -> CorrectionRules:
-        """The rule in the internal form, its metrics by rlctl's own definitions whatever the dialect."""
+        """The rule in the internal form, with rlctl's metric definitions for every dialect."""
         rules = correction_rules(self.spec)
         return replace(rules, weight=replace(rules.weight, metrics=None))
 
 
 def grid(run: RolloutCorrectionSpec | None = None) -> list[Setting]:
-    """Everything a replay tries, the run's own setting first.
+    """Returns all settings of a replay, the run's own setting first.
 
     Args:
-        run: what the run was set to, if known; rlctl's own settings normalise as it does.
+        run: the run's setting, if known; rlctl's settings use the same batch normalisation.
     """
     normalize = True if run is None else run.rollout_is_batch_normalize
     own = [Setting("this run", "run", run)] if run else []
@@ -66,7 +66,7 @@ def _spec(normalize: bool, **fields: Any) -> RolloutCorrectionSpec:
 
 
 def _weights(normalize: bool) -> list[Setting]:
-    """No weight, the exact one, and every registered weight × bound × typical threshold."""
+    """Returns no weight, the exact weight, and every registered weight × bound × typical threshold."""
     exact = {"rollout_is": "sequence", "rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
     found = [
         Setting("none", "rlctl", _spec(normalize, rollout_is=None)),
@@ -99,10 +99,10 @@ _CRITERIA: dict[Literal["rlctl", "verl"], dict[str, tuple[str, ...]]] = {
 
 
 def _rejections(normalize: bool) -> list[Setting]:
-    """Every criterion by itself, and together with a truncated weight of either level."""
+    """Returns every criterion without a weight, and with a truncated weight at token and sequence level."""
     found = []
     parts = [REJECTION_CRITERIA.part(name) for name in registered_criteria()]
-    known = {"advantages"}  # of what rules may need, what dumps have
+    known = {"advantages"}  # the only extra input of rules that dumps have
     registered = {part.name: part.thresholds for part in parts if part.needs <= known}
     own = {"rlctl": _CRITERIA["rlctl"] | registered, "verl": _CRITERIA["verl"]}
     for dialect, criteria in own.items():
@@ -118,8 +118,9 @@ def _rejections(normalize: bool) -> list[Setting]:
     return found
 
 
-#: Name; family; weight, its bound (`verl`: in verl's dialect, which has one), its threshold; criterion and
-#: threshold of rejection. Thresholds are defaults or recommended ones; docs/reference/conformance.md.
+#: Name; family; weight, its bound (`verl`: the dialect `verl`, which determines the bound), its threshold;
+#: rejection criterion and its threshold. Thresholds are defaults or recommended values; see
+#: docs/reference/conformance.md.
 _FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
     ("verl token TIS", "verl", "token", "verl", "", "", ""),
     ("verl sequence TIS", "verl", "sequence", "verl", "", "", ""),
@@ -148,7 +149,7 @@ _FRAMEWORKS: tuple[tuple[str, Family, str | None, str, str, str, str], ...] = (
 
 
 def frameworks() -> list[Setting]:
-    """Rules of other frameworks."""
+    """Returns the rules of other frameworks."""
     found = []
     for name, family, level, bound, threshold, criterion, rs_threshold in _FRAMEWORKS:
         given = {

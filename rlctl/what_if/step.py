@@ -1,4 +1,4 @@
-"""One training step's responses, as any dump gives them."""
+"""The responses of one training step, independent of the dump's format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """B responses one training step used; token arrays are flat, row after row, N = Σ lengths."""
+    """The B responses of one training step; token arrays concatenate the rows, N = Σ lengths."""
 
-    number: int  # the step
+    number: int  # number of the step
     group_ids: NDArray[np.int64]  # (B,) int64, equal for responses to one prompt
     rewards: NDArray[np.float64]  # (B,), NaN where the grader failed
     lengths: NDArray[np.int64]  # (B,) int64, response tokens
@@ -25,13 +25,13 @@ class Step:
     log_probs: NDArray[np.float32]
     #: (N,) bool, False for tokens the policy did not sample (tool output); None: all sampled
     mask: NDArray[np.bool_] | None = None
-    #: (B,), where the dump has them; None: to be computed from the rewards
+    #: (B,) from the dump; None: computed from the rewards
     advantages: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DumpedRow:
-    """One response, with the token ids of its prompt as bytes; the rest as in `Step`."""
+    """One response. `prompt` contains the prompt's token ids as bytes; the other fields are as in `Step`."""
 
     prompt: bytes
     reward: float
@@ -43,14 +43,14 @@ class DumpedRow:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """A list, array or tensor of any precision."""
+    """Converts a list, array or tensor of any precision to an array."""
     if hasattr(values, "detach"):  # NumPy has no bfloat16
         values = values.detach().float() if values.is_floating_point() else values.detach()
     return np.asarray(values)
 
 
 def mean_of(per_token: Any, mask: NDArray[np.bool_]) -> float | None:
-    """One advantage per response: the mean over its tokens."""
+    """Mean of a response's token advantages."""
     if per_token is None:
         return None
     values = as_array(per_token)
@@ -60,7 +60,7 @@ def mean_of(per_token: Any, mask: NDArray[np.bool_]) -> float | None:
 
 
 def ragged(number: int, rows: list[DumpedRow]) -> Step:
-    """Rows as one step; responses to the same prompt tokens are siblings.
+    """Combines rows into one step; responses to the same prompt tokens form a group.
 
     Raises:
         ValueError: a row's arrays differ in length.

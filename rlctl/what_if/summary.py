@@ -1,4 +1,4 @@
-"""From a replay's sums to what is reported and recommended."""
+"""Computes the reported outcomes and the recommendation from a replay's sums."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from rlctl.what_if.proxies import Proxies, draws, interval, proxies
 from rlctl.what_if.settings import Setting
 from rlctl.what_if.tradeoff import IntervalEstimate, Recommendation, SettingOutcome, Tradeoff
 
-#: A setting replaces the run's own only if it is better in this share of resamples, and by this share of
-#: the run's own error: a difference must be both certain and worth a change.
+#: A setting replaces the run's own only if it is better in at least this share of resamples, and by at least
+#: this share of the run's own error: the difference must be both certain and relevant.
 DECISIVE, MATERIAL = 0.95, 0.05
-#: Fewer groups than this leave intervals without meaning.
+#: With fewer groups, intervals are rough.
 FEW_GROUPS = 32
 
 
 class ReplaySums(Protocol):
-    """What the pass over the dump added up, for R different rules."""
+    """Sums of the pass over the dump, for R different rules."""
 
-    #: rules, corrections: each rule, and its correction's sums over all steps
+    #: rules, corrections: each rule, and the sums of its correction over all steps
     rules: list[CorrectionRules]
     corrections: list[CorrectionSums[float]]
     kish: Floats  # (R, 2, 3, K) raw and applied; n, Σw, Σw² by block
     moments: ScoreMoments  # of the surrogate gradients
-    num_steps: int  # read
-    notes: list[str]  # so far
+    num_steps: int  # steps read
+    notes: list[str]  # notes so far
 
 
 def summarized(
     sums: ReplaySums, names: list[list[Setting]], unweighted: int, groups_per_batch: float
 ) -> Tradeoff:
-    """Every rule's outcome, and the one to recommend.
+    """Computes every rule's outcome and the recommendation.
 
     Args:
-        sums: of the replay.
-        names: of each rule the settings that mean it; none for a rule only measured.
-        unweighted: place of the rule that neither weighs nor rejects.
+        sums: sums of the replay.
+        names: the settings of each rule; empty for a rule that is only measured.
+        unweighted: index of the rule without weight and rejection.
         groups_per_batch: prompt groups of one optimizer step.
     """
     drawn = draws(int((sums.moments.counts[0] > 0).sum()))
@@ -74,7 +74,7 @@ def summarized(
 
 
 def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
-    """Settings that do the same to these responses as one: the first, with the others' names."""
+    """Merges settings with identical results on these responses into the first, with the names of all."""
     firsts: dict[tuple[str, ...], int] = {}
     found: dict[int, SettingOutcome] = {}
     for place, outcome in outcomes.items():
@@ -119,7 +119,7 @@ def _outcome(
 
 
 def _ess(kish: Floats, drawn: Floats) -> IntervalEstimate:
-    """Kish's effective sample size over n from (3, K) sums, with its interval over blocks."""
+    """Kish's effective sample size divided by n, from (3, K) sums, with its interval over blocks."""
     sums = drawn @ kish.T
     count, first, second = sums.T
     scale = count * second
@@ -128,13 +128,16 @@ def _ess(kish: Floats, drawn: Floats) -> IntervalEstimate:
 
 
 def _estimate(values: Floats) -> IntervalEstimate:
-    """(R,) the sample's figure, then its resamples'."""
+    """Converts (R,) values, first of the sample, then of its resamples, to an estimate with an interval."""
     low, high = interval(values)
     return IntervalEstimate(float(values[0]), float(low), float(high))
 
 
 def _recommend(outcomes: dict[int, SettingOutcome], found: Proxies) -> Recommendation:
-    """Smallest upper end of the error's sampling interval; the run's own stays unless clearly beaten."""
+    """Recommends the setting whose error interval has the smallest upper end, or the run's own setting.
+
+    The run's own setting is kept unless the other one is better by `DECISIVE` and `MATERIAL`.
+    """
     high = interval(found.error)[1]
     best = min(outcomes, key=lambda place: float(high[place]))
     chosen = outcomes[best].setting

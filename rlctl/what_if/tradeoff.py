@@ -1,4 +1,4 @@
-"""What a replay found, as plain records: no torch here, so that reports can hold and draw them."""
+"""Results of a replay as plain records. Imports no torch, because reports load them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlctl.what_if.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class IntervalEstimate:
-    """A figure and its sampling interval, which holds 90 % of its resamples.
+    """A value and its sampling interval, which contains 90 % of its resamples.
 
-    It shows how much the figure depends on which responses were sampled. It does not hold the error of the
-    model behind the figure, and is no 90 % confidence interval of the truth.
+    The interval shows how much the value depends on which responses were sampled. It does not include the
+    error of the model used for the estimate, and is not a 90 % confidence interval of the true value.
     """
 
     value: float
@@ -24,30 +24,30 @@ class IntervalEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SettingOutcome:
-    """What one setting does to the replayed responses."""
+    """Results of one setting on the replayed responses."""
 
-    setting: Setting  # what was tried
-    same_as: tuple[str, ...]  # other settings that do the same to these responses
-    #: raw_ess, applied_ess: effective sample size over number, before and after bound and rejection, in
-    #: tokens at token level and for settings without a weight, else in sequences
+    setting: Setting
+    same_as: tuple[str, ...]  # other settings with identical results on these responses
+    #: raw_ess, applied_ess: effective sample size divided by the number of samples, before and after bound
+    #: and rejection. Samples are tokens at token level and for settings without a weight, otherwise sequences
     raw_ess: IntervalEstimate
     applied_ess: IntervalEstimate
-    #: kept_tokens, kept_sequences: share that survives rejection (a sequence: with all of its tokens)
+    #: kept_tokens, kept_sequences: share that is not rejected (a sequence: with all of its tokens)
     kept_tokens: float
     kept_sequences: float
     max_weight: float  # the largest weight that reaches the loss
-    at_bound: float  # share of weights the bound changes
-    saturated: float  # share of sequences whose product of ratios is only the clamp e^±20
-    #: relative mean-squared error of the gradient at its own best scale, in [0, 1]; None where no advantage
-    #: differs from zero
+    at_bound: float  # share of weights that the bound changes
+    saturated: float  # share of sequences whose product of ratios reaches the clamp e^±20
+    #: relative mean-squared error of the gradient at its best scale, in [0, 1]; None if no advantage differs
+    #: from zero or there is only one prompt group
     error: IntervalEstimate | None
-    #: bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) of their sum s
+    #: bias, variance: bias² and noise relative to the useful signal; error = s/(1 + s) for their sum s
     bias: IntervalEstimate | None
     variance: IntervalEstimate | None
-    plain_error: float | None  # the same error without rescaling (may exceed 1)
+    plain_error: float | None  # the same error without rescaling (can exceed 1)
 
     def figures(self) -> tuple[str, ...]:
-        """Every figure to six digits; equal for settings that do the same to these responses."""
+        """All values to six digits; equal for settings with identical results on these responses."""
         estimates = (self.raw_ess, self.applied_ess, self.error, self.bias, self.variance)
         values = [value for one in estimates if one for value in (one.value, one.low, one.high)]
         values += [self.kept_tokens, self.kept_sequences, self.max_weight, self.at_bound, self.saturated]
@@ -56,38 +56,38 @@ class SettingOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The setting whose sampling interval of the error ends lowest, or the run's own."""
+    """The setting whose sampling interval of the error has the smallest upper end, or the run's own."""
 
-    name: str  # of the setting
-    #: the setting as `key=value` for `rlctl train`; empty where the run should stay as it is
+    name: str  # name of the setting
+    #: the setting as `key=value` for `rlctl train`; empty if the run's setting should not change
     overrides: tuple[str, ...]
-    why: str  # the criterion and its figures in one sentence
-    #: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %; None where
-    #: the run's own setting is unknown
+    why: str  # the criterion and its values in one sentence
+    #: whether it beats the run's own setting in at least 95 % of resamples and by at least 5 %; None if the
+    #: run's own setting is unknown
     decisive: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Tradeoff:
-    """A whole replay."""
+    """Result of a whole replay."""
 
     outcomes: tuple[SettingOutcome, ...]  # one per different rule, smallest error first
-    recommended: Recommendation | None  # None where nothing can be recommended, see `notes`
+    recommended: Recommendation | None  # None if nothing can be recommended, see `notes`
     plainest: str | None  # the setting with the smallest `plain_error`
-    #: num_steps, num_groups, num_sequences, num_tokens: what was replayed
+    #: num_steps, num_groups, num_sequences, num_tokens: numbers of replayed items
     num_steps: int
     num_groups: int
     num_sequences: int
     num_tokens: int
-    groups_per_batch: float  # prompt groups of the mini-batch that errors are stated for
-    trust: float  # weight of the data in bias and signal, the rest being the prior's
-    notes: tuple[str, ...]  # what had to be assumed or left out
+    groups_per_batch: float  # prompt groups of the mini-batch that the errors apply to
+    trust: float  # weight of the data in bias and signal; the prior has the remaining weight
+    notes: tuple[str, ...]  # assumptions and omissions
 
     def outcome(self, name: str) -> SettingOutcome:
-        """By any of its names.
+        """Finds an outcome by any of its names.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no outcome has this name.
         """
         for outcome in self.outcomes:
             if name == outcome.setting.name or name in outcome.same_as:
@@ -95,11 +95,11 @@ class Tradeoff:
         raise KeyError(name)
 
     def with_notes(self, *notes: str) -> Tradeoff:
-        """The same with further notes, put first."""
+        """Returns a copy with more notes, placed first."""
         return replace(self, notes=(*notes, *self.notes))
 
     def as_document(self) -> dict[str, Any]:
-        """For JSON: plain types, no infinities."""
+        """Converts to plain types for JSON, without infinities."""
         rows = []
         for outcome in self.outcomes:
             row: dict[str, Any] = {"name": outcome.setting.name, "family": outcome.setting.family}
@@ -113,7 +113,7 @@ class Tradeoff:
         return rest | {"recommended": chosen, "notes": list(self.notes), "settings": rows}
 
     def frontier(self) -> tuple[SettingOutcome, ...]:
-        """Settings no other one beats in both bias and variance, by variance."""
+        """Settings that no other setting beats in both bias and variance, sorted by variance."""
         points = [
             (one.variance.value, one.bias.value, one) for one in self.outcomes if one.bias and one.variance
         ]

@@ -1,4 +1,4 @@
-"""A replay in words and figures: for a terminal, and shared with the page."""
+"""Text and table of a replay: printed in a terminal, and shared with the HTML page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.text import Text
 
 from rlctl.what_if.tradeoff import SettingOutcome, Tradeoff
 
-#: Rows of the terminal's table besides the run's own setting.
+#: Rows of the terminal table, in addition to the run's own setting.
 _SHOWN = 12
 
 
 class Column(NamedTuple):
-    """A figure of every setting: its name, in at most two lines, and what it means."""
+    """A table column: its name, in at most two lines, and its meaning."""
 
     name: str
     meaning: str
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def cells(outcome: SettingOutcome) -> tuple[str, ...]:
-    """One setting's figures, in the order of `COLUMNS`."""
+    """Values of one setting, in the order of `COLUMNS`."""
     error = outcome.error
     return (
         "–" if error is None else f"{error.value:.3f}",
@@ -56,21 +56,21 @@ def cells(outcome: SettingOutcome) -> tuple[str, ...]:
 
 
 def name_of(outcome: SettingOutcome) -> str:
-    """The setting, and others that do the same to these responses: two by name, the rest counted."""
+    """Name of the setting, names of two others with identical results, and the number of further ones."""
     named, more = outcome.same_as[:2], len(outcome.same_as) - 2
     others = ", ".join((*named, f"{more} more") if more > 0 else named)
     return outcome.setting.name + (f" (= {others})" if others else "")
 
 
 def about(tradeoff: Tradeoff) -> str:
-    """What was replayed, in one sentence."""
+    """Describes the replayed data in one sentence."""
     counts = f"{tradeoff.num_sequences} responses, {tradeoff.num_tokens} tokens, {tradeoff.num_groups} groups"
     batch = f"errors are those of a mini-batch of {tradeoff.groups_per_batch:.0f} groups"
     return f"{counts} of {tradeoff.num_steps} steps; {batch}"
 
 
 def advice(tradeoff: Tradeoff) -> tuple[tuple[str, str], ...]:
-    """(`try`, the change), (`why`, its reason); nothing where nothing can be recommended."""
+    """Returns (`try`, the change) and (`why`, its reason); empty if nothing can be recommended."""
     chosen = tradeoff.recommended
     if chosen is None:
         return ()
@@ -78,12 +78,12 @@ def advice(tradeoff: Tradeoff) -> tuple[tuple[str, str], ...]:
 
 
 def is_recommended(tradeoff: Tradeoff, outcome: SettingOutcome) -> bool:
-    """Whether this setting is the one to use."""
+    """Whether this setting is the recommended one."""
     return tradeoff.recommended is not None and tradeoff.recommended.name == outcome.setting.name
 
 
 def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
-    """The recommendation, the best settings and the run's own, and what was assumed."""
+    """Prints the recommendation, the assumptions, the best settings and the run's own."""
     head = Table.grid(padding=(0, 2))
     for label, text in advice(tradeoff):
         head.add_row(label, Text(text, style="bold green" if label == "try" else ""))

@@ -1,4 +1,4 @@
-"""From a path to a finished replay: what `rlctl diagnose --what-if` calls."""
+"""Entry point of `rlctl diagnose --what-if`: finds the dump and the spec, and runs the replay."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from rlctl.what_if.tradeoff import Tradeoff
 
 
 def what_if(path: Path) -> Tradeoff:
-    """Replay the rollouts a run dumped under every setting of the grid.
+    """Replays the dumped rollouts of a run under every setting of the grid.
 
     Args:
-        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` next to them
-            states the run's own setting, its advantage estimator and the size of a step.
+        path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` in the same or
+            the parent directory provides the run's own setting, its advantage estimator and the mini-batch
+            size.
 
     Raises:
-        UsageError: there are no dumped rollouts, or they cannot be read or hold nothing finite.
+        UsageError: there are no dumped rollouts, they cannot be read, or none has finite log-probs.
     """
     from rlctl.what_if.replay import WhatIfQuestion, replay  # torch takes seconds
 
@@ -48,14 +49,14 @@ def what_if(path: Path) -> Tradeoff:
 
 
 def _estimator(spec: RunSpec) -> str:
-    """As `adv_estimator` calls it; GRPO that does not divide by the spread is `dr_grpo`."""
+    """Name of the advantage estimator; GRPO without division by the standard deviation is `dr_grpo`."""
     algorithm = spec.algorithm
     divides = algorithm.adv_estimator != "grpo" or algorithm.norm_adv_by_std_in_grpo
     return algorithm.adv_estimator if divides else "dr_grpo"
 
 
 def _spec_beside(dump: Dump) -> tuple[RunSpec | None, list[str]]:
-    """The run's spec where `rlctl train` puts it; a broken one gives a note, and no error."""
+    """Reads the run's spec from where `rlctl train` writes it; a broken spec gives a note, no error."""
     for directory in (dump.files[0].parent, dump.files[0].parent.parent):
         path = directory / SPEC_FILE
         if path.is_file():

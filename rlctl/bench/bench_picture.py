@@ -1,4 +1,4 @@
-"""One picture of a bench: error, bias, noise and angle of a few rules along every axis, as SVG."""
+"""Plots error, bias, noise and angle of selected rules along every axis of a benchmark, as one SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from rlctl.bench.bench_report import GROUPS, SHOWN, Row, angle, error_of
 
 _COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#ff7f0e", "#9467bd")
-#: Title, of learned worlds, field of the place along it, what else a place on it has.
+#: Title, whether the worlds are learned, field of `BenchPlace` on the axis, values of other fields.
 _AXES: tuple[tuple[str, bool, str, Row], ...] = (
     ("noise of the logits", False, "size", {"axis": "KL"}),
     ("tokens", False, "horizon", {"mismatch": "noise", "size": 0.3, "sharpness": 1.0, "n": 8}),
@@ -21,18 +21,18 @@ _AXES: tuple[tuple[str, bool, str, Row], ...] = (
     ("64 tokens: noise", True, "size", {"mismatch": "noise", "horizon": 64}),
     ("64 tokens: updates behind", True, "size", {"mismatch": "stale", "horizon": 64}),
 )
-#: Title, figure, lowest and highest value drawn, whether on a logarithmic scale.
+#: Title, function of a row, lowest and highest plotted value, whether the scale is logarithmic.
 _MEASURES: tuple[tuple[str, Callable[[Row], float], float, float, bool], ...] = (
     (f"error, {GROUPS} groups", error_of, 0.0, 1.0, False),
     ("bias²/|g|²", lambda row: row["distance"] / row["signal"], 1e-3, 10.0, True),
     ("noise/|g|²", lambda row: row["noise"] / row["signal"], 1.0, 1e3, True),
     ("angle, degrees", angle, 0.0, 90.0, False),
 )
-_WIDTH, _HEIGHT, _LEFT, _TOP = 150, 90, 70, 48  # of a panel, and the margins around all
+_WIDTH, _HEIGHT, _LEFT, _TOP = 150, 90, 70, 48  # size of a panel; margins of the plot
 
 
 def picture(rows: list[Row]) -> str:
-    """Medians over seeds; what is off the scale is drawn at its edge. Empty where no axis has two places."""
+    """Plots medians over seeds, clamped to the scale. Empty if no axis has two places."""
     shown = []
     for title, is_learned, field, fixed in _AXES:
         here = [r for r in rows if r["is_learned"] is is_learned and all(r[k] == v for k, v in fixed.items())]

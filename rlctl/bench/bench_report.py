@@ -1,7 +1,8 @@
-"""What CorrectionBench found, as Markdown tables.
+"""Results of CorrectionBench as Markdown tables.
 
-Intervals are at 90 %, by bootstrap over seeds: the worlds of one seed share policies and rewards, so they are
-drawn together. Enumerated and learned worlds have tables of their own.
+Intervals are 90 % intervals by bootstrap over seeds: worlds of one seed are not independent, because most
+share policies and rewards, so they are resampled together. Enumerated and learned worlds have separate
+tables.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from rlctl.bench.exact import GradientMoments, ess_against_length
 from rlctl.bench.learned import LENGTH_RULES, length_shares
 
 Row = dict[str, Any]
-#: (place, seed) → a figure.
+#: (place, seed) → value.
 Figures = dict[tuple[str, int], float]
-#: Effective sample size of sequence weights → what tables call it.
+#: Ranges of the effective sample size of sequence weights: lower bound, upper bound, label in tables.
 REGIMES = ((0.9, 1.01, "> 0.9"), (0.5, 0.9, "0.5–0.9"), (0.1, 0.5, "0.1–0.5"), (0.0, 0.1, "< 0.1"))
-#: Rules of the tables by place and of the picture.
+#: Rules shown in the tables per place and in the plot.
 SHOWN = ("no correction", "token truncate 2.0", "sequence truncate 2.0", "exact", "loss ppo_clip", "loss p3o")
 LENGTHS = [1, 4, 16, 64, 256, 1024]
-#: Mini-batch, in groups, of the tables that show one only.
+#: Mini-batch size, in groups, of tables that show only one.
 GROUPS = 64
 _DRAWS = 1000
 
 
 def error_of(row: Row, groups: float = GROUPS) -> float:
-    """Relative error of a mini-batch of so many groups, see `GradientMoments.error`."""
+    """Relative error of a mini-batch of `groups` groups, see `GradientMoments.error`."""
     names = ("inner", "norm", "signal", "distance", "noise")
     return GradientMoments(**{name: row[name] for name in names}).error(groups)
 
 
 def markdown(rows: list[Row]) -> str:
-    """All tables."""
+    """Returns all tables."""
     parts = []
     for kind, is_learned in (("Enumerated worlds", False), ("Learned worlds", True)):
         found = [row for row in rows if row["is_learned"] is is_learned]
@@ -57,8 +58,9 @@ def markdown(rows: list[Row]) -> str:
 
 
 def decision_table(rows: list[Row], best: int = 3) -> str:
-    """Per regime and mini-batch: the rules of smallest mean error, how many others are as good as the first
-    (the interval of the paired difference reaches 0), and the error without correction."""
+    """Per ESS range and mini-batch size: the rules with the smallest mean error, the number of others that
+    are as good as the first (the interval of the paired difference includes 0), and the error without
+    correction."""
     head = ["effective sample size", "groups", *[f"{place}. rule" for place in range(1, best + 1)]]
     lines = _head([*head, "as good as the 1.", "no correction"])
     for low, high, name in REGIMES:
@@ -78,7 +80,7 @@ def decision_table(rows: list[Row], best: int = 3) -> str:
 
 
 def place_table(rows: list[Row]) -> str:
-    """Per place: the rule of smallest mean error, and the errors of a few rules."""
+    """Per place: the rule with the smallest mean error, and the errors of selected rules."""
     lines = _head(["place", "effective sample size", "smallest error", *[f"`{rule}`" for rule in SHOWN]])
     for place in dict.fromkeys(row["place"] for row in rows):
         here = [row for row in rows if row["place"] == place]
@@ -91,7 +93,7 @@ def place_table(rows: list[Row]) -> str:
 
 
 def rules_table(rows: list[Row]) -> str:
-    """Per rule over all places and seeds: medians of bias and noise, means of angle and errors."""
+    """Per rule, over all places and seeds: medians of bias and noise, means of angle and errors."""
     lines = _head(["rule", "bias²/|g|²", "noise/|g|²", "angle", *[f"error, {n} groups" for n in BATCHES]])
     by_rule = defaultdict(list)
     for row in rows:
@@ -109,12 +111,12 @@ def rules_table(rows: list[Row]) -> str:
 
 
 def angle(row: Row) -> float:
-    """Between the rule's expected gradient and the true one, degrees."""
+    """Angle between the rule's expected gradient and the true gradient, in degrees."""
     return float(np.degrees(np.arccos(np.clip(row["cosine"], -1, 1))))
 
 
 def regret_table(rows: list[Row]) -> str:
-    """Per default: its error less that of the best measured rule in the same world."""
+    """Per framework default: its error minus the error of the best measured rule in the same world."""
     found = _errors(rows, GROUPS)
     keys = set[tuple[str, int]]().union(*found.values())
     least = {key: min(figures[key] for figures in found.values() if key in figures) for key in keys}
@@ -132,7 +134,7 @@ def regret_table(rows: list[Row]) -> str:
 
 
 def separation_table(rows: list[Row], best: int = 6) -> str:
-    """Seeds that a paired comparison takes, each with all of its places, see `worlds_to_separate`."""
+    """Number of seeds that a paired comparison needs, each with all places; see `worlds_to_separate`."""
     found = _errors(rows, GROUPS)
     order = _order(found)
     shown = [rule for rule in order if rule in SHOWN or rule in order[: best // 2]][:best]
@@ -149,7 +151,7 @@ def separation_table(rows: list[Row], best: int = 6) -> str:
 
 
 def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
-    """How many paired differences like these show their sign: a two-sided test at 5 % with a power of 80 %.
+    """Number of paired differences that a two-sided test at 5 % needs for a power of 80 %.
 
     n = (z₀.₉₇₅ + z₀.₈)² · var / mean² (normal approximation, Student's t ignored); `over 10,000` beyond that.
     """
@@ -163,7 +165,7 @@ def worlds_to_separate(gaps: NDArray[np.float64]) -> str:
 
 
 def stale_length_table() -> str:
-    """Mean response length of what is trained on, as a share of that of the policy's own responses."""
+    """Mean response length of the training data, divided by that of the policy's own responses."""
     lines = _head(["updates behind", "tokens", *LENGTH_RULES])
     for updates in (1, 4, 16):
         for horizon in (16, 64):
@@ -184,7 +186,7 @@ def length_table() -> str:
 
 
 def _errors(rows: Iterable[Row], groups: float) -> dict[str, Figures]:
-    """Rule → its errors."""
+    """Errors per rule."""
     found: dict[str, Figures] = defaultdict(dict)
     for row in rows:
         found[row["rule"]][row["place"], row["seed"]] = error_of(row, groups)
@@ -192,7 +194,7 @@ def _errors(rows: Iterable[Row], groups: float) -> dict[str, Figures]:
 
 
 def _order(found: dict[str, Figures]) -> list[str]:
-    """The rules but for named defaults, by their mean."""
+    """Rules except framework defaults, sorted by mean."""
     return sorted((rule for rule in found if not rule.startswith("default")), key=lambda r: _mean(found[r]))
 
 
@@ -206,7 +208,7 @@ def _mean(figures: Figures) -> float:
 
 
 def _by_seed(figures: Figures) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(seeds,) sums and numbers of figures."""
+    """Sums (seeds,) and counts (seeds,) of the values per seed."""
     seeds = {seed: place for place, seed in enumerate(sorted({seed for _, seed in figures}))}
     which = [seeds[seed] for _, seed in sorted(figures)]
     values = [figures[key] for key in sorted(figures)]
@@ -215,7 +217,7 @@ def _by_seed(figures: Figures) -> tuple[NDArray[np.float64], NDArray[np.float64]
 
 
 def _bounds(figures: Figures) -> tuple[float, float]:
-    """The 90 % interval of the mean by bootstrap over seeds."""
+    """90 % interval of the mean, by bootstrap over seeds."""
     sums, counts = _by_seed(figures)
     draws = np.random.default_rng(0).integers(len(sums), size=(_DRAWS, len(sums)))
     low, high = np.quantile(sums[draws].sum(1) / counts[draws].sum(1), [0.05, 0.95])
@@ -223,7 +225,7 @@ def _bounds(figures: Figures) -> tuple[float, float]:
 
 
 def _interval(figures: Figures) -> str:
-    """Mean and interval; of one seed the mean alone."""
+    """Mean and interval; for a single seed only the mean."""
     if not figures:
         return "—"
     if len({seed for _, seed in figures}) == 1:

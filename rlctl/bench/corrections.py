@@ -1,7 +1,8 @@
-"""CorrectionBench: every registered rule on enumerated worlds, one measurement a line, resumable.
+"""CorrectionBench: measures every registered rule in enumerated and learned worlds.
 
-A measurement is a rule in a world with groups of n responses. Worlds differ from a middle one along one axis
-at a time: size of the mismatch, length, entropy, staleness, group size.
+A measurement is one rule in one world with groups of n responses, and one line of the results file, so that a
+measurement run can be resumed. Enumerated worlds differ from a default world along one axis at a time: size
+of the mismatch, length, entropy, staleness, group size.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from rlctl.spec.resolve import registered_criteria
 from rlctl.user_code import is_file_function
 from rlctl.what_if.settings import NO_UPPER, frameworks
 
-#: Mini-batches that tables are made for, in groups.
+#: Mini-batch sizes in the tables, in groups.
 BATCHES = (8, 64, 512)
-#: Defaults beside those of `what_if.settings`: AReaL's `behave_imp_weight_cap`, prime-rl's three losses, and
-#: what NeMo-RL's asynchronous recipes set.
+#: Defaults in addition to those of `what_if.settings`: AReaL's `behave_imp_weight_cap`, prime-rl's three
+#: losses, and the values that NeMo-RL's asynchronous recipes set.
 MORE_DEFAULTS: dict[str, dict[str, Any]] = {
     "AReaL token mask": {
         "rollout_is": "token",
@@ -52,7 +53,7 @@ MORE_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchPlace:
-    """A world and a group size; `axis` says along which it differs from the middle one."""
+    """A world and a group size. `axis` names the quantity in which it differs from the default world."""
 
     axis: str
     mismatch: str = "noise"
@@ -64,12 +65,12 @@ class BenchPlace:
 
     @property
     def key(self) -> str:
-        """A name that is unique."""
+        """Unique name."""
         kind = "learned" if self.is_learned else f"sharpness {self.sharpness:g}"
         return f"{self.mismatch} {self.size:g}, {self.horizon} tokens, {kind}, n {self.n}"
 
     def world(self, seed: int) -> BenchWorld:
-        """The policies and rewards; the worlds of one seed differ in what their places differ in."""
+        """Returns the policies and rewards of this place."""
         return _world(self, seed)
 
 
@@ -77,7 +78,7 @@ class BenchPlace:
 def _world(place: BenchPlace, seed: int) -> BenchWorld:
     if place.is_learned:
         return LearnedWorld(seed, place.mismatch, place.size, place.horizon)
-    for number in range(seed, seed + 100_000, 1000):  # the first in which every prompt has both rewards
+    for number in range(seed, seed + 100_000, 1000):  # the first world in which every prompt has both rewards
         found = EnumeratedWorld(
             number,
             "hidden",
@@ -94,7 +95,7 @@ def _world(place: BenchPlace, seed: int) -> BenchWorld:
 
 
 def places(*, small: bool = False) -> list[BenchPlace]:
-    """Every place once; `small`: four that tests measure."""
+    """Returns every place once; with `small`, the four places that tests measure."""
     if small:
         return [
             BenchPlace("KL", horizon=3),
@@ -114,7 +115,7 @@ def places(*, small: bool = False) -> list[BenchPlace]:
 
 
 def rules(*, small: bool = False) -> dict[str, BenchRule]:
-    """Name → rule: no correction, exact weights, every registered part, other frameworks' defaults."""
+    """Rules by name: no correction, exact weights, every registered part, other frameworks' defaults."""
     free = {"rollout_is_bound": "truncate", "rollout_is_threshold": NO_UPPER}
     found = {
         "no correction": BenchRule.of(rollout_is=None),
@@ -148,15 +149,15 @@ def rules(*, small: bool = False) -> dict[str, BenchRule]:
 def measured(
     directory: Path, chosen: dict[str, BenchRule], where: list[BenchPlace], seeds: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Every measurement with the fields of its place, and whether it is new.
+    """Yields every measurement with the fields of its place, and whether it is new.
 
-    New ones are appended to `results.jsonl`, known ones read. Measurements by another version of rlctl, or
-    of a rule whose file has changed since, are repeated.
+    New measurements are appended to `results.jsonl`; existing ones are read from it. Measurements by another
+    rlctl version, or of a rule whose file has changed, are repeated.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.jsonl"
     if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a line that was cut off
+        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # remove a truncated last line
     known = {_key(row): row for row in read(directory)}
     codes = {name: _code(rule) for name, rule in chosen.items()}
     with path.open("a", encoding="utf-8") as file:
@@ -182,7 +183,7 @@ def measured(
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The measurements of a directory."""
+    """Reads the measurements in a directory."""
     path = directory / "results.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines]
@@ -201,7 +202,7 @@ def _code(rule: BenchRule) -> str:
 
 
 def digest(rows: list[dict[str, Any]]) -> str:
-    """Hash of the figures to 5 digits, whatever the order of the rows."""
+    """Hash of the values to 5 digits, independent of the order of the rows."""
     lines = []
     for row in rows:
         figures = [f"{row[name]:.4e}" for name in ("ess", "inner", "norm", "signal", "distance", "noise")]

@@ -1,8 +1,8 @@
-"""Exact moments of the gradient that a rule makes of groups of n responses with RLOO advantages.
+"""Exact moments of a rule's gradient on groups of n responses with RLOO advantages.
 
-Rewards are 0 or 1. Then the leave-one-out mean of a response is k/(n − 1), k binomial and independent of the
-response: every expectation is a finite sum over responses and k. What a rule needs of a whole mini-batch is
-that of a large one: 4,096 responses drawn with a fixed seed.
+Rewards are 0 or 1. The leave-one-out mean of a response is then k/(n − 1), where k is binomial and
+independent of the response, so every expectation is a finite sum over responses and k. Batch statistics that
+a loss needs come from a large mini-batch: 4,096 responses drawn with a fixed seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POPULATION = 4096
 
 @dataclass(frozen=True, slots=True)
 class GradientMoments:
-    """Of the mean gradient m of one group, against the true gradient g of the expected reward.
+    """Compares the expected gradient m of one group with the true gradient g of the expected reward.
 
     Attributes:
         inner, norm, signal: m·g, |m|², |g|².
@@ -53,33 +53,33 @@ class GradientMoments:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between m and g; 0 where m is 0."""
+        """Cosine of the angle between m and g; 0 if m is 0."""
         return self.inner / (self.norm * self.signal) ** 0.5 if self.norm > 0 else 0.0
 
     def error(self, groups: float) -> float:
-        """Relative mean-squared error of so many groups at the best learning rate, in [0, 1]."""
+        """Relative mean-squared error with `groups` groups at the best learning rate, in [0, 1]."""
         total = self.norm + self.noise / groups
         return 1.0 - max(self.inner, 0.0) ** 2 / (total * self.signal) if total > 0 else 1.0
 
     def as_json(self) -> dict[str, float]:
-        """With the figures that tables show."""
+        """Converts to a dict, with the cosine."""
         return asdict(self) | {"cosine": self.cosine}
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRule:
-    """A correction and a loss, as `algorithm.rollout_correction` writes them."""
+    """A correction and a loss, as a spec section `algorithm.rollout_correction`."""
 
     spec: RolloutCorrectionSpec
 
     @classmethod
     def of(cls, **fields: Any) -> BenchRule:
-        """With the keys of a spec; without normalisation, which only scales the gradient here."""
+        """Constructs a rule from spec keys, without batch normalisation, which only scales the gradient."""
         return cls(RolloutCorrectionSpec(**({"rollout_is_batch_normalize": False} | fields)))
 
     @property
     def correction(self) -> CorrectionRules:
-        """In the internal form."""
+        """The correction in the internal form."""
         return correction_rules(self.spec)
 
     @property
@@ -93,20 +93,20 @@ class BenchRule:
 
 
 class BenchWorld(Protocol):
-    """A pair of policies with rewards, whose true gradient is known."""
+    """A pair of policies and rewards with a known true gradient."""
 
     @property
     def ess(self) -> float:
-        """Exact effective sample size of sequence weights: 1 / E_μ[(π/μ)²], mean over the prompts."""
+        """Exact relative effective sample size of sequence weights: mean over prompts of 1 / E_μ[(π/μ)²]."""
         ...
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """What a rule makes of the gradient of a group of n ≥ 2 responses."""
+        """Moments of a rule's gradient on a group of n ≥ 2 responses."""
         ...
 
 
 class EnumeratedWorld(World):
-    """A `BenchWorld` in which every response is enumerated: its moments are exact."""
+    """A `BenchWorld` that enumerates every response, so its moments are exact."""
 
     @cached_property
     def ess(self) -> float:
@@ -140,13 +140,13 @@ class EnumeratedWorld(World):
         return GradientMoments(float(m @ g), float(m @ m), float(g @ g), float((m - g) @ (m - g)), noise)
 
     def token_factors(self, rule: BenchRule, n: int, prompt: int) -> Floats:
-        """(Y, n, T): what the rule multiplies the score of each token by, for every response and every
-        number of successes among its siblings."""
+        """(Y, n, T): the rule's factors of the token scores, for every response and every number of successes
+        among the other responses of its group."""
         return _Factors(self, rule, n).of(prompt)
 
 
 class _Factors:
-    """−∂loss/∂log π of every token: what multiplies its score in the gradient."""
+    """−∂loss/∂log π of every token: the factor of its score in the gradient."""
 
     def __init__(self, world: World, rule: BenchRule, n: int) -> None:
         self._world, self._rule, self._n = world, rule, n
@@ -154,7 +154,7 @@ class _Factors:
         self._loss = self._told()
 
     def of(self, prompt: int) -> Floats:
-        """(Y, n, T): of every response and every number k of successes among its siblings."""
+        """(Y, n, T): factors for every response and every number k of successes among the group's others."""
         world, n = self._world, self._n
         count, horizon = world.mask.shape
         rows = np.repeat(np.arange(count), n)
@@ -172,7 +172,7 @@ class _Factors:
         return train, rollout, torch.from_numpy(advantage)[:, None] * mask, mask
 
     def _told(self) -> LossRule:
-        """The loss with what it needs of a large mini-batch."""
+        """Returns the loss with the statistics of a large mini-batch, if it needs them."""
         if not self._loss.reads_batch:
             return self._loss
         rng, world = np.random.default_rng(0), self._world
@@ -187,9 +187,9 @@ class _Factors:
 def token_gradient(
     rule: BenchRule, loss: LossRule, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor
 ) -> Floats:
-    """(B, T): −∂loss/∂log π under a rule, of log-probs, advantages and mask (B, T).
+    """(B, T): −∂loss/∂log π under a rule, for log-probs, advantages and mask (B, T).
 
-    Weights and mask as `correct` makes them, without its sums.
+    Weights and mask are those of `correct`, without its sums.
     """
     age = torch.zeros(len(mask), dtype=torch.int64)
     rules = rule.correction
@@ -204,7 +204,7 @@ def token_gradient(
 
 
 def _binomial(n: int, p: float) -> Floats:
-    """(n + 1,) probabilities of 0 … n."""
+    """(n + 1,) binomial probabilities of 0 … n."""
     from scipy.stats import binom
 
     found: Floats = binom.pmf(np.arange(n + 1), n, p)
@@ -214,9 +214,11 @@ def _binomial(n: int, p: float) -> Floats:
 def ess_against_length(
     sigma: float, lengths: list[int], *, seed: int = 0
 ) -> Mapping[int, tuple[float, float]]:
-    """Length → exact effective sample size of sequence weights, and exp(−T·Var log ρ).
+    """Per length: exact relative effective sample size of sequence weights, and its prediction exp(−T·Var log
+    ρ).
 
-    Tokens are independent, of 16 kinds; logits of the sampler are those of the policy plus N(0, sigma²).
+    Tokens are independent; the vocabulary has 16 tokens. One policy's logits are those of the other plus
+    N(0, sigma²) noise.
     """
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=16)

@@ -1,10 +1,10 @@
-"""Learned policies of 16 to 64 tokens: too long to enumerate, with a gradient that is exact all the same.
+"""Learned policies with responses of 16 to 64 tokens: too long to enumerate, but with an exact true gradient.
 
-The policy reads prompt, position (in four parts) and the token before; the reward is 1 if token 2 followed
-token 1 often enough. Both are a Markov chain together, so that the gradient of the expected reward and the
-effective sample size of sequence weights are finite sums over its states. What a rule makes of a group has no
-such form: its mean and variance are taken over sampled groups, the same ones for every rule: 2,000 of up to
-16 tokens, fewer of longer responses.
+The policy's inputs are the prompt, the position (its quarter of the horizon) and the previous token. The
+reward is 1 if token 2 followed token 1 often enough. Policy and reward together form a Markov chain, so the
+gradient of the expected reward and the effective sample size of sequence weights are finite sums over its
+states. A rule's gradient of a group has no such form: its mean and variance are estimated on sampled groups,
+which are the same for every rule: 2,000 groups of up to 16 tokens, fewer groups of longer responses.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ from rlctl.algos.losses import WholeBatch
 from rlctl.bench.exact import POPULATION, BenchRule, GradientMoments, token_gradient
 
 Floats = NDArray[np.float64]
-#: Token 0 ends a response, 1 and 2 are counted, 3 is a filler. Before the first stands a filler.
+#: Token 0 ends a response, the reward counts 1 and 2, 3 is a filler. The first token's previous token is a
+#: filler.
 VOCABULARY, PARTS, PROMPTS, FILLER = 4, 4, 2, 3
-#: Groups times tokens, of the moments; groups of the table of lengths.
+#: Groups times tokens used for moments; groups used for the table of lengths.
 GROUP_TOKENS, LENGTH_GROUPS = 32_000, 500
 
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """Groups of n responses, siblings adjacent; B = groups · n rows."""
+    """Groups of n responses; rows of a group are adjacent; B = groups · n rows."""
 
-    contexts: NDArray[np.int64]  # (B, T): which row of the table each token was drawn from
+    contexts: NDArray[np.int64]  # (B, T): row of the policy table that each token was drawn from
     tokens: NDArray[np.int64]  # (B, T)
     mask: NDArray[np.bool_]  # (B, T)
     advantages: Floats  # (B,) RLOO
 
 
 class LearnedWorld:
-    """A `BenchWorld`: a policy that has learned its task, and a sampler that is another one.
+    """A `BenchWorld` with a trained policy and a different sampling policy.
 
     Args:
-        seed: of everything.
-        mismatch: `noise` on every context's logits, or `stale`: the policy has made `size` steps since.
-        size: of the mismatch.
-        horizon: tokens of the longest response.
-        needed: how often 2 must follow 1, by prompt; None: in a 16th and an 8th of the tokens.
-        learned: share of right answers at which learning ends.
+        seed: seed of all random numbers.
+        mismatch: `noise` on every context's logits, or `stale`: the policy is `size` gradient steps ahead.
+        size: size of the mismatch.
+        horizon: maximum response length in tokens.
+        needed: times that token 2 must follow token 1 for a reward of 1, per prompt; None: horizon/16 and
+            horizon/8, at least 1.
+        learned: mean reward at which training of the policy stops.
 
     Attributes:
-        train, rollout: (prompts · parts · tokens before, vocabulary) log-probs.
-        gradient: ∇ of the expected reward, by the logits of `train`, flattened.
-        ess: exact effective sample size of sequence weights.
+        train, rollout: (prompts · parts · previous tokens, vocabulary) log-probs.
+        gradient: gradient of the expected reward with respect to the logits of `train`, flattened.
+        ess: exact relative effective sample size of sequence weights.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class LearnedWorld:
         return slice(first, first + VOCABULARY)
 
     def expected(self, logits: Floats) -> tuple[float, Floats]:
-        """Mean reward over the prompts and its gradient, by a sweep back and one forth."""
+        """Mean reward over the prompts and its gradient, by a backward and a forward pass over positions."""
         probs, gradient, total = np.exp(log_softmax(logits)), np.zeros_like(logits), 0.0
         for prompt, needed in enumerate(self._needed):
             value, actions = self._values(probs, prompt)
@@ -115,11 +117,11 @@ class LearnedWorld:
         return float(np.mean([self._values(probs, prompt)[0] for prompt in range(PROMPTS)]))
 
     def _values(self, probs: Floats, prompt: int) -> tuple[float, list[Floats]]:
-        """Expected reward of a prompt, and of every (token before, count, token), the last t first."""
+        """Expected reward of a prompt, and of every (previous token, count, token), last position first."""
         needed = self._needed[prompt]
-        more = np.minimum(np.arange(needed + 1) + 1, needed)  # the count after one more
+        more = np.minimum(np.arange(needed + 1) + 1, needed)  # the incremented count
         done = (np.arange(needed + 1) >= needed).astype(float)
-        values, actions = np.tile(done, (VOCABULARY, 1)), []  # values: (token before, count)
+        values, actions = np.tile(done, (VOCABULARY, 1)), []  # values: (previous token, count)
         for t in reversed(range(self.horizon)):
             action = np.tile(values.T, (VOCABULARY, 1, 1))
             action[1, :, 2] = values[2, more]
@@ -130,7 +132,7 @@ class LearnedWorld:
 
     @cached_property
     def ess(self) -> float:
-        """1 / E_μ[(Π ρ)²], mean over the prompts."""
+        """Mean over the prompts of 1 / E_μ[(Π ρ)²]."""
         squares = np.exp(2.0 * self.train - self.rollout)
         found = []
         for prompt in range(PROMPTS):
@@ -144,9 +146,10 @@ class LearnedWorld:
     def sample(
         self, n: int, groups: int, of: Floats | None = None, draw: tuple[int, ...] = ()
     ) -> SampledGroups:
-        """Groups of n, prompts in turn; the same ones in every call with the same `draw`.
+        """Samples groups of n responses, alternating the prompts; calls with the same `draw` return the same
+        groups.
 
-        `of`: log-probs to sample from; None: the sampler's.
+        `of`: log-probs to sample from; None: those of the sampling policy.
         """
         rng = np.random.default_rng([self.horizon, n, *draw])
         rows = groups * n
@@ -168,7 +171,7 @@ class LearnedWorld:
         return SampledGroups(contexts, tokens, mask, (rewards - others).ravel())
 
     def group_gradients(self, rule: BenchRule, drawn: SampledGroups, n: int) -> Floats:
-        """(groups, parameters): what the rule makes of each group."""
+        """(groups, parameters): the rule's gradient of each group."""
         train, rollout = (
             torch.from_numpy(np.where(drawn.mask, table[drawn.contexts, drawn.tokens], 0.0))
             for table in (self.train, self.rollout)
@@ -182,7 +185,7 @@ class LearnedWorld:
         return self._by_group(drawn, token_gradient(rule, loss, *tensors), n)
 
     def moments(self, rule: BenchRule, n: int) -> GradientMoments:
-        """See `BenchWorld`; |m|² is without the bias that noise gives to a squared mean."""
+        """See `BenchWorld`; |m|² is corrected for the bias that noise adds to a squared mean."""
         if n not in self._drawn:
             self._drawn[n] = self.sample(n, GROUP_TOKENS // self.horizon)
         gradients = self.group_gradients(rule, self._drawn[n], n)
@@ -193,7 +196,7 @@ class LearnedWorld:
         return GradientMoments(inner, norm, signal, max(norm - 2.0 * inner + signal, 0.0), square - norm)
 
     def _by_group(self, drawn: SampledGroups, factors: Floats, n: int) -> Floats:
-        """(groups, parameters): mean over siblings of Σ_t factor · ∇ log π."""
+        """(groups, parameters): mean over a group's responses of Σ_t factor · ∇ log π."""
         rows, size = len(factors), self.train.size
         group = np.repeat(np.arange(rows), self.horizon) // n
         context, weight = drawn.contexts.ravel(), (factors * drawn.mask).ravel() / n
@@ -207,7 +210,7 @@ class LearnedWorld:
         return found
 
 
-#: How stale responses may be treated, as columns of the table of lengths.
+#: Ways to treat stale responses; columns of the table of lengths.
 LENGTH_RULES = (
     "kept as they are",
     "discarded where Π ρ is outside 0.5–2",
@@ -218,9 +221,9 @@ LENGTH_RULES = (
 
 
 def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[str, float]:
-    """Mean tokens per response that are trained on, over those of the policy's own responses.
+    """Mean trained tokens per response, divided by the mean length of the policy's own responses.
 
-    `first half to finish`: a trainer that does not wait takes the shorter half of the sampler's responses.
+    `first half to finish`: an asynchronous trainer that uses the shorter half of the sampled responses.
     """
     world = LearnedWorld(seed, mismatch, size, horizon)
     drawn = world.sample(8, LENGTH_GROUPS)
@@ -242,7 +245,7 @@ def length_shares(mismatch: str, size: float, horizon: int, seed: int) -> dict[s
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Over the last axis."""
+    """Log-softmax over the last axis."""
     shifted = logits - logits.max(-1, keepdims=True)
     normalized: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return normalized

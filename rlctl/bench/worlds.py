@@ -1,7 +1,8 @@
-"""Two policies small enough to enumerate every response: what a correction truly does to the gradient.
+"""Pairs of policies small enough to enumerate every response, so that a correction's gradient is exact.
 
-Four tokens, token 0 ends, at most `horizon` positions, a few prompts. The logits are a linear or
-one-hidden-layer function of prompt, position and the two tokens before; all derivatives are written down.
+The vocabulary has four tokens; token 0 ends a response; responses have at most `horizon` tokens. The logits
+are a linear or one-hidden-layer function of prompt, position and the two previous tokens, with analytic
+derivatives.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class World:
     """A pair of policies and rewards.
 
     Args:
-        seed: of everything.
-        kind: `linear` or `hidden` layer.
-        mismatch: `noise` on every context's logits, `temperature`, `parameters` perturbed, or `stale`
-            (the trained policy has made `size` gradient steps since).
-        size: of the mismatch.
+        seed: seed of all random numbers.
+        kind: `linear`, or `hidden` for one hidden layer.
+        mismatch: `noise` on every context's logits, `temperature`, perturbed `parameters`, or `stale`
+            (the trained policy is `size` gradient steps ahead).
+        size: size of the mismatch.
         reward: `random`, `sparse` (0 or 1) or `count` of one token.
-        prompts, horizon: how many, and the longest response.
-        sharpness: factor of all logits: larger ones have less entropy.
+        prompts, horizon: number of prompts, and maximum response length.
+        sharpness: factor of all logits; larger values give less entropy.
 
     Attributes:
-        ids, mask: (Y, T) every response, shared by the prompts.
+        ids, mask: (Y, T) all responses, the same for every prompt.
         rewards: (prompts, Y).
         log_probs, rollout_log_probs: (prompts, Y, T), 0.0 outside the mask.
         train, rollout: (prompts, Y) probabilities of the responses.
@@ -92,7 +93,7 @@ class World:
         self._keys = list(contexts)
 
     def _features(self) -> Floats:
-        """(prompts, contexts, F) one-hot prompt, previous token, the one before, position."""
+        """(prompts, contexts, F) one-hot prompt, previous token, second previous token, position."""
         start = self.num_prompts
         rows = np.zeros((self.num_prompts, len(self._keys), start + 2 * 5 + self.horizon))
         for prompt, (place, key) in itertools.product(range(self.num_prompts), enumerate(self._keys)):
@@ -110,7 +111,7 @@ class World:
         return (rewards > 1.0).astype(float) if kind == "sparse" else rewards
 
     def _of_responses(self, table: Floats) -> Floats:
-        """(prompts, responses, T) from (prompts, contexts, V)."""
+        """Gathers (prompts, responses, T) from (prompts, contexts, V)."""
         return np.where(self.mask, table[:, self.contexts, self.ids], 0.0)
 
     def _scores(self, params: list[Floats], features: Floats) -> Floats:
@@ -131,7 +132,7 @@ class World:
         return masked
 
     def _improved(self, params: list[Floats], features: Floats) -> list[Floats]:
-        """One normalised step up the exact gradient."""
+        """Parameters after one normalised step of exact gradient ascent."""
         log_probs = self._of_responses(_log_softmax(_logits(params, features)))
         share = np.exp(log_probs.sum(-1))
         advantages = self.rewards - (share * self.rewards).sum(1, keepdims=True)

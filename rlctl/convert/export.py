@@ -1,4 +1,4 @@
-"""A spec → another framework's configuration, by the same tables read backwards."""
+"""Exports a spec to another framework's configuration, with the tables of the import in reverse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlctl.spec.run_spec import RunSpec
 
 _MISSING = object()
 _LEVEL = "algorithm.rollout_correction.rollout_"
-#: The spec keys behind the correction's one form, see `_rules`.
+#: Spec keys that determine the correction's internal form, see `_rules`.
 _RULE_LEAVES = {
     "rules.bound": [f"{_LEVEL}is_bound"],
     "rules.lower": [f"{_LEVEL}is_threshold"],
@@ -23,27 +23,27 @@ _RULE_LEAVES = {
     "rules.reject_lower": [f"{_LEVEL}rs_threshold"],
     "rules.reject_upper": [f"{_LEVEL}rs_threshold"],
 }
-#: Keys about how a run is started; they are written in the text's first lines.
+#: Keys of the launch command; they are written in the first lines of the text.
 _LAUNCH = {"_class", "num_processes"}
 
 
 @dataclass(slots=True)
 class Export:
-    """The other framework's keys, and the outcome for each of the spec's."""
+    """The other framework's keys, and the outcome for each spec key."""
 
     table: KeyTable  # the framework
-    rows: list[KeyOutcome]  # one for every spec key that is set away from its default or that is written
-    #: key → value, those that are not the framework's own default
+    rows: list[KeyOutcome]  # one per spec key that differs from its default or is written
+    #: key → value, without values equal to the framework's default
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[Status, int]:
-        """Spec keys per status."""
+        """Number of spec keys per status."""
         return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
 def export(spec: RunSpec, table: KeyTable) -> Export:
-    """Write a spec in the keys of `table`'s framework."""
+    """Converts a spec to the keys of `table`'s framework."""
     ours = {key: _plain(value_of(spec, key)) for key in known_leaves()}
     values = ours | _rules(spec)
     written: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def export(spec: RunSpec, table: KeyTable) -> Export:
             continue
         formula = table.export.get(key)
         if formula is None and rule.to in direct:
-            continue  # an older name of a key that is written
+            continue  # older name of a key that is already written
         direct.add(rule.to)
         try:
             written[key] = compute(formula, values) if formula else _inverse(rule, values.get(rule.to))
@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rules(spec: RunSpec) -> dict[str, Any]:
-    """The correction in one form, whatever the dialect: `rules.bound`, `.lower`, `.upper`, `.reject_…`."""
+    """The correction in a form independent of the dialect: `rules.bound`, `.lower`, `.upper`, `.reject_…`."""
     rules = correction_rules(spec.algorithm.rollout_correction)
     reject = rules.reject[0] if rules.reject else None
     return {
@@ -98,7 +98,7 @@ def _rules(spec: RunSpec) -> dict[str, Any]:
 
 
 def _inverse(rule: KeyRule, value: Any) -> Any:
-    """The framework's value that becomes `value`."""
+    """The framework's value that the table maps to `value`; `_MISSING` if there is none."""
     if rule.values is None or (value is None and "null" not in rule.values):
         return value
     for theirs, mapped in rule.values.items():
@@ -109,7 +109,7 @@ def _inverse(rule: KeyRule, value: Any) -> Any:
 
 def _is_default(value: Any, default: Any) -> bool:
     if value is None or value == []:
-        return True  # left out: the framework's default applies; `_outcome` adds a note where it is another
+        return True  # omitted: the framework's default applies; `_outcome` adds a note if that is not null
     if default == "null":
         return False
     same_number = isinstance(value, int | float) and isinstance(default, int | float)
@@ -135,7 +135,7 @@ def _outcome(table: KeyTable, leaf: str, value: Any, became: dict[str, Any]) -> 
 
 
 def as_text(result: Export) -> str:
-    """What the framework reads: a launch script of verl or OpenRLHF, YAML of TRL."""
+    """Formats an export for the framework: a launch script for verl and OpenRLHF, YAML for TRL."""
     settings = {key: value for key, value in result.settings.items() if key not in _LAUNCH}
     left_out = (row for row in result.rows if row.status == "not supported")
     lost = [f"# Not carried over: {row.key}: {row.note}" for row in left_out]

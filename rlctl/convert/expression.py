@@ -1,4 +1,4 @@
-"""Arithmetic and conditions in tables, Python files and shell scripts, evaluated without running code."""
+"""Evaluates arithmetic and conditions in tables, Python files and shell scripts without executing code."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _LARGEST = 10_000
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression over `names`: literals, arithmetic, comparisons, `a if b else c`, `min` ….
+    """Evaluates an expression over `names`: literals, arithmetic, comparisons, `a if b else c`, `min` ….
 
     Raises:
-        ValueError: it cannot be evaluated: other syntax, an unknown name, a division by zero.
+        ValueError: it cannot be evaluated: unsupported syntax, an unknown name, a division by zero.
     """
     try:
         return value_of(ast.parse(text.strip(), mode="eval").body, names)
@@ -63,10 +63,10 @@ def evaluate(text: str, names: Mapping[str, Any]) -> Any:
 
 
 def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:  # noqa: PLR0911, PLR0912
-    """The value of a node of a syntax tree.
+    """Evaluates a node of a syntax tree.
 
     Raises:
-        ValueError: as `evaluate`. Wrong operands raise what Python raises.
+        ValueError: as for `evaluate`. Wrong operands raise Python's exceptions.
     """
     match node:
         case ast.Constant():

@@ -1,4 +1,4 @@
-"""A translation as text, Markdown, JSON and YAML."""
+"""Formats translations and exports as Markdown, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.markdown import block, code, plain, prose, table
 
 
 def spec_yaml(result: Translation, name: str) -> str:
-    """The spec with the origin of every value, and what is missing as comments."""
+    """Formats the spec as YAML, with the origin of every value and missing keys as comments."""
     lines = [f"# {name}, a configuration of {result.table.title}, translated by `rlctl import`."]
     missing = [problem for problem in result.problems if problem.severity == "error"]
     lines += [f"# Missing: {problem.key}: {problem.what}" for problem in missing]
@@ -27,14 +27,14 @@ def spec_yaml(result: Translation, name: str) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as the spec reads it: text that could be read as another type is quoted."""
+    """Formats a value for the spec; text is quoted so that it is not parsed as another type."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return json.dumps(value, ensure_ascii=False)
 
 
 def document(result: Translation, spec_text: str) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Converts a translation to a JSON document."""
     return {
         "framework": result.table.title,
         "counts": result.counts,
@@ -48,7 +48,7 @@ def document(result: Translation, spec_text: str) -> dict[str, Any]:
 
 
 def export_document(result: Export, text: str) -> dict[str, Any]:
-    """An export, for programs."""
+    """Converts an export to a JSON document."""
     return {
         "framework": result.table.title,
         "counts": result.counts,
@@ -59,7 +59,7 @@ def export_document(result: Export, text: str) -> dict[str, Any]:
 
 
 def export_markdown(result: Export, text: str) -> str:
-    """An export's tables, and what it wrote."""
+    """Formats an export as Markdown: its tables and its text."""
     parts = [f"# rlctl → {result.table.title}", "", summary(result), "", *_sections(result.rows)]
     return "\n".join([*parts, block(text)])
 
@@ -73,7 +73,7 @@ def _sections(rows: list[KeyOutcome]) -> list[str]:
 
 
 def as_markdown(result: Translation, spec_text: str) -> str:
-    """Tables for an issue or a page."""
+    """Formats a translation as Markdown tables."""
     lines = [f"# {result.table.title} → rlctl", "", summary(result), "", *_sections(result.rows)]
     if result.implied:
         lines += ["## Defaults that differ from rlctl's", "", *_markdown_table(result.implied), ""]
@@ -101,17 +101,17 @@ def _markdown_table(rows: list[KeyOutcome]) -> list[str]:
 
 
 def became(row: KeyOutcome) -> str:
-    """`actor.lr = 1e-06`, or a dash."""
+    """Formats the resulting keys, for example `actor.lr = 1e-06`, or a dash."""
     return ", ".join(f"{key} = {shown(value)}" for key, value in row.became.items()) or "–"
 
 
 def shown(value: Any) -> str:
-    """A value on one line, shortened."""
+    """Formats a value on one line, shortened to 60 characters."""
     text = " ".join((json.dumps(value) if isinstance(value, list | dict) else word(value)).split())
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def summary(result: Translation | Export) -> str:
-    """Counts per status in one sentence."""
+    """Number of keys per status, in one sentence."""
     parts = [f"{count} {STATUSES[status]}" for status, count in result.counts.items() if count]
     return f"{len(result.rows)} keys: {', '.join(parts) or 'none'}."

@@ -1,8 +1,8 @@
-"""The commands that a launch script would start: a bash script is read, never run.
+"""Determines the commands that a launch script would run, without executing the bash script.
 
-Followed: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and `[ … ]`
-that can be decided, the first turn of `for`, functions, `source`, here-documents. What only a run determines
-(`$(…)`, unset variables) stays in the text as it was written.
+Supported: variables with defaults, arrays, quoting, line continuations, comments, arithmetic, `if` and `[ …
+]` with conditions that can be evaluated, the first iteration of `for`, functions, `source`, here-documents.
+Values known only at run time (`$(…)`, unset variables) stay in the text unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MAX_BYTES = 1 << 20
 _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(!?)(\w+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
-#: Known without running: `~` is what every reader of a path understands.
+#: Variables with known values: programs that read a path expand `~`.
 _ENVIRONMENT = {"HOME": "~", "PWD": ".", "USER": "user", "RANDOM": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One argument of a command, expanded, and the line of its word."""
+    """One expanded argument of a command, and the line of its word."""
 
     text: str
     line: int
@@ -35,14 +35,14 @@ class Arg:
 def commands(
     text: str, *, path: Path, environment: Mapping[str, str], arguments: list[str], notes: list[str]
 ) -> list[list[Arg]]:
-    """Every command that the script would run, in order, its words expanded.
+    """Returns the commands that the script would run, in order, with expanded words.
 
     Args:
         text: the script.
         path: its file; `source` and `dirname "$0"` are relative to it.
-        environment: variables set outside.
-        arguments: the script's own, `$1` ….
-        notes: what could not be followed is added here.
+        environment: environment variables.
+        arguments: arguments of the script, `$1` ….
+        notes: list to which notes about unsupported parts are added.
     """
     shell = _Shell(path, dict(_ENVIRONMENT) | dict(environment), arguments, notes)
     shell.run(text)
@@ -50,7 +50,7 @@ def commands(
 
 
 def is_unresolved(text: str) -> bool:
-    """Whether an expanded text still holds what only a run of the script determines."""
+    """Whether an expanded text still contains values that are known only at run time."""
     return bool(re.search(r"\$\{?[A-Za-z_@*0-9]|\$\(|`", text))
 
 
@@ -72,7 +72,7 @@ class _Shell:
             self.notes.append(note)
 
     def _run(self, nodes: list[ShellNode]) -> bool | None:
-        """Run nodes in order; the last one's success, None where it is not known."""
+        """Evaluates nodes in order; returns the success of the last one, None if unknown."""
         status: bool | None = None
         self.depth += 1
         for node in nodes:
@@ -159,7 +159,7 @@ class _Shell:
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 
     def _expand(self, word: ShellWord, *, split: bool = True) -> list[Arg]:
-        """The arguments that a word becomes; an array keeps the lines of its elements."""
+        """Expands a word to arguments; elements of an array keep their lines."""
         fields: list[Arg] = []
         current: list[str] = []
         is_open = False
@@ -194,7 +194,7 @@ class _Shell:
         return fields
 
     def _parts(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[str, bool, list[Arg] | None]]:
-        """(text, quoted?, elements of an array) of the pieces of a word."""
+        """Yields (text, whether quoted, elements of an array) for each piece of a word."""
         at = 0
         while at < len(raw):
             char = raw[at]
@@ -228,14 +228,14 @@ class _Shell:
                 at += 1
 
     def _text(self, raw: str) -> str:
-        """`raw` with every expansion made, as one text."""
+        """Expands `raw` to one text."""
         texts = []
         for text, _, several in self._parts(raw, quoted=True):
             texts.append(text if several is None else " ".join(arg.text for arg in several))
         return "".join(texts)
 
     def _value(self, raw: str) -> str | list[Arg]:
-        """What `$NAME`, `${…}`, `$((…))` or `$(…)` stands for; itself where that is not known."""
+        """Value of `$NAME`, `${…}`, `$((…))` or `$(…)`; `raw` itself if unknown."""
         if raw.startswith("$(("):
             known = {name: value for name, value in self.variables.items() if isinstance(value, str)}
             names = re.compile(r"[A-Za-z_]\w*")
@@ -276,7 +276,7 @@ class _Shell:
         return value[number].text if number < len(value) else ""
 
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
-        """`value` after `:-default`, `%suffix`, `/a/b` and the like."""
+        """Applies `:-default`, `%suffix`, `/a/b` and similar operators to `value`."""
         is_empty = value is None or (rest.startswith(":") and not value)
         operator = rest.lstrip(":")[:1]
         operand = rest.lstrip(":")[1:]
@@ -291,7 +291,7 @@ class _Shell:
         return _trimmed(value, rest, self._text)
 
     def _output(self, raw: str) -> str:
-        """`$(dirname …)`, `$(basename …)`, `$(echo …)` and the script's own directory; others as written."""
+        """Value of `$(dirname …)`, `$(basename …)`, `$(echo …)` and the script's directory; else `raw`."""
         inner = (raw[2:-1] if raw.startswith("$(") else raw[1:-1]).strip()
         if "pwd" in inner and ("BASH_SOURCE" in inner or "$0" in inner):
             start = self.path.parent
@@ -327,7 +327,7 @@ def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
 
 
 def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
-    """`[ … ]`, where it is about text and numbers; None: it depends on the machine."""
+    """Evaluates `[ … ]` for text and numbers; None: the result depends on the machine."""
     at = next((place for place, word in enumerate(words) if word in {"&&", "||", "-a", "-o"}), None)
     if at is not None:
         sides, decides = {_test(words[:at]), _test(words[at + 1 :])}, words[at] in {"||", "-o"}

@@ -1,4 +1,4 @@
-"""A bash script cut into commands, blocks and words; nothing is expanded or run."""
+"""Parses a bash script into commands, blocks and words, without expanding or executing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPENING = {"if", "then", "elif", "else", "do", "while", "until", "{", "!", "tim
 
 @dataclass(slots=True)
 class ShellWord:
-    """A word as written, quotes included; `elements` of an array assignment."""
+    """A word as written, with quotes; `elements` are those of an array assignment."""
 
     raw: str
     line: int
@@ -20,7 +20,7 @@ class ShellWord:
 
 @dataclass(slots=True)
 class ShellCommand:
-    """A simple command: the operator before it, and the here-document it reads."""
+    """A simple command, with the preceding operator and the here-document that it reads."""
 
     words: list[ShellWord]
     before: str = "\n"
@@ -42,7 +42,7 @@ ShellNode = ShellCommand | Compound
 
 
 class Parser:
-    """Text → nodes: words are cut here and expanded when they run."""
+    """Parses text to nodes. Words are split here; `shell` expands them."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
@@ -50,7 +50,7 @@ class Parser:
         self.documents: list[tuple[str, ShellCommand]] = []
 
     def block(self, stops: set[str]) -> list[ShellNode]:
-        """Nodes up to a command that starts with one of `stops`, which is consumed, or the end."""
+        """Parses nodes up to a command that starts with one of `stops`, which is consumed, or to the end."""
         nodes: list[ShellNode] = []
         while self.at < len(self.text):
             before = self.operator
@@ -101,7 +101,7 @@ class Parser:
         return None
 
     def _command(self, stops: set[str]) -> ShellCommand | None:
-        """The words up to an operator; a keyword that opens or closes a block stands by itself."""
+        """Parses words up to an operator; a keyword that opens or closes a block is a separate command."""
         command = ShellCommand([])
         skip_next = False
         while self.at < len(self.text):
@@ -132,7 +132,7 @@ class Parser:
         return command if command.words else None
 
     def _operator(self, command: ShellCommand) -> bool:
-        """Consume an operator; False: it was part of an arithmetic command, kept as a word."""
+        """Consumes an operator; returns False if it belongs to an arithmetic command or `[[ … ]]`."""
         char = self.text[self.at]
         if self.text.startswith("((", self.at):
             end = _closing(self.text, self.at, "(", ")")
@@ -158,7 +158,7 @@ class Parser:
         return self.text.startswith("&>", self.at)
 
     def _redirection(self, command: ShellCommand) -> bool:
-        """Consume `>`, `<<EOF` and the like; whether a file name follows that is no argument."""
+        """Consumes `>`, `<<EOF` and similar; returns whether the next word is the redirection's file."""
         found = re.compile(r"<<<|<<-?|&>>?|>&\s*[0-9-]|[<>]\(|>>|>\||[<>]").match(self.text, self.at)
         assert found is not None
         if found[0] in {"<(", ">("}:
@@ -227,7 +227,7 @@ class Parser:
 
 
 def end_of(text: str, at: int) -> int:
-    """Where the quoted or `$` piece that starts at `at` ends; `at + 1` where it is a single character."""
+    """End position of the quoted or `$` piece that starts at `at`; `at + 1` for a single character."""
     char = text[at]
     if char == "'":
         end = text.find("'", at + 1)

@@ -1,4 +1,4 @@
-"""A file of another framework → its settings: key, value and line. No part of it is executed."""
+"""Reads settings (key, value, line) from a file of another framework, without executing any of it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _KINDS |= {".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
 
 class Unresolved(str):
-    """A value that the file does not determine, as it is written there."""
+    """A value that the file does not determine, as written in the file."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSetting:
-    """One key as the file sets it."""
+    """One key that a file sets."""
 
-    key: str  # the framework's, dotted
+    key: str  # the framework's dotted key
     value: Any  # bool, number, text, None, list, mapping or `Unresolved`
-    where: str  # line, with the file's name where it is another one
+    where: str  # line, with the file name if it is not the given file
 
 
 @dataclass(slots=True)
 class ForeignConfig:
-    """The settings of a file in its order, the last value of every key; and what could not be followed."""
+    """The settings of a file in order, with the last value of every key, and notes on unsupported parts."""
 
     table: KeyTable
     settings: dict[str, ForeignSetting]
@@ -54,16 +54,16 @@ class ForeignConfig:
 def read(
     path: Path, *, framework: str | None, environment: Mapping[str, str], arguments: list[str]
 ) -> ForeignConfig:
-    """Read a launch script or configuration.
+    """Reads a launch script or configuration.
 
     Args:
         path: a shell script, Python file, YAML or TOML.
-        framework: whose; None: found by its launch command, classes or keys.
-        environment: variables that a shell script expects to be set.
-        arguments: its own arguments.
+        framework: name of the framework; None: detected from the launch command, classes or keys.
+        environment: environment variables for a shell script.
+        arguments: arguments of the script.
 
     Raises:
-        UsageError: unreadable, or no framework is recognised.
+        UsageError: the file cannot be read, or no framework is recognised.
     """
     text = _text_of(path)
     chosen = [table(framework)] if framework else [table(name) for name in names()]
@@ -111,7 +111,7 @@ def _from_shell(
     arguments: list[str],
     notes: list[str],
 ) -> _Found | None:
-    """The settings of the launch command with the most of them."""
+    """Settings of the launch command that has the most settings."""
 
     def started(script: str) -> list[list[Arg]]:
         return commands(script, path=path, environment=environment, arguments=arguments, notes=notes)
@@ -138,7 +138,7 @@ def _from_shell(
 
 
 def _words(text: str) -> list[str]:
-    """An argument that is itself a line of several options, or a command, cut into words."""
+    """Splits an argument into words if it contains several options or a command."""
     pieces = text.split()
     options = [piece for piece in pieces if piece.startswith("--") or _OVERRIDE.fullmatch(piece)]
     is_line = len(options) > 1 or (len(pieces) > 1 and any(piece in _PROGRAMS for piece in pieces))
@@ -146,7 +146,7 @@ def _words(text: str) -> list[str]:
 
 
 def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
-    """Where the framework's own arguments start: after what launches it."""
+    """Index of the framework's first argument, after its launch command; None if it is not launched."""
     line = ""
     for number, arg in enumerate(args):
         line = f"{line} {arg.text}"
@@ -158,7 +158,7 @@ def _launched_at(one: KeyTable, args: list[Arg]) -> int | None:
 def _options(
     one: KeyTable, args: list[Arg], start: int, path: Path, notes: list[str]
 ) -> Iterator[ForeignSetting]:
-    """The settings among the arguments of a command; of the launcher's own those that the table names."""
+    """Yields the settings in a command's arguments, including the launcher options listed in the table."""
     at = 0
     while at < len(args):
         text, line, is_launcher = args[at].text, f"line {args[at].line}", at < start
@@ -202,7 +202,7 @@ def _value(values: list[str]) -> Any:
 
 
 def _hydra_value(text: str) -> Any:
-    """The value of `key=value`: a list, a quoted text or a scalar; interpolations are resolved later."""
+    """Parses the value of `key=value`: list, quoted text or scalar. Interpolations are resolved later."""
     text = text.strip()
     if text[:1] in {"[", "{"}:
         inner = text.removeprefix("[").removesuffix("]") if text.startswith("[") else ""
@@ -218,7 +218,7 @@ def _hydra_value(text: str) -> Any:
 
 
 def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]:
-    """The settings of a configuration that a script names."""
+    """Settings of a configuration file that a script or configuration refers to."""
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
     file = next((one for one in tried if one.suffix in {".yaml", ".yml", ".toml"} and one.is_file()), None)
     if file is None or is_unresolved(name):
@@ -236,10 +236,10 @@ def _from_mapping(path: Path, kind: str, chosen: list[KeyTable], notes: list[str
 
 
 def _settings_of(path: Path, kind: str, notes: list[str], *, other: bool = False) -> list[ForeignSetting]:
-    """The leaves of a YAML or TOML file, after those of the files that its `defaults` name.
+    """Leaves of a YAML or TOML file, preceded by those of the files in its `defaults`.
 
     Raises:
-        UsageError: not valid.
+        UsageError: the file is not valid.
     """
     text = _text_of(path)
     where = f"{path.name}:" if other else "line "
@@ -292,7 +292,7 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _toml_line(text: str, key: str, where: str) -> str:
-    """The line of a key: the first that assigns its last part under the nearest table header."""
+    """Line of a key: the first assignment of its last part under the matching table header; else line 1."""
     name, header = key.replace("[]", ""), ""
     for number, line in enumerate(text.split("\n"), start=1):
         if found := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
@@ -303,10 +303,10 @@ def _toml_line(text: str, key: str, where: str) -> str:
 
 
 def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None:
-    """The keyword arguments of configuration classes, and attributes set on them later.
+    """Reads the keyword arguments of configuration classes and later assignments to their attributes.
 
     Raises:
-        UsageError: not valid Python.
+        UsageError: the file is not valid Python.
     """
     try:
         tree = ast.parse(text)
@@ -314,7 +314,7 @@ def _from_python(path: Path, text: str, chosen: list[KeyTable]) -> _Found | None
         line = getattr(error, "lineno", 1)
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
     constants: dict[str, Any] = {}
-    configs: dict[str, str] = {}  # variable → the class that it holds
+    configs: dict[str, str] = {}  # variable → class of its value
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             value = _python_value(node.value, constants)
@@ -358,7 +358,7 @@ def _python_value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
 
 
 def _last(one: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
-    """The last setting of every key, under its own name where it was written by another."""
+    """The last setting of every key, under the key's canonical name."""
     found: dict[str, ForeignSetting] = {}
     for setting in settings:
         key = one.canonical(setting.key)
@@ -368,7 +368,7 @@ def _last(one: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSet
 
 
 def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetting]:
-    """`${other.key}` replaced by that key's value where the file sets it."""
+    """Replaces `${other.key}` by the key's value if the file sets it."""
 
     def replaced(setting: ForeignSetting, depth: int = 0) -> Any:
         value = setting.value

@@ -1,4 +1,4 @@
-"""One framework's keys and what they mean here: `frameworks/<name>.toml`."""
+"""Tables that map a framework's keys to spec keys: `frameworks/<name>.toml`."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ Style = Literal["hydra", "flags"]
 
 
 class KeyRule(BaseModel):
-    """How one key is translated."""
+    """Translation rule of one key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    to: str = ""  # the spec key that takes its value; empty where only formulas read it, or nothing does
-    default: Any = None  # the framework's own default; None where it has none or computes it
-    #: value → value here, both as text where they are words; a value that is not listed has no counterpart.
-    #: None: any value, unchanged
+    to: str = ""  # spec key that gets the value; empty if only formulas read the key, or it is not translated
+    default: Any = None  # the framework's default; None if it has none or computes it
+    #: the framework's value → spec value; an unlisted value has no equivalent, `*` accepts all others
+    #: unchanged. None: any value, unchanged
     values: dict[str, Any] | None = None
-    #: in what its meaning differs; a mapping states it per value, `*` for all others
+    #: how its meaning differs; a mapping states it per value, `*` for all others
     differs: str | dict[str, str] = ""
-    unsupported: str = ""  # why nothing here corresponds to it
-    neutral: list[Any] = []  # with these values an unsupported key changes nothing
-    #: not among the options of the version in `title`: an older one's, or of a library beneath it
+    unsupported: str = ""  # why no spec key corresponds to it
+    neutral: list[Any] = []  # values for which an unsupported key has no effect
+    #: not an option of the version in `title`: from an older version, or from a library that the framework
+    #: uses
     outside: bool = False
 
     def difference(self, value: Any) -> str:
-        """In what the meaning of this value differs; empty: it does not."""
+        """How the meaning of this value differs; empty if it does not."""
         if isinstance(self.differs, str):
             return self.differs
         return self.differs.get(word(value), self.differs.get("*", ""))
 
 
 class KeyTable(BaseModel):
-    """One framework."""
+    """Table of one framework."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str  # as on the command line
-    title: str  # name and version that the keys are those of
-    style: Style  # how its options are written in a command: `a.b=c` or `--a.b c`
+    name: str  # name on the command line
+    title: str  # name and version of the framework that the keys belong to
+    style: Style  # syntax of its options in a command: `a.b=c` or `--a.b c`
     commands: list[str]  # regular expressions of the launch command
-    launcher: list[str] = []  # options of the launcher before it that are read, as `num_processes`
-    classes: dict[str, str] = {}  # Python classes whose arguments are its keys → prefix of these keys
-    marks: list[str]  # starts of keys that only it has
+    launcher: list[str] = []  # options of the preceding launcher that are read, for example `num_processes`
+    classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
+    marks: list[str]  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
-    constants: dict[str, Any] = {}  # spec keys that any run of this framework has
-    keys: dict[str, KeyRule]  # key → rule; a text is short for `to`
-    unsupported: dict[str, str] = {}  # key, or its start where it ends in a dot or a dash → why
-    #: spec key → expression over `{keys}`; a list of them: the first that can be evaluated
-    formulas: dict[str, str] = {}
-    #: key → expression over `{spec keys}`, where the reverse of `keys` does not do
+    constants: dict[str, Any] = {}  # spec keys that every run of this framework has
+    keys: dict[str, KeyRule]  # key → rule; a string is short for `to`
+    unsupported: dict[str, str] = {}  # key, or prefix that ends in a dot, dash or underscore → why
+    formulas: dict[str, str] = {}  # spec key → expression over `{keys}`
+    #: key → expression over `{spec keys}`, where reversing `keys` is not enough
     export: dict[str, str] = {}
     export_unsupported: dict[str, str] = {}  # spec key → why no key of the framework corresponds
-    note: str = ""  # added to every import
+    note: str = ""  # note added to every import
 
     def canonical(self, key: str) -> str:
-        """The key as the table writes it: aliases, and dashes for underscores or the reverse."""
+        """The table's spelling of a key: resolves aliases and exchanged dashes and underscores."""
         spellings = [key, key.replace("-", "_"), key.replace("_", "-")]
         return next(
             (self.aliases.get(one, one) for one in spellings if one in self.aliases or one in self.keys), key
         )
 
     def rule(self, key: str) -> KeyRule | None:
-        """The rule of a key, or of the longest start of it that is not supported; None: unknown."""
+        """The rule of a key, or of its longest prefix in `unsupported`; None: unknown."""
         if key in self.keys:
             return self.keys[key]
         open_ended = (start for start in self.unsupported if start.endswith((".", "-", "_")))
@@ -86,7 +86,7 @@ class KeyTable(BaseModel):
 
     @cached_property
     def read_by(self) -> dict[str, list[str]]:
-        """Key → spec keys that are computed from it."""
+        """Spec keys that are computed from each key."""
         found: dict[str, list[str]] = {}
         for target, formula in self.formulas.items():
             for key in placeholders(formula):
@@ -95,7 +95,7 @@ class KeyTable(BaseModel):
 
 
 def word(value: Any) -> str:
-    """A value as tables write it: `true`, `null`, `0.5`."""
+    """A value as it is written in tables: `true`, `null`, `0.5`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -107,7 +107,7 @@ def placeholders(formula: str) -> list[str]:
 
 
 class Open:
-    """A value that is not known: a formula may pass it on, but not compute with it."""
+    """An unknown value: a formula can return it unchanged, but not compute with it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -120,10 +120,10 @@ class Open:
 
 
 def compute(formula: str, values: dict[str, Any]) -> Any:
-    """The value of a formula; a key without a value is None.
+    """Evaluates a formula; a key without a value is None.
 
     Raises:
-        ValueError: it cannot be computed from these values.
+        ValueError: the formula cannot be computed from these values.
     """
     keys = list(dict.fromkeys(placeholders(formula)))
     names = {f"_{number}": values.get(key) for number, key in enumerate(keys)}
@@ -131,16 +131,16 @@ def compute(formula: str, values: dict[str, Any]) -> Any:
 
 
 def names() -> list[str]:
-    """Every framework."""
+    """Names of all frameworks."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.toml"))
 
 
 @cache
 def table(name: str) -> KeyTable:
-    """The table of a framework.
+    """Loads the table of a framework.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such framework.
     """
     path = _DIRECTORY / f"{name}.toml"
     if name not in names():

@@ -1,4 +1,4 @@
-"""Settings of another framework → a spec, and the outcome for every key."""
+"""Translates settings of another framework to a spec, with the outcome for every key."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ STATUSES: dict[Status, str] = {
 class KeyOutcome:
     """The outcome for one key."""
 
-    key: str  # the other framework's key; in an export the spec's
-    value: Any  # as written there
+    key: str  # key of the other framework; in an export, the spec key
+    value: Any  # value of this key
     status: Status  # see `STATUSES`
-    became: dict[str, Any]  # keys on the other side → values
+    became: dict[str, Any]  # resulting keys → values
     note: str  # what differs, why it is not supported, or what is missing
     where: str  # line of the file; empty for a default of the framework
 
 
 @dataclass(slots=True)
 class Translation:
-    """A spec as dotted keys, and where it comes from."""
+    """A spec as dotted keys, with the origin of every value."""
 
     table: KeyTable  # the framework
     rows: list[KeyOutcome]  # one for every key that the file sets
     spec: dict[str, Any]  # key → value
-    origins: dict[str, str]  # spec key → where its value comes from, in words
-    #: rows for defaults of the framework that are not rlctl's
+    origins: dict[str, str]  # spec key → origin of its value, as text
+    #: rows for defaults of the framework that differ from rlctl's
     implied: list[KeyOutcome] = field(default_factory=list)
-    #: what must be settled before `rlctl train` accepts the spec
+    #: errors to fix before `rlctl train` accepts the spec, and warnings
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be followed in the file
+    notes: list[str] = field(default_factory=list)  # unsupported parts of the file
 
     @property
     def counts(self) -> dict[Status, int]:
-        """Keys of the file per status."""
+        """Number of the file's keys per status."""
         return {status: sum(row.status == status for row in self.rows) for status in STATUSES}
 
 
 def translate(source: ForeignConfig) -> Translation:
-    """Apply the framework's table to what a file sets."""
+    """Applies the framework's table to the settings of a file."""
     table = source.table
     result = Translation(table, [], {}, {}, notes=source.notes + ([table.note] if table.note else []))
     given = {key: setting.value for key, setting in source.settings.items()}
@@ -72,12 +72,16 @@ def translate(source: ForeignConfig) -> Translation:
     return result
 
 
-#: A value without counterpart; a formula without a result for these values.
+#: `_MISSING`: a value without equivalent. `_LEFT_OUT`: a formula gives no value, so the spec key is not set.
 _MISSING, _LEFT_OUT = object(), object()
 
 
 def _computed(formula: str, values: dict[str, Any]) -> Any:
-    """The value of a formula; `Unresolved` where the file leaves one of its keys open, `_MISSING` if none."""
+    """Value of a formula; `Unresolved` if it depends on a key that the file does not determine.
+
+    `_LEFT_OUT` if the formula needs a key without a value or returns `leave out`, `_MISSING` if it cannot be
+    computed.
+    """
     used = {key: values.get(key) for key in placeholders(formula)}
     unresolved = [value for value in used.values() if isinstance(value, Unresolved)]
     known = {key: Open(value) if isinstance(value, Unresolved) else value for key, value in used.items()}
@@ -95,7 +99,7 @@ def _add_row(
 ) -> None:
     table, key = result.table, setting.key
     rule = table.rule(key)
-    # Below a key that is not supported as a whole, a name one letter off is a misspelling.
+    # Under an unsupported prefix, only a name that differs in about one letter counts as a misspelling.
     nearest = difflib.get_close_matches(key, table.keys, n=1, cutoff=0.8 if rule is None else 0.96)
     if rule is None or (key not in table.keys and nearest and abs(len(nearest[0]) - len(key)) < 2):
         note = f"did you mean {nearest[0]}?" if nearest else ""
@@ -151,7 +155,7 @@ def _mapped(rule: KeyRule, value: Any) -> Any:
 def _add_defaults(
     result: Translation, given: dict[str, Any], values: dict[str, Any], computed: dict[str, Any]
 ) -> None:
-    """The framework's defaults that are not rlctl's."""
+    """Adds the framework's defaults that differ from rlctl's."""
     ours = {key: value_of(RunSpec(), key) for key in known_leaves()}
     for key, rule in result.table.keys.items():
         if key in given or (rule.default is None and not rule.to):
@@ -182,14 +186,14 @@ def _is_equal(value: Any, ours: Any) -> bool:
 
 
 def overrides(spec: dict[str, Any]) -> list[str]:
-    """A spec as `key=value` arguments."""
+    """Converts a spec to `key=value` arguments."""
     plain = (isinstance(value, str) and value and value == value.strip() for value in spec.values())
     pairs = zip(spec.items(), plain, strict=True)
     return [f"{key}={value if is_plain else json.dumps(value)}" for (key, value), is_plain in pairs]
 
 
 def _problems(result: Translation) -> list[Problem]:
-    """The problems that the spec check finds, and a missing model, for which a default would be taken."""
+    """Problems found by the spec check, and a missing model, because rlctl's default would be used."""
     found: list[Problem] = []
     if "model.path" not in result.spec and all(one.key != "model.path" for one in result.problems):
         what = "the file does not give it: the built-in tiny model would be trained"

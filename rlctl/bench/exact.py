@@ -214,8 +214,7 @@ def _binomial(n: int, p: float) -> Floats:
 def ess_against_length(
     sigma: float, lengths: list[int], *, seed: int = 0
 ) -> Mapping[int, tuple[float, float]]:
-    """Per length: exact relative effective sample size of sequence weights, and its prediction exp(−T·Var log
-    ρ).
+    """Per length T: exact relative ESS of sequence weights, and its prediction exp(−T·Var log ρ).
 
     Tokens are independent; the vocabulary has 16 tokens. One policy's logits are those of the other plus
     N(0, sigma²) noise.

@@ -146,10 +146,10 @@ class LearnedWorld:
     def sample(
         self, n: int, groups: int, of: Floats | None = None, draw: tuple[int, ...] = ()
     ) -> SampledGroups:
-        """Samples groups of n responses, alternating the prompts; calls with the same `draw` return the same
-        groups.
+        """Samples groups of n responses, alternating the prompts.
 
-        `of`: log-probs to sample from; None: those of the sampling policy.
+        Calls with the same `draw` return the same groups. `of`: log-probs to sample from; None: those of the
+        sampling policy.
         """
         rng = np.random.default_rng([self.horizon, n, *draw])
         rows = groups * n

@@ -1,5 +1,4 @@
-"""Sums that a replay accumulates: gradients of a small surrogate policy under every setting, per block of
-groups.
+"""Sums that a replay accumulates: a surrogate policy's gradients under every setting, per block of groups.
 
 A dump does not contain the true score ∇log π of a token. It is replaced by the score of a policy with a table
 of `CLASSES` × `CLASSES` logits that predicts a token's class from the class of the previous token. Only the

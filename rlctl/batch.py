@@ -16,7 +16,7 @@ from rlctl.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    #: Which rows of a tensor: a slice gives views, (N,) int64 copies.
+    #: Row index of a tensor: a slice selects views, an (N,) int64 tensor selects copies.
     Rows = slice | Tensor
 
 
@@ -26,7 +26,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is asked, before anything is sampled.
+    """The prompts of a batch, before sampling.
 
     Example: two prompts of 3 and 2 tokens give `prompt_ids` of shape (2, 3), the second row
     starting with one padding token.
@@ -34,45 +34,45 @@ class Prompts:
 
     prompt_ids: Tensor  # (N, P) int64, left-padded
     prompt_mask: Tensor  # (N, P) bool
-    group_ids: Tensor  # (N,) int64, the prompt's place in the whole batch, over all ranks
-    data_sources: tuple[str, ...]  # (N,) which grader grades the answer
+    group_ids: Tensor  # (N,) int64, the prompt's index in the whole batch, over all ranks
+    data_sources: tuple[str, ...]  # (N,) selects the grader of the response
     ground_truths: tuple[str, ...]  # (N,)
-    texts: tuple[str, ...]  # (N,) the prompt as the model reads it, for dumps and graders
+    texts: tuple[str, ...]  # (N,) the prompt with the chat template applied, for dumps and graders
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (N,) or none: the row's `extra_info`, JSON-able
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (N,) or none: the prompt as {role, content}
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Of each response token: the tokens that truncation (top-p, top-k, min-p) left to sample from.
+    """The tokens that truncation (top-p, top-k, min-p) kept at each response position.
 
     Example: two tokens sampled from {3, 7} and {5} have `counts` [[2, 1]] and `ids` [3, 7, 5].
     """
 
-    counts: Tensor  # (B, T) int32, 0: all of the vocabulary, or no sampled token
-    ids: Tensor  # (Σ counts,) int32: the sets one after the other, row by row
+    counts: Tensor  # (B, T) int32, 0: the whole vocabulary, or no sampled token
+    ids: Tensor  # (Σ counts,) int32: the concatenated sets, row by row
 
     def __getitem__(self, rows: Rows) -> KeptTokens:
-        """Some rows, in the order given."""
+        """Copies of the given rows, in that order."""
         counts = self.counts[rows]
         every = torch.arange(self.counts.numel(), device=counts.device).view_as(self.counts)
         return KeptTokens(counts, self._taken(every[rows].flatten(), counts.flatten()))
 
     def at(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Where (B, t) `mask` is True, t ≤ T: sizes of the N sets (N,), and the sets one after the other."""
+        """Sizes (N,) and concatenated ids of the sets at the N True positions of `mask` (B, t), t ≤ T."""
         rows, columns = mask.nonzero(as_tuple=True)
         counts = self.counts[rows, columns]
         return counts, self._taken(rows * self.counts.shape[1] + columns, counts)
 
     def _taken(self, places: Tensor, counts: Tensor) -> Tensor:
-        """The sets at these places of the flattened (B, T), of these sizes."""
+        """The concatenated sets at these indices of the flattened (B, T), with these sizes."""
         sizes = self.counts.flatten().long()
         starts = (sizes.cumsum(0) - sizes)[places] - (counts.cumsum(0) - counts)
         offsets = starts.repeat_interleave(counts.long())
         return self.ids[offsets + torch.arange(len(offsets), device=offsets.device)]
 
     def without(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) bool: `mask` is True, and the set lacks the token at this place."""
+        """(B, T) bool: `mask` is True, and the set does not contain the token of this position."""
         counts, ids = self.at(mask)
         owner = torch.arange(len(counts), device=ids.device).repeat_interleave(counts.long())
         found = counts == 0
@@ -81,26 +81,26 @@ class KeptTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """The rows of all parts, as wide as the widest."""
+        """Concatenates the rows of all parts, padded to the largest width."""
         width = max(part.counts.shape[1] for part in parts)
         pad = torch.nn.functional.pad
         counts = [pad(part.counts, (0, width - part.counts.shape[1])) for part in parts]
         return cls(torch.cat(counts), torch.cat([part.ids for part in parts]))
 
     def to(self, device: Any) -> KeptTokens:
-        """The same on another device."""
+        """Returns a copy on another device."""
         return KeptTokens(self.counts.to(device), self.ids.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What a forward pass reads, whichever model makes it: B rows that end with T response columns."""
+    """Input of a forward pass of any model: B rows that end with T response columns."""
 
     input_ids: Tensor  # (B, L) int64
-    attention_mask: Tensor  # (B, L) bool: what is not padding
+    attention_mask: Tensor  # (B, L) bool: False for padding
     position_ids: Tensor  # (B, L) int64
-    scored: Tensor  # (B, T) bool: response positions whose token the model is asked about
-    kept: KeptTokens | None = None  # what log-probs are normalised over; None: the vocabulary
+    scored: Tensor  # (B, T) bool: response positions whose log-probs or values are computed
+    kept: KeptTokens | None = None  # tokens that log-probs are normalised over; None: the vocabulary
 
     @property
     def responses(self) -> Tensor:
@@ -108,7 +108,7 @@ class ModelInputs:
         return self.input_ids[:, self.input_ids.shape[1] - self.scored.shape[1] :]
 
     def pick(self, rows: Rows) -> ModelInputs:
-        """Some rows, in the order given; of a slice as views, nothing copied."""
+        """Returns the given rows, in that order; a slice returns views (but copies `kept`)."""
         kept = None if self.kept is None else self.kept[rows]
         ids, mask, positions = self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows]
         return ModelInputs(ids, mask, positions, self.scored[rows], kept)
@@ -119,32 +119,32 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """n sampled responses per prompt, siblings adjacent (but identified by `group_ids` only)."""
+    """n sampled responses per prompt. Those of one prompt are adjacent; only `group_ids` identifies them."""
 
     input_ids: Tensor  # (B, L) int64: prompt left-padded, response right-padded
     attention_mask: Tensor  # (B, L) bool
     position_ids: Tensor  # (B, L) int64, 0 at the first real token
     responses: Tensor  # (B, T) int64
     response_mask: Tensor  # (B, T) bool: tokens the policy sampled, end-of-sequence included
-    rollout_log_probs: Tensor  # (B, T) float32, of the distribution actually sampled from
-    finish_reason: Tensor  # (B,) int8, why the sampler ended the response: a place in `FINISH_REASONS`
+    rollout_log_probs: Tensor  # (B, T) float32, under the sampling distribution
+    finish_reason: Tensor  # (B,) int8, index into `FINISH_REASONS`
     group_ids: Tensor  # (B,) int64
-    policy_version: Tensor  # (B,) int64, optimizer updates behind the sampling weights
+    policy_version: Tensor  # (B,) int64, number of optimizer updates in the sampling weights
     data_sources: tuple[str, ...]
     ground_truths: tuple[str, ...]
     prompt_texts: tuple[str, ...]
     response_texts: tuple[str, ...]
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (B,) or none, see `Prompts`
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (B,) or none, see `Prompts`
-    kept: KeptTokens | None = None  # with exact sampling: what each token was sampled from
-    prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / chance of the prompt
+    kept: KeptTokens | None = None  # with exact sampling: the set that each token was sampled from
+    prompt_weights: Tensor | None = None  # (B,) float32 factor of the advantages: 1 / P(prompt drawn)
 
     def pick(self, rows: slice) -> Rollouts:
-        """Some rows."""
+        """Returns the given rows."""
         return self._each(lambda value: value[rows])
 
     def to(self, device: Any) -> Rollouts:
-        """The same on another device."""
+        """Returns a copy on another device."""
         return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
 
     def _each(self, change: Callable[[Any], Any]) -> Rollouts:
@@ -154,7 +154,7 @@ class Rollouts:
 
     @classmethod
     def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """The rows of all parts, padded to the longest prompt and the longest response."""
+        """Concatenates the rows of all parts, padded to the longest prompt and the longest response."""
         prompt = max(part.prompt_mask.shape[1] for part in parts)
         length = max(part.responses.shape[1] for part in parts)
 
@@ -180,13 +180,13 @@ class Rollouts:
 
     @property
     def inputs(self) -> ModelInputs:
-        """For the forward pass of any model."""
+        """Input of a forward pass over these rows."""
         columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
         return ModelInputs(*columns, self.kept)
 
     @property
     def prompt_mask(self) -> Tensor:
-        """(B, P) bool: the prompts' tokens."""
+        """(B, P) bool: prompt tokens, without padding."""
         return self.attention_mask[:, : self.input_ids.shape[1] - self.responses.shape[1]]
 
     @property
@@ -196,23 +196,23 @@ class Rollouts:
 
     @property
     def aborted(self) -> Tensor:
-        """(B,) bool: ended by the engine, neither by the policy nor by the length limit; not trained on."""
+        """(B,) bool: ended by the engine, not by the policy or the length limit; excluded from training."""
         return self.finish_reason == FINISH_REASONS.index("abort")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """Rollouts plus what graders and the other models say of them."""
+    """Rollouts with their grades and the outputs of policy, reference and critic."""
 
     rollouts: Rollouts
     scores: Tensor  # (B,) float32 grader output; 0.0 where not `score_valid`
-    score_valid: Tensor  # (B,) bool: False where the grader failed; such a sample is left out
+    score_valid: Tensor  # (B,) bool: False where the grader failed; such samples are excluded
     token_level_rewards: Tensor  # (B, T) float32: the score at the last token, minus any KL penalty
-    old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode the rollout's own
-    score_norms: Tensor | None = None  # (B, T) 1 − 2π + Σπ², ‖∇ log π‖² in the logits; optimal token baseline
+    old_log_probs: Tensor  # (B, T) float32, π_old; in bypass mode equal to `rollout_log_probs`
+    score_norms: Tensor | None = None  # (B, T) ‖∇_logits log π‖² = 1 − 2π + Σπ²; optimal token baseline
     ref_log_probs: Tensor | None = None  # (B, T) float32, π_ref; None: no KL penalty
-    values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
-    baseline_scores: Tensor | None = None  # (B,) of the prompt's greedy response; for ReMax
+    values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
+    baseline_scores: Tensor | None = None  # (B,) score of the prompt's greedy response; for ReMax
 
     @property
     def valid_mask(self) -> Tensor:
@@ -222,7 +222,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The tensors one update reads, all of B rows."""
+    """The tensors that the update reads, each with B rows."""
 
     input_ids: Tensor  # (B, L) int64
     attention_mask: Tensor  # (B, L) bool
@@ -234,9 +234,9 @@ class TrainBatch:
     old_log_probs: Tensor  # (B, T) float32
     advantages: Tensor  # (B, T) float32, 0.0 off-mask
     ref_log_probs: Tensor | None = None  # (B, T) float32; None: no KL in the loss
-    values: Tensor | None = None  # (B, T) float32, the critic's before the updates; None: no critic
-    returns: Tensor | None = None  # (B, T) float32, what values should have been; 0.0 off-mask
-    age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
+    values: Tensor | None = None  # (B, T) float32, from the critic before its updates; None: no critic
+    returns: Tensor | None = None  # (B, T) float32, regression targets of the values; 0.0 off-mask
+    age: Tensor | None = None  # (B,) optimizer updates since the sampling weights
     kept: KeptTokens | None = None  # see `Rollouts`
     group_ids: Tensor | None = None  # (B,) int64, see `Rollouts`
 
@@ -247,22 +247,22 @@ class TrainBatch:
 
     @property
     def inputs(self) -> ModelInputs:
-        """For the forward pass of any model."""
+        """Input of a forward pass over these rows."""
         columns = (self.input_ids, self.attention_mask, self.position_ids, self.response_mask)
         return ModelInputs(*columns, self.kept)
 
     def pick(self, rows: Rows) -> TrainBatch:
-        """Some rows, in the order given; of a slice as views, nothing copied."""
+        """Returns the given rows, in that order; a slice returns views (but copies `kept`)."""
         tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in tensors.items()}
         return TrainBatch(**cut)
 
     def rows(self, start: int, stop: int) -> TrainBatch:
-        """Rows [start, stop) as views, nothing copied."""
+        """Rows [start, stop), see `pick`."""
         return self.pick(slice(start, stop))
 
     def split(self, size: int) -> list[TrainBatch]:
-        """Consecutive pieces of `size` rows (the last may be smaller)."""
+        """Splits into consecutive parts of `size` rows (the last may be smaller)."""
         return [self.rows(start, start + size) for start in range(0, len(self), size)]
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Prompts that siblings share are run once, and their keys and values repeated.
+"""Computes a prompt that several responses share once and repeats its keys and values.
 
-The n responses to a prompt stand in adjacent rows that begin with the same tokens. Attention reads
-the past only through keys and values, so these need computing once per prompt, when sampling as well
-as (gradient included: it adds up over the siblings) when training.
+The n responses to a prompt are adjacent rows that begin with the same tokens. Attention reads earlier
+tokens only through their keys and values, so one computation per prompt is enough, in sampling and in
+training. In training, the gradients of the n responses add up in the shared keys and values.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-#: Largest difference the probe may show, relative: room for bfloat16, none for a lost prefix.
+#: Largest relative difference that the probe accepts: allows bfloat16 rounding, detects a lost prefix.
 _TOLERANCE = 0.05
 
 
 def reads_more_than_text(config: Any) -> bool:
-    """Whether a model reads images or sound as well: its text decoder has a config of its own."""
+    """Whether a model also reads images or audio: then its text decoder has a separate config."""
     return bool(config.get_text_config() is not config)
 
 
 def body_of(model: Any) -> Any:
-    """What of a causal language model makes states of text, or None where that is no part of its own.
+    """The module of a causal language model that computes hidden states, or None if it is not separate.
 
-    That is the model without its output head; of a model that reads images as well its text decoder.
+    This is the model without its output head; for a multimodal model, its text decoder.
     """
     body = getattr(model, model.base_model_prefix, None)
     if body is None or body is model:
         return None
     if not reads_more_than_text(model.config):
         return body
-    find = getattr(body, "get_decoder", None)  # code of the model's own may not have it
+    find = getattr(body, "get_decoder", None)  # custom model code may lack it
     return None if find is None else find()
 
 
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-    """Keys and values of rows' first K tokens, computed once for equal rows next to each other.
+    """Keys and values of the first K tokens of all rows, computed once per block of equal adjacent rows.
 
     Args:
         body: a causal language model without its head.
@@ -47,7 +47,7 @@ def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position
         attention_mask: (B, K) bool.
 
     Returns:
-        A cache of B rows that `body` continues, or None where there is nothing to share.
+        A cache of B rows that `body` can continue, or None if nothing is shared.
     """
     step = _equal_neighbours(input_ids, attention_mask)
     if step == 1 or input_ids.shape[1] == 0:
@@ -58,14 +58,14 @@ def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position
         position_ids=position_ids[::step],
         use_cache=True,
     )
-    cache = getattr(output, "past_key_values", None)  # recurrent models name theirs otherwise
+    cache = getattr(output, "past_key_values", None)  # recurrent models use another name
     if isinstance(cache, DynamicCache):
         cache.batch_repeat_interleave(step)
     return cache
 
 
 def _equal_neighbours(input_ids: Tensor, attention_mask: Tensor) -> int:
-    """The largest number that all rows can be cut into blocks of, each of equal rows."""
+    """Largest block size for which every block of adjacent rows consists of equal rows."""
     differs = (input_ids[1:] != input_ids[:-1]) | (attention_mask[1:] != attention_mask[:-1])
     starts = differs.any(1).nonzero().flatten() + 1
     return math.gcd(len(input_ids), *starts.tolist())
@@ -73,10 +73,11 @@ def _equal_neighbours(input_ids: Tensor, attention_mask: Tensor) -> int:
 
 @torch.no_grad()
 def can_share_prefix(model: Any) -> bool:
-    """Whether the model goes on from repeated keys and values as it reads whole rows.
+    """Whether the model gives the same states from repeated keys and values as from whole rows.
 
-    Recurrent states and unusual caches cannot simply be repeated. Rather than know all
-    architectures, read the cache and try a short probe both ways.
+    Recurrent states and unusual caches cannot be repeated. Instead of a list of architectures, this
+    checks the type of the cache and compares both computations on a short probe. Gradient
+    checkpointing excludes sharing.
     """
     body = body_of(model)
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

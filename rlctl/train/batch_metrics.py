@@ -1,4 +1,4 @@
-"""What a batch looks like: rewards, advantages, lengths. Merged over ranks before any division."""
+"""Metrics of a batch: rewards, advantages, lengths. Sums are merged over ranks before any division."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOMENTS = {
 def batch_sums(
     scored: ScoredBatch, batch: TrainBatch, graded: RewardResult, policy_version: int
 ) -> MetricSums[Tensor]:
-    """Sums of this rank's rows; `policy_version` is the trainer's; staleness is measured from it."""
+    """Sums over this rank's rows. Staleness is the trainer's `policy_version` minus that of the rollout."""
     rollouts = scored.rollouts
     everyone = torch.ones_like(rollouts.truncated)
     lengths = rollouts.response_mask.sum(-1).double()
@@ -61,7 +61,7 @@ def batch_sums(
 def batch_metrics(reduced: ReducedSums, *, compares_siblings: bool) -> dict[str, float]:
     """Metrics of the whole batch, under verl's names.
 
-    Groups without spread are only worth a word where the estimator compares siblings.
+    `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
     metrics: dict[str, float] = {}
     for key, name in _MOMENTS.items():
@@ -70,7 +70,7 @@ def batch_metrics(reduced: ReducedSums, *, compares_siblings: bool) -> dict[str,
         values = reduced.moments[name]
         metrics |= {f"{key}/mean": values.mean, f"{key}/max": values.max, f"{key}/min": values.min}
     terms = [name.removeprefix("errors/") for name in reduced.sums if name.startswith("errors/")]
-    for term in terms if len(terms) > 1 else []:  # the only one is `critic/score`
+    for term in terms if len(terms) > 1 else []:  # a single term equals `critic/score`
         metrics[f"reward/{term}/mean"] = reduced.moments[f"term/{term}"].mean
         metrics[f"reward/{term}/num_errors"] = reduced.sums[f"errors/{term}"]
     if compares_siblings:

@@ -1,4 +1,4 @@
-"""From a scored batch to its advantages, by the estimator that the spec names."""
+"""Advantages of a scored batch, by the estimator that the spec names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.parts import params_of
 
-#: What only some batches have → how it is called in messages.
+#: Optional field of a batch → its name in messages.
 _SOMETIMES = {
     "values": "the critic's values",
     "baseline_scores": "the greedy responses' scores",
@@ -28,8 +28,8 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
     """Advantages by `algorithm.adv_estimator`; samples whose grader failed get 0.
 
     Raises:
-        RunFailure: the batch lacks what the estimator reads, or the estimator gives another shape, or
-            figures that are not finite.
+        RunFailure: the batch lacks a field that the estimator needs, or the estimator returns a wrong
+            shape.
     """
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     missing = [
@@ -68,6 +68,6 @@ def estimate(scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> Est
 
 
 def _whitened(values: Tensor, mask: Tensor, *, ranks: Ranks) -> Tensor:
-    """Zero mean and unit variance over the response tokens of the whole batch, on all ranks."""
+    """Values with zero mean and unit variance over the response tokens of the whole batch, on all ranks."""
     moments = ranks.to_host(whitening_sums(values, mask)).moments["whitened"]
     return whiten(values, mask, moments.mean, moments.sample_std)

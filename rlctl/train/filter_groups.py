@@ -1,8 +1,8 @@
-"""Dynamic sampling: a batch of groups whose rewards differ, and what it cost to find them.
+"""Dynamic sampling: a batch of groups whose rewards differ, and its sampling cost.
 
-Rounds of prompts are sampled and graded until `data.train_batch_size` groups teach something (DAPO, Yu et al.
-2025, arXiv 2503.14476, section 3.2). Prompts come in the order of the data, epoch after epoch, as many as are
-needed. Which groups are used depends on that order only, not on the number of ranks.
+Rounds of prompts are sampled and graded until rewards differ within `data.train_batch_size` groups (DAPO,
+Yu et al. 2025, arXiv 2503.14476, section 3.2). Prompts are drawn in the order of the data, over as many
+epochs as needed. The groups that are used depend only on that order, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 _KEY = "algorithm.filter_groups"
-#: A later round asks for as many prompts as are missing, over the share of live groups so far, at least this.
+#: A later round draws (missing groups) / (fraction of live groups so far) prompts. Minimum of that fraction.
 _SMALLEST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """One prompt's group. `place`: in the order of drawing; `row`: of the data."""
+    """A drawn prompt.
+
+    Attributes:
+        place: index in the order of drawing, within one batch.
+        row: row of the data.
+        chance: probability with which it was drawn.
+    """
 
     place: int
     row: int
@@ -45,7 +51,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What every rank knows of a group after a round."""
+    """Summary of a group, shared by all ranks after a round."""
 
     place: int
     is_live: bool
@@ -58,13 +64,13 @@ class _Group:
 def live_batch(
     run: Run, step: int, draws: PromptDraws, timer: StepTimer
 ) -> tuple[Rollouts, RewardResult, dict[str, float]]:
-    """This rank's share of a batch of live groups, their grades, and what was paid for them.
+    """This rank's share of a batch of live groups, their grades, and `filter_groups/*` metrics.
 
-    A group is live where two of its graded scores differ. After `max_num_gen_batches` rounds the batch is
-    filled up with dead groups in the order they were drawn.
+    A group is live if two of its graded scores differ. After `max_num_gen_batches` rounds, the batch is
+    completed with dead groups in the order in which they were drawn.
 
     Raises:
-        RunFailure: a whole epoch has too few live groups, or too much could not be graded.
+        RunFailure: a whole epoch has too few live groups, or too many responses could not be graded.
     """
     spec, ranks = run.spec, run.ranks
     wanted, n = spec.data.train_batch_size, spec.rollout.n
@@ -94,7 +100,7 @@ def live_batch(
         mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
         found, failed, rollouts = [], 0.0, None
         with timer("gen"):
-            if mine:  # of a small round some ranks get nothing
+            if mine:  # in a small round some ranks have no prompts
                 rollouts = run.rollout.generate(
                     run.train_prompts.prompts([d.row for d in mine], [d.place - len(groups) for d in mine]),
                     sampling_of(spec),
@@ -144,7 +150,7 @@ def _group(drawn: DrawnPrompt, rollouts: Rollouts, graded: RewardResult) -> _Gro
 
 
 def draw_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
-    """The next prompts; with a curriculum each takes its turn with the chance that its group is live."""
+    """Draws the next prompts; a curriculum accepts each with the probability that its group is live."""
     spec, options = run.spec, run.spec.algorithm.filter_groups
     drawn: list[DrawnPrompt] = []
     while len(drawn) < count:
@@ -168,7 +174,7 @@ def _shared_out(
     used: list[int],
     chances: Mapping[int, float] | None,
 ) -> tuple[Rollouts, RewardResult]:
-    """The groups that this rank trains on; those that another one sampled are handed over."""
+    """The groups that this rank trains on; groups sampled on other ranks are transferred."""
     spec, ranks = run.spec, run.ranks
     sizes = (spec.data.train_batch_size, spec.ppo_mini_batch_size)
     takes = {

@@ -1,6 +1,6 @@
-"""Sketched gradients of a batch's groups: under the rule in use, and under exact sequence weights.
+"""Sketched gradients of the groups of a batch: under the rule in use, and under exact sequence weights.
 
-What a rule multiplies the score of each token by is −∂loss/∂log π: any loss says it by itself.
+The factor that a rule applies to ∇ log π of a token is −∂loss/∂log π, which autograd computes for any loss.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rlctl.engine.ranks import Ranks
 
 @dataclass(slots=True)
 class GradientSketches:
-    """Collects micro-batches of one pass over a batch.
+    """Accumulates the micro-batches of one pass over a batch.
 
     Attributes:
-        used, exact: group → (K,) sketch of its gradient, of this rank's groups.
-        weights: Σ W, Σ W², number of sequence weights W.
+        used, exact: group → (K,) sketch of its gradient, for this rank's groups.
+        weights: Σ W, Σ W² and number of the sequence weights W.
     """
 
     used: dict[int, Tensor] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class GradientSketches:
     weights: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def add(self, micro: TrainBatch, output: PolicyOutput, loss: Tensor) -> None:
-        """Take one micro-batch: its share of the loss, before the backward pass."""
+        """Adds one micro-batch, before the backward pass of `loss`, its share of the mini-batch loss."""
         if output.sketch is None or micro.group_ids is None:
             return
         (gradient,) = torch.autograd.grad(loss, output.log_probs, retain_graph=True)
@@ -53,7 +53,7 @@ class GradientSketches:
         self.weights = [a + float(b) for a, b in zip(self.weights, sums_of, strict=True)]
 
     def metrics(self, ranks: Ranks, groups_per_step: float) -> dict[str, float]:
-        """Over all ranks (a collective); nothing of fewer than two groups."""
+        """`rollout_corr/grad_error*` over all ranks (a collective); empty with fewer than two groups."""
         own = [(self.used[group].cpu(), self.exact[group].cpu()) for group in sorted(self.used)]
         everyones = ranks.exchange(own)
         total, squares, count = ranks.sum(self.weights)

@@ -1,10 +1,10 @@
-"""What the guardrails decide: pure functions from observations to decisions.
+"""Decisions of the guardrails: pure functions from observations to decisions.
 
-Observations come from `rlctl.train.guardrails` (of a batch) and `rlctl.train.update` (of one update); both
-carry the decisions out. Nothing here reads a log, talks to other ranks or changes anything.
+`rlctl.train.guardrails` (per batch) and `rlctl.train.update` (per update) make the observations and carry out
+the decisions. This module reads no log, does not communicate with other ranks and changes no state.
 
-An update that is scaled or withheld also halves the learning rate of those after it: the next batch starts
-with a step as large as the one before. `WINDOW` updates without an alarm undo one halving.
+An update that is scaled or withheld also halves the learning rate of the following updates, because the next
+batch would otherwise start with a step of the same size. `WINDOW` updates without an alarm undo one halving.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from rlctl.diagnose.forecast import Forecast
     from rlctl.spec.trainer import GuardrailsSpec
 
-#: |KL| in nats per token, and raw effective sample size, where diagnosis raises its gravest alarm.
+#: |KL| in nats per token, and raw effective sample size, at which diagnosis reports its highest severity.
 DRIFT_LIMIT = KL.tiers[-1][1]
 ESS_FLOOR = RAW_ESS.tiers[-1][1]
-#: Past alarms never scale the learning rate below this: a gap of another cause would stop the run.
+#: Past alarms never scale the learning rate below this, so that a mismatch with another cause does not
+#: halt training.
 LEAST_SCALE = 1 / 16
-#: Rules whose critical finding, while it lasts, means that the run no longer learns.
+#: Rules whose critical findings mean, while they persist, that the run no longer learns.
 FATAL = frozenset({"zero-reward", "gibberish"})
 
 _ACTIONS = {
@@ -42,12 +43,12 @@ _SLOWED = "halved the learning rate, again at every examination with a forecast"
 
 @dataclass(frozen=True, slots=True)
 class UpdateObservation:
-    """One mini-batch before its optimizer step, over all ranks.
+    """Measurements of one mini-batch before its optimizer step, over all ranks.
 
     Attributes:
         ess: raw effective sample size, in [0, 1].
-        drift: |KL| of the trained policy from the sampling policy, nats per token. In decoupled mode π_old is
-            the trained policy: PPO's clip bounds how far π_θ leaves π_old, and PPO is meant to leave it.
+        drift: |KL| between trained and sampling policy, nats per token. In decoupled mode π_old counts as the
+            trained policy: the change from π_old to π_θ is intended, and PPO's clip bounds it.
     """
 
     ess: float
@@ -56,15 +57,15 @@ class UpdateObservation:
 
 @dataclass(frozen=True, slots=True)
 class UpdateDecision:
-    """What is done with one update.
+    """Decision on one update.
 
     Attributes:
         ess, drift: as observed.
         is_low: `ess` is below its floor.
         has_drifted: `drift` is above its limit.
-        lr_scale: factor of this update's learning rate.
-        skip: withhold the update.
-        next_scale: factor from which the next update starts.
+        lr_scale: learning-rate factor of this update.
+        skip: withhold the update (no optimizer step).
+        next_scale: learning-rate factor with which the next update starts.
     """
 
     ess: float = 1.0
@@ -77,16 +78,16 @@ class UpdateDecision:
 
     @property
     def changes_update(self) -> bool:
-        """Whether the update is not the one that it would be without guardrails."""
+        """Whether the guardrails scale or withhold the update."""
         return self.skip or self.lr_scale < 1.0
 
 
 def observe_update(correction: CorrectionSums[float], rules: CorrectionRules) -> UpdateObservation | None:
-    """What the correction's sums say of one mini-batch; None: it has no finite token.
+    """Measurements from the correction's sums of one mini-batch; None if it has no finite token.
 
     Args:
         correction: sums of the whole mini-batch over all ranks, so that every rank observes the same.
-        rules: by which they were made.
+        rules: the rules that produced the sums.
     """
     if not correction.finite_tokens:
         return None
@@ -95,11 +96,11 @@ def observe_update(correction: CorrectionSums[float], rules: CorrectionRules) ->
 
 
 def decide_update(observed: UpdateObservation, scale: float, spec: GuardrailsSpec) -> UpdateDecision:
-    """Decide about one update.
+    """Decides whether one update is scaled or withheld.
 
     Args:
-        observed: its mini-batch.
-        scale: `next_scale` of the update before; 1 at the start.
+        observed: measurements of its mini-batch.
+        scale: `next_scale` of the previous update; 1 at the start.
         spec: the guardrails' settings.
     """
     ess, drift = observed.ess, observed.drift
@@ -124,16 +125,16 @@ def ess_floor(spec: GuardrailsSpec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BatchObservation:
-    """The run after one batch.
+    """State of the run after one batch.
 
     Attributes:
         step: the batch's number.
         updates: the decisions on its updates.
         tail_is_heavy: the median raw effective sample size of `WINDOW` batches is below the floor.
-        is_idle: none of `WINDOW` batches changed the policy, though each was to.
-        findings: of diagnosis's rules, worst first, without mere information; empty between two examinations.
-        ahead: critical levels that the run will reach before its end; None between two examinations.
-        forecast_scale: as the last decision left it.
+        is_idle: no update was applied in `WINDOW` batches, although each batch planned updates.
+        findings: of the diagnosis rules, worst first, without severity `info`; empty between examinations.
+        ahead: critical levels that are forecast before the end of the run; None between examinations.
+        forecast_scale: the value from the last decision.
     """
 
     step: int
@@ -147,13 +148,13 @@ class BatchObservation:
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision:
-    """What is done after one batch.
+    """Decision after one batch.
 
     Attributes:
         tighten: train the next batch with tightened bounds.
-        stop_reason: why the run ends now; "": it goes on.
-        forecast_scale: 1, or less while a critical level is forecast: limit of the learning rate's factor.
-        notices: (kind, text) to show; each kind is shown once in a run.
+        stop_reason: why the run ends now; "" if it continues.
+        forecast_scale: upper limit of the learning-rate factor: < 1 while a critical level is forecast.
+        notices: (kind, text) to show; each kind is shown once per run.
     """
 
     tighten: bool = False
@@ -163,12 +164,12 @@ class BatchDecision:
 
 
 def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighten: bool) -> BatchDecision:
-    """Decide about the run after one batch.
+    """Decides how the run continues after one batch.
 
     Args:
-        observed: the run so far.
+        observed: the state of the run.
         spec: the guardrails' settings.
-        can_tighten: the correction has bounds that can be tightened.
+        can_tighten: whether the correction has bounds that can be tightened.
     """
     reason = f"no update was made in {WINDOW} batches" if observed.is_idle else ""
     for finding in filter(lambda finding: _is_fatal(finding, observed.step), observed.findings):
@@ -192,7 +193,7 @@ def decide_batch(observed: BatchObservation, spec: GuardrailsSpec, *, can_tighte
 
 
 def next_forecast_scale(observed: BatchObservation, spec: GuardrailsSpec) -> float:
-    """Halved by an examination that forecasts a critical level, doubled by one that does not."""
+    """The forecast scale, halved by an examination that forecasts a critical level, else doubled."""
     if spec.mode != "act" or spec.on_forecast == "warn":
         return 1.0
     if observed.ahead is None:
@@ -209,7 +210,7 @@ def tightens(spec: GuardrailsSpec, *, tail_is_heavy: bool, is_forecast: bool, ca
 
 
 def _is_fatal(finding: Finding, step: int) -> bool:
-    """The finding means that nothing is learned any more, and it still holds at this step."""
+    """Whether the finding means that the run no longer learns, and still holds at this step."""
     lasts = any(evidence.last_step == step for evidence in finding.evidence)
     return lasts and finding.rule in FATAL and finding.severity == "critical"
 
@@ -218,7 +219,7 @@ def _notices(
     observed: BatchObservation, spec: GuardrailsSpec, reason: str, *, can_tighten: bool
 ) -> Iterator[tuple[str, str]]:
     def told(kind: str, what: str, action: str, does: str = "") -> tuple[str, str]:
-        """What was observed, and the action that is taken or that `act` would take."""
+        """A notice: the observation, and the action that is taken or that mode=act would take."""
         done = ""
         if action != "warn":
             does = does or _ACTIONS[action]

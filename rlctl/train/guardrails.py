@@ -1,8 +1,8 @@
-"""Guardrails after every batch: the rules of `rlctl diagnose` on the run so far.
+"""Guardrails after every batch: the rules of `rlctl diagnose`, applied to the run so far.
 
 They observe the log, decide (`rlctl.train.guardrail_decisions`), and act: warn, tighten the correction's
-bounds while the raw effective sample size stays low, end a run that has collapsed. Everything is decided from
-logged metrics: a resumed run reads its log back and decides as the uninterrupted run would. The main rank
+bounds while the raw effective sample size stays low, end a run that has collapsed. All decisions depend only
+on logged metrics, so a resumed run reads its log and decides as the uninterrupted run would. The main rank
 decides for all ranks. Single updates are checked in `rlctl.train.update`.
 """
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
 
-#: Batches between two examinations with all rules; and as a share of the run so far, since examining a longer
-#: run takes longer.
+#: Batches between two examinations with all rules: a constant, or if larger a fraction of the steps so far,
+#: because examining a longer run takes longer.
 EVERY, EVERY_SHARE = 5, 1 / 500
 
 INTERVENTIONS, ALARMS = "guardrails/interventions", "guardrails/alarms"
@@ -49,17 +49,17 @@ _NOT_FINITE_OR_EMPTY = "rollout_corr/skipped_updates"
 
 
 class Guardrails:
-    """Watches a run batch by batch; every rank builds one and calls `observe`.
+    """Monitors a run batch by batch; every rank creates one and calls `observe`.
 
     Args:
-        run: its history is that of the steps before, as logged (the main rank's counts); its
-            `stopped_because` is set when the run is to end.
-        settings: as the spec has them.
+        run: its `history` holds the logged metrics of earlier steps (only the main rank's is used); its
+            `stopped_because` is set when the run must end.
+        settings: update settings of the spec, not tightened.
 
     Attributes:
         spec: the guardrails' settings.
-        is_tight: the next batch is to be trained with tightened bounds.
-        lr_scale: factor from which the learning rate of the next update starts.
+        is_tight: whether the next batch is trained with tightened bounds.
+        lr_scale: learning-rate factor with which the next update starts.
     """
 
     def __init__(self, run: Run, settings: UpdateSettings) -> None:
@@ -84,13 +84,13 @@ class Guardrails:
         self.lr_scale = ranks.max(self._carried(LR_SCALE) if ranks.is_main else 0.0)
 
     def _carried(self, key: str) -> float:
-        """The factor that the run's last batch logged; 1 where there is none, or none is used."""
+        """The factor that the last batch logged; 1 if there is none, or if the mode is not `act`."""
         last = self._log.last(key)[-1:]
         return float(last[0]) if self.spec.mode == "act" and np.isfinite(last).any() else 1.0
 
     @property
     def settings(self) -> UpdateSettings:
-        """Those of the next batch's updates."""
+        """Settings of the next batch's updates."""
         return self._tight if self.is_tight else self._loose
 
     def observe(
@@ -102,17 +102,17 @@ class Guardrails:
         decisions: Sequence[UpdateDecision],
         lr_scale: float,
     ) -> dict[str, float]:
-        """Check one batch and act on the run.
+        """Checks one batch and acts on the run.
 
         Args:
             step: the batch's number.
-            metrics: of the step, reduced over ranks.
+            metrics: metrics of the step, reduced over ranks.
             num_updates: optimizer updates of the batch, taken or withheld.
-            decisions: on those updates that were checked.
-            lr_scale: factor that they left for the next update.
+            decisions: decisions on the updates that were checked.
+            lr_scale: learning-rate factor after these decisions.
 
         Returns:
-            The step's `guardrails/*`; nothing where guardrails are off.
+            The step's `guardrails/*` metrics; empty if guardrails are off.
         """
         if self.spec.mode == "off":
             return {}
@@ -146,7 +146,7 @@ class Guardrails:
         return own
 
     def _act(self, decision: BatchDecision, lr_scale: float) -> None:
-        """Carry out the main rank's decision on every rank; `lr_scale` is what the updates left."""
+        """Carries out the main rank's decision on every rank; `lr_scale` is the factor after the updates."""
         for kind, text in decision.notices:
             self._notices.once(kind, text)
         ranks = self._run.ranks
@@ -167,7 +167,7 @@ class Guardrails:
         return len(planned) == WINDOW and bool(((planned > 0) & (made <= 0)).all())
 
     def _examined(self, step: int) -> tuple[tuple[Finding, ...], tuple[Forecast, ...] | None]:
-        """Every few batches what all rules find, worst first, and what is forecast before the run's end."""
+        """Every few batches: findings of all rules, worst first, and forecasts before the end of the run."""
         if step % max(EVERY, int(step * EVERY_SHARE)) or len(self._log) < WINDOW:
             return (), None
         spec = self._run.spec
@@ -184,7 +184,7 @@ class Guardrails:
 
 
 class _Log:
-    """The run so far as diagnosis reads it: the metrics that its rules and the guardrails read."""
+    """The log of the run so far: the metrics that the diagnosis rules and the guardrails read."""
 
     def __init__(self) -> None:
         own = {RAW_ESS.key, UPDATES, SKIPPED, LR_SCALE, FORECAST_SCALE, _NOT_FINITE_OR_EMPTY}
@@ -198,7 +198,7 @@ class _Log:
         return len(self._steps)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One more step; a figure that was not logged, or is none, is NaN."""
+        """Appends one step; a value that is missing or not finite is stored as NaN."""
         new = metrics.keys() - self._names
         self._names |= new
         for key in new:
@@ -212,14 +212,14 @@ class _Log:
                 self._nonfinite.setdefault(key, []).append(step)
 
     def last(self, key: str) -> NDArray[np.float64]:
-        """The metric's last `WINDOW` values, or as many as there are; NaN where it was not logged."""
+        """The last `WINDOW` values of the metric, or all if there are fewer; NaN where it was not logged."""
         column = self._columns.get(key)
         if column is None:
             return np.full(min(len(self), WINDOW), np.nan)
         return np.array(column[-WINDOW:])
 
     def table(self) -> Table:
-        """A copy: arrays that numpy reads cannot grow."""
+        """Returns a copy, because an `array` whose buffer numpy uses cannot grow."""
         return Table(
             np.array(self._steps, dtype=np.int64),
             {key: np.array(column) for key, column in self._columns.items()},

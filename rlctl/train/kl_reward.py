@@ -1,4 +1,4 @@
-"""The KL penalty in the reward: r_t ← r_t − β · KL_t, and β's way over the run."""
+"""The KL penalty in the reward, r_t ← r_t − β · KL_t, and the control of β."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlctl.spec.algorithm import AlgorithmSpec
 
 
 def kl_controller(algorithm: AlgorithmSpec) -> KLController:
-    """The coefficient at the start of a run."""
+    """The controller of the KL coefficient at the start of a run."""
     control = algorithm.kl_ctrl
     target = control.target_kl if control.type == "adaptive" else None
     return KLController(control.kl_coef, target, control.horizon)
@@ -25,13 +25,13 @@ def kl_controller(algorithm: AlgorithmSpec) -> KLController:
 def with_kl_in_reward(
     scored: ScoredBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
 ) -> tuple[ScoredBatch, KLController, dict[str, float]]:
-    """Take β · KL(π_old, π_ref) from every token's reward.
+    """Subtracts β · KL(π_old, π_ref) from the reward of every token.
 
-    Source: Ouyang et al. 2022, "InstructGPT", eq. 2. A token of a non-finite π_old is not penalised:
-    its sequence is rejected later, and its siblings' baseline stays sound.
+    Source: Ouyang et al. 2022, "InstructGPT", eq. 2. A token with a non-finite log-prob under π_old gets no
+    penalty: its sequence is rejected later, and the baseline of its group stays finite.
 
     Returns:
-        The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*`.
+        The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
 
     Raises:
         RunFailure: the batch has no reference log-probs.

@@ -6,8 +6,9 @@
                   log_probs             + values                       (+ critic)   the rollout
 
 One batch per step. Every rank runs this loop on its share of each batch; sums are merged over ranks
-where they are divided. All randomness comes from the seed and the step, so beside the models' own
-state a resumed run needs the step it stopped at, the KL coefficient, and batches sampled ahead.
+before they are divided. All randomness derives from the seed and the step. Besides the state of the
+models, a resumed run therefore needs only the last step, the KL coefficient, batches sampled ahead and
+the draws of dynamic sampling.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """Train from `run.start_step` to `run.total_steps`, or until asked to stop."""
+    """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
     spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
     ranks = run.data_ranks or run.ranks
     guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
@@ -63,7 +64,7 @@ def train(run: Run) -> None:
             scored = score_batch(run, rollouts, rewards, baseline, timer)
             if algorithm.use_kl_in_reward:
                 scored, steered, penalty = with_kl_in_reward(scored, algorithm, run.kl, ranks)
-                run.kl = run.kl if hold else steered  # an unchanged policy has no KL to steer by
+                run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
                 metrics |= penalty
             with timer("adv"):
                 batch = with_advantages(scored, algorithm, ranks, run.policy_version)
@@ -103,8 +104,8 @@ def train(run: Run) -> None:
             decisions=outcome.decisions,
             lr_scale=outcome.lr_scale,
         )
-        # Logged before it is saved: no checkpoint contains a step that the log lacks. The seconds of
-        # saving are therefore in the next line.
+        # Log before saving, so that the log contains every step of a checkpoint. The seconds of saving
+        # are therefore logged with the next step.
         log(run, step, metrics)
         saving = StepTimer(ranks.device, phases)
         stopping, is_saved = saver.after(step, metrics)
@@ -118,9 +119,9 @@ def train(run: Run) -> None:
 def sample_and_grade(
     run: Run, step: int, timer: StepTimer, metrics: dict[str, float]
 ) -> tuple[Rollouts, RewardResult, RewardResult | None]:
-    """This rank's responses, their grades, and for ReMax those of the greedy responses.
+    """This rank's responses, their grades, and for ReMax the grades of the greedy responses.
 
-    With dynamic sampling what the batch cost goes into `metrics`.
+    With dynamic sampling, adds the sampling cost to `metrics`.
     """
     if run.draws is not None:
         rollouts, rewards, paid = live_batch(run, step, run.draws, timer)
@@ -136,7 +137,7 @@ def sample_and_grade(
 def shared(
     run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None
 ) -> tuple[Rollouts, RewardResult, RewardResult | None]:
-    """Those of all ranks that run each row together: from here on these have the same rows."""
+    """Gathers the rows of all ranks of a sequence-parallel group, which have the same rows from here on."""
     sequence, minis = run.sequence, run.spec.data.train_batch_size // run.spec.ppo_mini_batch_size
     if baseline is not None:
         baseline = shared_rewards(sequence, baseline, minis)
@@ -146,10 +147,10 @@ def shared(
 def describe_batch(
     run: Run, scored: ScoredBatch, batch: TrainBatch, rewards: RewardResult, baseline: RewardResult | None
 ) -> dict[str, float]:
-    """What the batch looks like over all ranks.
+    """Metrics of the batch over all ranks.
 
     Raises:
-        RunFailure: too much of it could not be graded.
+        RunFailure: too many responses could not be graded.
     """
     ranks, spec = run.data_ranks or run.ranks, run.spec
     reduced = ranks.to_host(batch_sums(scored, batch, rewards, run.policy_version))
@@ -165,7 +166,7 @@ def describe_batch(
 
 
 def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
-    """Keep responses with what the update made of them, where they are kept."""
+    """Stores responses with log-probs, weights and mask of the update, if rollouts are kept."""
     if run.rollout_writer:
         run.rollout_writer.add(
             step,
@@ -179,14 +180,14 @@ def dump(run: Run, step: int, scored: ScoredBatch, outcome: Updated) -> None:
 
 
 def epoch_of(run: Run, step: int) -> float:
-    """Passes over the data completed before this step's batch; with dynamic sampling, after it."""
+    """Complete passes over the data before this step's batch; with dynamic sampling, after it."""
     if run.draws is not None:
         return float(run.draws.position // len(run.train_prompts))
     return float((step - 1) // run.train_prompts.steps_per_epoch(run.spec.data.train_batch_size))
 
 
 def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> dict[str, float]:
-    """Seconds, tokens per second and memory of one step."""
+    """Seconds, tokens per second and rank, and peak memory (GiB) at one step."""
     seconds = timer.seconds["step"]
     if ranks.device.type == "cuda":
         gib = torch.cuda.max_memory_allocated() / 2**30
@@ -200,7 +201,7 @@ def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> di
 
 
 def log(run: Run, step: int, metrics: dict[str, float]) -> None:
-    """Track one step, remember it for the summary, and tell the callbacks."""
+    """Logs one step, appends it to the history for the summary, and calls the callbacks."""
     run.tracker.log(step, metrics)
     run.history.append({"step": float(step)} | metrics)
     for callback in run.callbacks:

@@ -1,10 +1,10 @@
-"""How the rows of a batch are cut into forward passes: by number, or by the tokens of each.
+"""Splits the rows of a batch into forward passes, by number of rows or by number of tokens.
 
-A forward pass runs over the columns that some row of it uses (`engine/inputs.py`). Rows of unlike
-length therefore pay for each other's padding; of like length, they do not. A budget in tokens also
-bounds the memory of a pass by what it computes, not by what the longest response might have been.
+A forward pass computes the columns that at least one of its rows uses (`engine/inputs.py`). Rows of
+different lengths therefore cause padding; rows of similar length do not. A token budget also bounds
+the memory of a pass by what it computes, not by the longest possible response.
 
-Rows that the loss has no gradient of come first, so that their forward passes need no backward pass.
+Rows without gradient come first, so that their forward passes need no backward pass.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 def micro_batches(
     inputs: ModelInputs, rows: int, max_tokens: int | None, ranks: Ranks, *, first: Tensor | None = None
 ) -> list[Rows]:
-    """Which rows go through the model together; every row is in exactly one part.
+    """Rows of each forward pass (part); every row is in exactly one part.
 
-    By tokens, rows are sorted by their length, longest first, and packed one after the other as long
-    as number of rows × columns in use stays within the budget. Ranks with fewer parts than others cut
-    theirs further: under ZeRO a forward or backward pass is a collective.
+    By tokens, rows are sorted by length, longest first, and packed one after the other while
+    number of rows × columns in use stays within the budget. Ranks with fewer parts than others split
+    theirs further, because under ZeRO a forward or backward pass is a collective.
 
     Args:
-        inputs: this rank's rows; every rank has as many.
-        rows: per part, where `max_tokens` is None (the last part may be smaller).
-        max_tokens: columns × rows per part; a longer row makes a part of its own.
+        inputs: this rank's rows; every rank has the same number.
+        rows: rows per part if `max_tokens` is None (the last part may be smaller).
+        max_tokens: rows × columns per part; a longer row is a separate part.
         ranks: the processes of the run; all call this.
-        first: (B,) bool, rows of the first parts: none of the others is in a part with them, but one that
-            is cut by number. None: in any order.
+        first: (B,) bool, rows that the first parts contain. Parts by tokens never mix them with other rows;
+            of the parts by number, one may. None: any order.
     """
     total, device = len(inputs), inputs.input_ids.device
     if max_tokens is None:
         starts = range(0, total, rows)
-        if first is None or int(first.sum()) < rows or len(starts) == 1:  # too few for a part of their own
+        if first is None or int(first.sum()) < rows or len(starts) == 1:  # too few to fill a part
             return [slice(start, min(start + rows, total)) for start in starts]
         order = first.int().argsort(descending=True, stable=True)
         return [order[start : start + rows] for start in starts]
@@ -56,12 +56,12 @@ def micro_batches(
         place = max(range(len(parts)), key=lambda place: len(parts[place]))
         middle = len(parts[place]) // 2
         parts[place : place + 1] = [parts[place][:middle], parts[place][middle:]]
-    # In the batch's own order: adjacent rows may share a prompt, which is then run once.
+    # Batch order within a part: adjacent rows may share a prompt, which is then computed once.
     return [torch.tensor(sorted(part), device=device) for part in parts]
 
 
 def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
-    """What was found part by part, (rows of the part, …) each, as (B, …) without gradient."""
+    """Joins the results of all parts, each (rows of the part, …), as (B, …) in batch order, detached."""
     number = sum(len(piece) for piece in pieces)
     whole = pieces[0].new_empty((number, *pieces[0].shape[1:]))
     for rows, piece in zip(parts, pieces, strict=True):
@@ -70,7 +70,7 @@ def in_batch_order(pieces: list[Tensor], parts: list[Rows]) -> Tensor:
 
 
 def _lengths(inputs: ModelInputs) -> tuple[list[int], list[int]]:
-    """Per row, the prompt's and the response's columns that a pass over it alone would use."""
+    """Per row, the numbers of prompt and response columns that a pass over this row alone would use."""
     width = inputs.scored.shape[1]
     prompts = inputs.attention_mask[:, : inputs.input_ids.shape[1] - width].sum(1).clamp(min=1)
     places = torch.arange(1, width + 1, device=inputs.scored.device)

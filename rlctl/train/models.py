@@ -1,4 +1,4 @@
-"""The models of a run: the policy and its sampling copy, and where asked for a critic and a reference."""
+"""The models of a run: policy, sampling copy, and if required a critic and a reference."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What computes, on this rank.
+    """The models and engines of this rank.
 
     Attributes:
-        rollout: the trainer's view of the engine.
-        base: the policy as it is without its adapters; None without LoRA.
+        rollout: the rollout engine, for the training thread.
+        base: the policy without its adapters; None without LoRA.
         sequence, data_ranks: see `share_rows`.
-        sampling_ahead: the same engine for the thread that samples while the trainer trains.
+        sampling_ahead: the same rollout engine, for the thread that samples during training.
         notes: warnings for the user.
     """
 
@@ -60,17 +60,17 @@ class Models:
 def build_models(
     spec: RunSpec, model_path: str, ranks: Ranks, run_dir: Path, stack: contextlib.ExitStack
 ) -> Models:
-    """Load and wrap every model the spec asks for.
+    """Loads and wraps every model that the spec requires.
 
     Args:
-        spec: says which.
-        model_path: directory or hub id of the policy, the embedded one's resolved.
+        spec: the run's spec.
+        model_path: directory or hub id of the policy; for the embedded model, its directory.
         ranks: the processes of the run.
         run_dir: rollout servers write their logs below it.
-        stack: ends the rollout engine when it is closed.
+        stack: closes the rollout engine when it is closed.
 
     Raises:
-        UsageError, EnvironmentFailure: a model cannot be had, or does not fit.
+        UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
     dtype, is_cut_up = _DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
     partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
@@ -78,8 +78,8 @@ def build_models(
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _check_context(model, spec)
-    # Before the engine takes the policy over: the sampling copy and the other models start from the
-    # same directory.
+    # Before DeepSpeed wraps the policy. The sampling copy and the other models start from the same
+    # directory.
     rollout = build_rollout(
         EngineContext(
             spec=spec,
@@ -100,7 +100,7 @@ def build_models(
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
     beside = partial(_beside, spec, model_path, tokenizer)
     ref: ReferencePolicy | None = None
-    # Under LoRA the base below the adapters is the policy as it started: no second copy is needed.
+    # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = FrozenPolicy(
             beside(
@@ -164,7 +164,7 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
 
 
 def _loading(spec: RunSpec) -> dict[str, Any]:
-    """How every model of the run is loaded."""
+    """Loading arguments of every model of the run."""
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,
@@ -182,7 +182,7 @@ def _beside(
     *,
     partition: PartitionedLoading | None,
 ) -> Any:
-    """A model of its own path, or the policy's once more."""
+    """Loads another model from `path`; None: from the policy's path."""
     revision = spec.model.revision if path in {None, spec.model.path} else None
     model = load_beside(
         path or model_path, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)

@@ -1,4 +1,4 @@
-"""Notices above the display during training: few enough to be read."""
+"""Notices above the live display during training, limited in number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MAX_NAMED = 8
 
 
 class Notices:
-    """Shows lines and counts how often each kind came up.
+    """Shows lines, limited per kind, and counts the kinds.
 
     Args:
         show: shows one line.
-        label: begins every line.
+        label: prefix of every line.
     """
 
     def __init__(self, show: Callable[[str], None], label: str) -> None:
@@ -25,13 +25,13 @@ class Notices:
         self._times: Counter[str] = Counter()
 
     def once(self, kind: str, text: str) -> None:
-        """Show the first line of its kind."""
+        """Shows the line if it is the first of its kind."""
         self._times[kind] += 1
         if self._times[kind] == 1:
             self._show(f"{self._label}: {text}")
 
     def doubling(self, kind: str, text: str) -> None:
-        """Show the 1st, 2nd, 4th, 8th … line of its kind."""
+        """Shows the line if it is the 1st, 2nd, 4th, 8th … of its kind."""
         self._times[kind] += 1
         times = self._times[kind]
         if times & (times - 1) == 0:  # a power of two
@@ -41,7 +41,7 @@ class Notices:
 def step_warnings(
     step: int, metrics: Mapping[str, float], nonfinite: Tensor, timeouts: Mapping[FailureKind, int]
 ) -> Iterator[tuple[str, str]]:
-    """(kind, text) of what went wrong in one step.
+    """Yields (kind, text) for every problem in one step.
 
     Args:
         step: its number.

@@ -21,11 +21,11 @@ from rlctl.train.settings import UpdateSettings
 
 @dataclass(frozen=True, slots=True)
 class BatchNormalizers:
-    """Figures of a whole mini-batch that its loss divides by."""
+    """Statistics of a whole mini-batch that its loss needs."""
 
     denominators: Denominators
-    factor: float  # mean weight, by which weights are divided
-    loss: LossRule  # with what the loss has to know of the whole mini-batch
+    factor: float  # mean weight; weights are divided by it
+    loss: LossRule  # with the statistics that the loss function reads
 
 
 def actor_loss(
@@ -35,9 +35,10 @@ def actor_loss(
     normalizers: BatchNormalizers,
     settings: UpdateSettings,
 ) -> tuple[Tensor, MetricSums[Tensor]]:
-    """The share of the mini-batch loss with gradient, and the sums behind the `actor/*` metrics.
+    """This micro-batch's share of the mini-batch loss, with gradient, and the sums for `actor/*` metrics.
 
-    Rejected tokens leave all three terms; whether they stay in the denominator is the rules' choice.
+    Rejected tokens are excluded from all three terms; `loss_denominator` of the rules decides whether the
+    denominator counts them.
 
     Raises:
         RunFailure: KL is in the loss and the batch has no reference log-probs.
@@ -64,11 +65,11 @@ def actor_loss(
     if settings.kl_loss_type is not None:
         if micro.ref_log_probs is None:
             raise RunFailure("the KL loss needs reference log-probs, and the batch has none")
-        # Against π_rollout in both modes: it is what the tokens were sampled from.
+        # Relative to π_rollout in both modes, because the tokens were sampled from it.
         policies = (output.log_probs, micro.ref_log_probs, micro.rollout_log_probs)
         kl = mean(kl_loss(settings.kl_loss_type, *policies, loss_mask))
         loss = loss + settings.kl_loss_coef * kl
-    # What the correction has not seen: in decoupled mode π_θ is not part of it.
+    # Rows that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = nonfinite_rows(output.log_probs, mask) & ~correction.nonfinite
     return loss, _sums(
         micro, output, policy, mask, loss=loss, pg_loss=pg_loss, kl_loss=kl, nonfinite=nonfinite.sum()
@@ -76,7 +77,7 @@ def actor_loss(
 
 
 def nonfinite_rows(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """(B,) bool: a response token of the row has a NaN or infinite log-prob; both (B, T)."""
+    """(B,) bool: rows with a NaN or infinite log-prob where `mask` is True; both arguments (B, T)."""
     return (mask & ~log_probs.detach().isfinite()).any(-1)
 
 

@@ -1,4 +1,4 @@
-"""Files that a run reads, checked before torch is imported: a missing one is refused within a second."""
+"""Checks the files that a run reads before torch is imported: errors appear within a second."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlctl.spec.checkpoint_size import checkpoint_bytes
 from rlctl.spec.paths import matches
 from rlctl.spec.run_spec import RunSpec
 
-#: One of these must be there for a tokenizer to load.
+#: At least one of these must exist for a tokenizer to load.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
-    """Every local model, data file and reward file of `spec` that cannot be used, not hub ids."""
+    """Problems of the local models, data files and reward files of `spec`; hub ids are not checked."""
     checks: list[tuple[str, Callable[[], None]]] = []
     if not spec.is_embedded:
         checks.append(("model.path", lambda: _check_model(spec.model.path, needs_tokenizer=True)))
@@ -48,10 +48,10 @@ def _problem_of(key: str, check: Callable[[], None]) -> list[Problem]:
 
 
 def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
-    """Refuse a directory without configuration, weights or tokenizer; anything else may be a hub id.
+    """Refuses a directory without configuration, weights or tokenizer; any other path may be a hub id.
 
     Raises:
-        UsageError: it cannot be loaded.
+        UsageError: the directory cannot be loaded.
     """
     check_directory(os.path.expanduser(path), path)  # noqa: PTH111 - a Path would drop the "./" of a local path
     directory = Path(path).expanduser()
@@ -73,7 +73,7 @@ def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
 
 
 def check_disk(spec: RunSpec) -> list[Problem]:
-    """A disk without room for checkpoints: a warning where one fits and not all that are kept."""
+    """Reports too little disk space: an error if no checkpoint fits, a warning if not all kept ones fit."""
     needed = checkpoint_bytes(spec)
     place = Path(spec.trainer.run_dir or "runs").expanduser().absolute()
     there = next(path for path in (place, *place.parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Which prompts dynamic sampling has used up, and how difficult they were."""
+"""State of dynamic sampling: position in the data, and the measured difficulty of prompts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlctl.errors import RunFailure
 
 @dataclass
 class PromptDraws:
-    """How far the prompts are used up, and how difficult they were; the same on every rank.
+    """Position in the prompts, and their measured scores; the same on every rank.
 
     Attributes:
         position: prompts drawn so far, over all epochs, skipped ones included.
         low, high: smallest and largest mean score of a group so far.
-        measured: row → mean score of its last group, and responses in it.
+        measured: row → mean score of its last group, and number of graded responses in it.
     """
 
     position: int = 0
@@ -27,12 +27,12 @@ class PromptDraws:
     measured: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def note(self, row: int, mean: float, count: int) -> None:
-        """Remember how a prompt did."""
+        """Records the mean score of a prompt's group."""
         self.low, self.high = min(self.low, mean), max(self.high, mean)
         self.measured[row] = (mean, count)
 
     def chance(self, row: int, n: int, floor: float) -> float:
-        """Of drawing a prompt at its turn: the probability that its group is live, at least `floor`."""
+        """Probability of drawing a prompt at its turn: that its group is live, at least `floor`."""
         if row not in self.measured or self.high <= self.low:
             return 1.0
         mean, count = self.measured[row]
@@ -40,15 +40,15 @@ class PromptDraws:
         return max(floor, live_probability(rate, n))
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Writes the state as JSON."""
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> PromptDraws:
-        """Read what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-            RunFailure: it cannot be read.
+            RunFailure: the file cannot be read.
         """
         try:
             given = json.loads(path.read_text(encoding="utf-8"))

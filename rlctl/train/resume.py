@@ -1,4 +1,4 @@
-"""What a resumed run may change, and what it may not."""
+"""Settings and data that a resumed run may change, and checks of the others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rlctl.spec.rollout import ServerSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.trainer import GuardrailsSpec
 
-#: Keys that change how long a run is or where it reports to, not what it computes. Guardrails act on
-#: a run that is no longer healthy; a user who resumes one that they stopped must be able to overrule them.
-#: Servers are somewhere else after a preemption.
+#: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who
+#: resumes a run that they stopped must be able to overrule them. Servers: a preemption changes addresses.
 _SAFE = frozenset(
     {
         "actor.ppo_micro_batch_size_per_gpu",
@@ -49,17 +48,19 @@ _SAFE = frozenset(
     }
 )
 
-#: Safe as long as the learning rate does not depend on where the run ends.
+#: Safe if the learning rate does not depend on the length of the run.
 _LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
 
 
-#: Of a run directory: the fingerprints of the rows that it trains on and validates with.
+#: File in a run directory: fingerprints of its training and validation rows.
 DATA_FILE = "data.json"
 
 
 def data_fingerprint(rows: Iterable[Row]) -> str:
-    """SHA-256 of sources, prompts and ground truths, in order; other fields change no prompt and no grade
-    of the shipped graders, but those of a user's may read them: they count too."""
+    """SHA-256 of sources, prompts, ground truths and other fields, in order.
+
+    Shipped graders do not read the other fields, but user-defined graders may.
+    """
     digest = hashlib.sha256()
     for row in rows:
         messages = [[message.role, message.content] for message in row.prompt]
@@ -75,10 +76,10 @@ def known_data(run_dir: Path) -> dict[str, str]:
 
 
 def refuse_changed_data(before: Mapping[str, str], now: Mapping[str, str], run_dir: Path) -> None:
-    """Refuse to go on with other rows: batches are drawn from them by number.
+    """Refuses to continue with other rows, because batches are drawn by row number.
 
     Raises:
-        UsageError: rows differ from those the run began with.
+        UsageError: rows differ from those that the run began with.
     """
     for key, fingerprint in now.items():
         if before.get(key, fingerprint) != fingerprint:
@@ -96,10 +97,10 @@ def changes(before: RunSpec, after: RunSpec) -> dict[str, tuple[Any, Any]]:
 
 
 def refuse_unsafe(before: RunSpec, after: RunSpec) -> list[str]:
-    """The safe changes as lines to show.
+    """Returns the safe changes as lines to show.
 
     Raises:
-        SpecError: a change would make the rest of the run another experiment.
+        SpecError: a change would make the rest of the run a different experiment.
     """
     found = changes(before, after)
     safe = _SAFE | _LENGTH if after.actor.lr_scheduler_type == "constant" else _SAFE

@@ -1,4 +1,4 @@
-"""Everything a run is made of, in one record that the loop and its helpers share."""
+"""`Run`: the parts of a run in one record that the training loop and its helpers share."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """Everything a run is made of, as `rlctl.train.setup` builds it."""
+    """All parts of a run, built by `rlctl.train.setup`."""
 
     spec: RunSpec
     run_dir: Path
     ranks: Ranks
-    tokenizer: Any  # Hugging Face's, of the policy
+    tokenizer: Any  # Hugging Face tokenizer of the policy
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
     rollout: LockedRollout
     reward: Reward
     actor: TrainEngine
     base: ReferencePolicy | None  # the policy without its adapters; None without LoRA
-    ref: ReferencePolicy | None  # only if some KL penalty compares with it
-    critic: CriticEngine | None  # only for `gae`
+    ref: ReferencePolicy | None  # only if a KL penalty needs it
+    critic: CriticEngine | None  # only if the estimator needs values (`gae`)
     stream: RolloutStream
     tracker: Tracker
     rollout_writer: RolloutWriter | None  # rank 0 only
     stop: StopRequest
-    kl: KLController  # of the penalty in the reward, for the next batch
+    kl: KLController  # controls the KL penalty in the reward, for the next batch
     total_steps: int
     start_step: int = 0
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far
-    stopped_because: str = ""  # the guardrails' reason to end it early
+    stopped_because: str = ""  # the guardrails' reason to end the run early
     history: list[dict[str, float]] = field(default_factory=list)
-    sequence: SequenceParallel | None = None  # the ranks that run each row together with this one
-    data_ranks: Ranks | None = None  # sums over them count each row once; None: `ranks`
+    sequence: SequenceParallel | None = None  # this rank's sequence-parallel group
+    data_ranks: Ranks | None = None  # sums over these count each row once; None: `ranks`
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)

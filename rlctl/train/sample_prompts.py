@@ -1,4 +1,4 @@
-"""Which prompts a step takes, and how they are answered."""
+"""Prompts and responses of a training step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def sample_batch(
     spec: RunSpec, ranks: Ranks, prompts: PromptDataset, rollout: RolloutEngine, step: int
 ) -> Rollouts:
-    """This rank's responses of one step, `rollout.n` per prompt."""
+    """Samples this rank's responses of one step, `rollout.n` per prompt."""
     return rollout.generate(
         draw_prompts(spec, ranks, prompts, step),
         sampling_of(spec),
@@ -36,8 +36,8 @@ def sample_batch(
 def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> RewardResult | None:
     """For every response (B,) of one step, the grade of the greedy response to its prompt.
 
-    Which one that is, `group_ids` say. None unless the estimator is ReMax. After it nothing is
-    sampled in this step until the sync: the engine gives its memory back.
+    None unless the estimator is ReMax. `group_ids` match responses and prompts. This is the last sampling
+    before the weight sync, so the engine releases its memory in either case.
     """
     spec = run.spec
     if not spec.algorithm.estimator_needs("baseline_scores"):
@@ -60,7 +60,7 @@ def greedy_baseline(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -
 
 
 def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> Prompts:
-    """This rank's prompts of one step; `group_ids` are their places in the whole batch."""
+    """This rank's prompts of one step; `group_ids` are their indices in the whole batch."""
     batch_size = spec.data.train_batch_size
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
     mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
@@ -68,7 +68,7 @@ def draw_prompts(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int)
 
 
 def sampling_of(spec: RunSpec) -> Sampling:
-    """The distribution training responses are drawn from."""
+    """Sampling settings of the training responses."""
     rollout = spec.rollout
     return Sampling(
         max_response_length=spec.data.max_response_length,

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are due, and what is in them; all or nothing."""
+"""Checkpoints of a run: when they are due, and what they contain. Only complete ones are published."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Decides after each step whether it is saved: every rank builds one and asks it.
+    """Decides after each step whether to save it; every rank creates one and calls `after`.
 
-    A step is saved every `trainer.save_freq` steps, and where `trainer.save_every` has gone by or validation
-    is better than ever. The last two wait for a step after which the rollout engine has the weights, as a
-    resumed run will: with `rollout.sync_every` above 1 not every step is one.
+    A step is saved every `trainer.save_freq` steps, when `trainer.save_every` has elapsed, and when its
+    validation is the best so far. The last two cases wait for a step after which the rollout engine has the current
+    weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
 
     Args:
-        run: what is saved.
+        run: the run to save.
     """
 
     def __init__(self, run: Run) -> None:
@@ -47,11 +47,11 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def after(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
-        """Whether the run is to stop, and whether this step is to be saved; a collective.
+        """Whether to stop the run, and whether to save this step; a collective.
 
         Args:
-            step: its number; it is logged.
-            metrics: as logged; validation results are on the main rank only.
+            step: its number; the step is already logged.
+            metrics: as logged; only the main rank has validation results.
         """
         run, trainer = self._run, self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
@@ -64,32 +64,32 @@ class Saver:
         return stop, saves or stop or step == run.total_steps
 
     def save(self, step: int) -> None:
-        """Save the state of the run after `step` under `<run_dir>/checkpoints` (called on all ranks).
+        """Saves the state of the run after `step` under `<run_dir>/checkpoints` (called on all ranks).
 
         Raises:
-            RunFailure: it could not be written; earlier checkpoints are intact.
+            RunFailure: writing failed; earlier checkpoints are intact.
         """
         save_checkpoint(self._run, step, best=self._best_step())
         self._saved_at = time.monotonic()
 
     def _best_step(self) -> int | None:
-        """The step of the best validation so far, on the main rank."""
+        """Step of the best validation so far, on the main rank; None without `trainer.keep_best`."""
         best = best_validation(self._run.history)
         return best[0] if best and self._run.spec.trainer.keep_best else None
 
 
 def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
-    """Save the state of `run` after `step`; see `Saver.save`.
+    """Saves the state of `run` after `step`; see `Saver.save`.
 
     Args:
         run: the run.
         step: batches trained on.
-        best: the step whose checkpoint is kept whatever comes.
+        best: step whose checkpoint is never removed.
     """
     ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
     run.stream.drain()
-    if run.rollout_writer:  # what a resume will not repeat must be on disk
+    if run.rollout_writer:  # a resumed run does not repeat these steps
         run.rollout_writer.flush()
     has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
     has["draws"] = run.draws is not None
@@ -114,7 +114,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
             run.tokenizer.save_pretrained(partial / "model")
             if run.draws is not None:
                 run.draws.save(partial / "draws" / DRAWS_FILE)
-    # What a rank did not hash as it wrote it lies on the main rank's machine: its ranks share the work.
+    # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
     own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
     known = dict(ranks.exchange(own))
     sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
@@ -132,10 +132,10 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
 
 
 def _require_space(run: Run, step: int) -> None:
-    """Refuse to begin what the disk has no room for.
+    """Refuses to begin a checkpoint without enough disk space.
 
     Raises:
-        RunFailure: there is less than the newest checkpoint took, or the first is estimated to take.
+        RunFailure: less is free than the newest checkpoint takes, or the first is estimated to take.
     """
     root = run.run_dir / CHECKPOINTS
     needed = bytes_of_newest(root) or checkpoint_bytes(run.spec) or 0

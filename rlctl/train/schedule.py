@@ -1,4 +1,4 @@
-"""Learning rate as a function of the optimizer step: nothing to save, nothing to restore."""
+"""Learning rate as a function of the optimizer step, without state to save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.spec.run_spec import RunSpec
 
 
 def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of the policy by the number of its update (a critic's warm-up makes none)."""
+    """Learning rate of the policy by number of its update (there are none while a critic warms up)."""
     batches = total_steps - spec.trainer.critic_warmup
     actor = spec.actor
     return partial(
@@ -24,7 +24,7 @@ def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
 
 
 def critic_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of the critic by the number of its update, on the actor's course."""
+    """Learning rate of the critic by number of its update, with the actor's type of schedule."""
     critic = spec.critic
     return partial(
         lr_at,
@@ -55,7 +55,7 @@ def lr_at(
 ) -> float:
     """Learning rate of optimizer update number `update` (from 0).
 
-    Linear warm-up over the first `warmup` updates, reaching `peak` on the last of them; then hold,
+    Linear warm-up over the first `warmup` updates, reaching `peak` on the last of them; then constant,
     or decay to 0 at `total_updates`.
     """
     if update < warmup:
@@ -69,5 +69,5 @@ def lr_at(
 
 
 def is_due(step: int, frequency: int) -> bool:
-    """Every `frequency` steps; never for 0 or -1."""
+    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
     return frequency > 0 and step % frequency == 0

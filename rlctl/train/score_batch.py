@@ -1,4 +1,4 @@
-"""From rollouts to a batch that can be trained on: scores, the other models' opinions, advantages."""
+"""Turns rollouts into a training batch: scores, outputs of all models, advantages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def rank_positions(
     train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
 ) -> list[int]:
-    """Which prompts of the whole batch this rank takes, in its order.
+    """Indices in the whole batch of this rank's prompts, in its order.
 
-    Every mini-batch is spread evenly over the ranks, so that mini-batch k consists of the same
-    prompts however many ranks there are.
+    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
+    prompts for any number of ranks.
     """
     share = ppo_mini_batch_size // world_size
     return [
@@ -42,17 +42,17 @@ def rank_positions(
 def score_batch(
     run: Run, rollouts: Rollouts, rewards: RewardResult, baseline: RewardResult | None, timer: StepTimer
 ) -> ScoredBatch:
-    """Add scores, and what the policy, the reference and the critic say of the responses.
+    """Adds scores and the outputs of policy, reference and critic for the responses.
 
-    π_old is the rollout's own log-probs in bypass mode, else one more pass of the policy.
+    π_old is the rollout log-probs in bypass mode, else one more forward pass of the policy.
 
     Args:
-        run: the models; those a spec does not need are None and not asked.
+        run: provides the models; those that the spec does not need are None.
         rollouts: this rank's responses.
         rewards: their grades.
-        baseline: for each response, the grade of the greedy response to its prompt; None unless ReMax
-            asks for them. A response is left out where either could not be graded.
-        timer: gets the seconds of each model.
+        baseline: for each response, the grade of the greedy response to its prompt; None without ReMax.
+            A response is excluded if either could not be graded.
+        timer: records the seconds of each model.
 
     Raises:
         RunFailure: the reference's log-probs or the critic's values are not finite.
@@ -100,7 +100,7 @@ def score_batch(
 def _policy(
     run: Run, rollouts: Rollouts, parts: list[Rows], timer: StepTimer
 ) -> tuple[Tensor, Tensor | None]:
-    """π_old (B, T), and where the estimator weighs tokens by it ‖∇ log π‖² (B, T)."""
+    """π_old (B, T), and ‖∇ log π‖² (B, T) if the estimator needs it, else None."""
     algorithm = run.spec.algorithm
     needs_norms = algorithm.estimator_needs("score_norms")
     bypass = algorithm.rollout_correction.bypass_mode
@@ -115,7 +115,7 @@ def _policy(
 
 
 def _gather(model: Callable[[ModelInputs], Tensor], inputs: ModelInputs, parts: list[Rows]) -> Tensor:
-    """(B, T): one micro-batch after the other, without gradient."""
+    """Outputs of `model` (B, T), one micro-batch at a time, without gradient."""
     with torch.no_grad():
         return in_batch_order([model(inputs.pick(rows)) for rows in parts], parts)
 
@@ -129,10 +129,10 @@ def _at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 def with_advantages(
     scored: ScoredBatch, algorithm: AlgorithmSpec, ranks: Ranks, policy_version: int = 0
 ) -> TrainBatch:
-    """Turn rewards into advantages, whose place in the batch and in the group only all ranks know.
+    """Adds advantages; the estimator may use statistics of the whole batch (a collective).
 
     Args:
-        policy_version: optimizer updates that the trained policy has had.
+        policy_version: number of optimizer updates in the trained policy.
     """
     found = estimate(scored, algorithm, ranks)
     rollouts, advantages = scored.rollouts, found.advantages

@@ -1,4 +1,4 @@
-"""What the updates of actor and critic need of the spec, resolved."""
+"""Settings of the actor's and the critic's updates, resolved from the spec."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlctl.registry import POLICY_LOSSES
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
-#: Losses w · f(π_θ, advantages) with a weight w that is applied.
+#: Losses of the form w · f(π_θ, advantages) with the correction weight w.
 PROPORTIONAL_TO_WEIGHTS = frozenset({"reinforce"})
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """The actor's updates.
+    """Settings of the actor's updates.
 
     Attributes:
         mini_rows: sequences per mini-batch on this rank.
         micro_rows: sequences per forward pass on this rank.
-        micro_tokens: tokens per forward pass instead, see `micro_batches`; None: by sequences.
+        micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_rows` applies.
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         measure_grad_error: estimate the error of the gradient, see `rlctl.train.gradient_sketches`.
-        kl_loss_type: None: no KL in the loss.
+        kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
     """
 
     rules: CorrectionRules
@@ -46,7 +46,7 @@ class UpdateSettings:
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
-        """Read them from the spec."""
+        """Reads the settings from the spec."""
         correction, actor = spec.algorithm.rollout_correction, spec.actor
         return cls(
             rules=correction_rules(correction),
@@ -67,34 +67,38 @@ class UpdateSettings:
         )
 
     def tightened(self) -> UpdateSettings:
-        """With every bound that decides something one notch tighter; equal to itself if there is none."""
+        """A copy with every bound in effect one step tighter; equal to `self` if there is none."""
         weight = tighter_weight(self.rules.weight) if self.weights_are_applied else self.rules.weight
         reject = tuple(tighter_criterion(rule) for rule in self.rules.reject)
         return replace(self, rules=replace(self.rules, weight=weight, reject=reject))
 
     @property
     def weights_are_applied(self) -> bool:
-        """False where the loss's own ratio π_θ/π_rollout is the correction: bypass, any loss with one."""
+        """Whether correction weights multiply the loss.
+
+        In bypass mode they do not multiply a loss that contains the ratio π_θ/π_rollout, because that ratio
+        is the correction.
+        """
         return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
 
     @property
     def needs_batch_statistics(self) -> bool:
-        """Whether the loss needs figures of the whole mini-batch that depend on the correction."""
+        """Whether the loss needs statistics of the whole mini-batch that depend on the correction."""
         normalizes = self.weights_are_applied and self.rules.weight.normalize
         return normalizes or self.rules.loss_denominator == "after_rejection" or self.loss.reads_batch
 
     @property
     def needs_advantage(self) -> bool:
-        """Whether rows without advantage have no gradient, and nothing else asks for one."""
+        """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
         has_terms = bool(self.entropy_coeff) or self.kl_loss_type is not None or self.measure_grad_error
         return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property
     def scales_with_statistics(self) -> bool:
-        """Whether those figures only multiply the loss: then its gradient can be multiplied afterwards.
+        """Whether these statistics only scale the loss, so that its gradient can be scaled afterwards.
 
-        Denominators divide every term alike. The mean weight divides the policy-gradient term alone, and
-        changes it in proportion only if that is proportional to the weights.
+        Denominators divide all terms equally. The mean weight divides only the policy-gradient term, and
+        scales it only if that term is proportional to the weights.
         """
         if self.loss.reads_batch:
             return False
@@ -106,7 +110,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """The critic's updates; attributes as in `UpdateSettings`."""
+    """Settings of the critic's updates; attributes as in `UpdateSettings`."""
 
     cliprange_value: float
     agg_mode: AggMode
@@ -118,7 +122,7 @@ class CriticSettings:
 
     @classmethod
     def of(cls, spec: RunSpec) -> CriticSettings:
-        """Read them from the spec; null means as the actor's."""
+        """Reads the settings from the spec; null means the actor's value."""
         critic = spec.critic
         return cls(
             cliprange_value=critic.cliprange_value,
@@ -132,12 +136,12 @@ class CriticSettings:
 
 
 def tighter_weight(rule: WeightRule) -> WeightRule:
-    """Bounds half as far from ρ = 1 in log ρ: [lower, upper] becomes [√lower, √upper]."""
+    """The rule with half the distance of its bounds from ρ = 1 in log ρ: [√lower, √upper]."""
     return replace(rule, lower=math.sqrt(rule.lower), upper=math.sqrt(rule.upper))
 
 
 def tighter_criterion(rule: RejectRule) -> RejectRule:
-    """The same criterion with the band of ρ that it accepts half as wide in log ρ.
+    """The criterion with its accepted band of ρ half as wide in log ρ.
 
     k3 = ρ − 1 − log ρ is not symmetric: its upper side is halved exactly, the lower side follows. A
     statistic that does not bound ρ keeps its bounds.

@@ -1,4 +1,4 @@
-"""From a spec to everything a run is made of: models, data, reward, tracker."""
+"""Builds a run from its spec: models, data, reward, tracker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(
     *,
     resume: bool,
 ) -> Run:
-    """Build the run on this rank, and show how far that is; leaving `stack` closes what needs closing.
+    """Builds the run on this rank and shows the progress; closing `stack` closes its resources.
 
     Raises:
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
@@ -87,7 +87,7 @@ def build(
     startup.phase("starting the graders")
     reward = build_reward(spec.reward, max_response_length=spec.data.max_response_length, device=ranks.device)
     stack.callback(reward.close)
-    startup.stop()  # the panel follows
+    startup.stop()  # the live display follows
     tracker = stack.enter_context(_tracker(spec, run_dir, ranks, stop, watchdog, total_steps, restored.step))
     if writer:
         stack.callback(writer.flush)
@@ -131,13 +131,13 @@ def _stream(
     total_steps: int,
     stack: contextlib.ExitStack,
 ) -> RolloutStream:
-    """Batches sampled in this thread, or with `rollout.max_staleness` in another while this one trains."""
+    """Batches sampled in this thread or, with `rollout.max_staleness`, in another one during training."""
     if not spec.rollout.max_staleness:
         sample = partial(sample_batch, spec, ranks, prompts, models.rollout)
         return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
 
     def enter() -> None:
-        if ranks.device.type == "cuda":  # threads begin on the first GPU, whichever is this rank's
+        if ranks.device.type == "cuda":  # a new thread starts on GPU 0, not on the GPU of this rank
             torch.cuda.set_device(ranks.device)
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
@@ -147,7 +147,7 @@ def _stream(
 
 
 def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
-    """Model directory, training files, validation files; what is not there yet is fetched or built."""
+    """Model directory, training files, validation files; downloads or builds what is missing."""
     if not spec.is_embedded:
         if ranks.is_main:
             model_directory(spec.model.path)
@@ -174,7 +174,7 @@ def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
 def _check_data(
     prompts: dict[str, PromptDataset | None], run_dir: Path, ranks: Ranks, *, resume: bool
 ) -> None:
-    """Keep what the rows are, or compare them with what they were.
+    """Stores the fingerprints of the rows; a resumed run first compares them with the stored ones.
 
     Raises:
         UsageError: a resumed run has other rows.
@@ -182,7 +182,7 @@ def _check_data(
     now = {key: data_fingerprint(each.rows) for key, each in prompts.items() if each}
     before = known_data(run_dir) if resume else {}
     refuse_changed_data(before, now, run_dir)
-    ranks.barrier()  # every rank has read what was there
+    ranks.barrier()  # every rank has read the old file
     if ranks.is_main:
         write_text(run_dir / DATA_FILE, json.dumps(before | now, indent=2) + "\n")
 
@@ -210,7 +210,7 @@ def _total_steps(spec: RunSpec, prompts: PromptDataset) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a resumed run continues, and notes for the user."""
+    """State from which a resumed run continues, and notes for the user."""
 
     step: int
     policy_version: int
@@ -220,10 +220,10 @@ class Restored:
 
 
 def _restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
-    """Load the newest sound checkpoint into the engines and the stream of rollouts."""
+    """Loads the newest intact checkpoint into the engines and the rollout stream."""
     notes: list[str] = []
     root, found = run_dir / CHECKPOINTS, None
-    if ranks.is_main:  # one rank reads every byte and sets damaged ones aside
+    if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
         found, notes = latest(root)
     step = int(ranks.max(-1.0 if found is None else found.state.step))
     if step < 0:

@@ -1,4 +1,4 @@
-"""Rows of the ranks that run each row together: every rank of a group gets those that all of them sampled."""
+"""Gathers rows within sequence-parallel groups: every rank gets the rows of all ranks of its group."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def shared_rollouts(sequence: SequenceParallel | None, rollouts: Rollouts, mini_batches: int) -> Rollouts:
-    """The group's rollouts, mini-batch by mini-batch, rank by rank; the rank's own without a group.
+    """The group's rollouts, ordered by mini-batch, then by rank; unchanged without a group.
 
     Args:
-        sequence: the group.
-        rollouts: this rank's, as many as every rank's.
-        mini_batches: into which every rank's rows are cut.
+        sequence: the group; None without sequence parallelism.
+        rollouts: this rank's; every rank has the same number of rows.
+        mini_batches: number of mini-batches in every rank's rows.
     """
     if sequence is None:
         return rollouts
@@ -36,7 +36,7 @@ def shared_rollouts(sequence: SequenceParallel | None, rollouts: Rollouts, mini_
 def shared_rewards(
     sequence: SequenceParallel | None, rewards: RewardResult, mini_batches: int
 ) -> RewardResult:
-    """The same for what graders say of the rollouts."""
+    """The group's grades, in the order of `shared_rollouts`."""
     if sequence is None:
         return rewards
     device, rows = rewards.scores.device, len(rewards.scores)

@@ -30,7 +30,7 @@ from rlctl.train.watchdog import Watchdog
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
 
-#: As of `rlctl diagnose --fail-on`: what was found is the reason.
+#: Exit code; also that of `rlctl diagnose --fail-on`: findings are the reason.
 STOPPED_BY_GUARDRAILS = 3
 
 
@@ -40,11 +40,11 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """How a run shows messages before its live display exists.
+    """Shows messages of a run before its live display exists.
 
     Attributes:
         note: shows one line.
-        progress: shows how far a preparation is, a fraction and what it is doing.
+        progress: shows the progress of a preparation: completed fraction, current activity.
     """
 
     note: Callable[[str], None]
@@ -54,17 +54,19 @@ class Announce:
 def start_run(
     spec: RunSpec, *, resume: Path | None, announce: Announce, callbacks: Sequence[Callback] = ()
 ) -> tuple[Path, int]:
-    """Run to the end; returns the run directory and the exit code (0, 3 if the guardrails ended it, or
-    128 + signal).
+    """Starts or resumes a run and trains to its end.
 
     Args:
         spec: a checked spec.
         resume: the run directory to continue; None: a new one.
         announce: shows notes and preparations.
-        callbacks: called on rank 0 after each step; only where this process is a rank.
+        callbacks: called after each step on rank 0, if rank 0 is this process.
+
+    Returns:
+        The run directory and the exit code: 0, 3 if the guardrails ended the run, or 128 + signal.
 
     Raises:
-        RlctlError: whatever keeps it from starting or going on.
+        RlctlError: the run cannot start or continue.
     """
     leftovers.clear()
     spec = with_absolute_paths(spec)
@@ -99,14 +101,14 @@ def _run(
     if spec.is_embedded:
         ensure_embedded(spec.trainer.seed, progress=announce.progress)
     elif not under_torchrun():
-        model_directory(spec.model.path)  # before the ranks start, whose collectives would time out
+        model_directory(spec.model.path)  # before the ranks start: their collectives would time out
     if spec.world_size > 1 and not under_torchrun():
         return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
     return run_rank(*target_args, callbacks)
 
 
 def _remove_unused(run_dir: Path) -> bool:
-    """Remove a run that failed before its first step, so that the corrected command can be given again."""
+    """Removes a run that failed before its first step, so that the corrected command can reuse its path."""
     metrics = run_dir / METRICS_FILE
     is_unused = not metrics.exists() or not metrics.stat().st_size
     if is_unused:
@@ -115,14 +117,14 @@ def _remove_unused(run_dir: Path) -> bool:
 
 
 def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence[Callback] = ()) -> int:
-    """One rank, from joining the others to leaving them; returns the run's exit code."""
+    """Runs one rank, from joining the process group to leaving it; returns the run's exit code."""
     from rlctl.train.stop import listening
 
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
     watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
     with listening() as stop, watchdog, Startup(is_shown=rank == 0, also=watchdog.begin_phase) as startup:
-        stop.at_once = spec.world_size > 1  # else a rank may wait for one that the signal has ended
+        stop.at_once = spec.world_size > 1  # otherwise a rank may wait for one that the signal ended
         startup.phase("importing torch, transformers and DeepSpeed")
         from rlctl.engine.ranks import forget_lone_rank, join_ranks, leave_ranks, missing_ranks
         from rlctl.train.loop import train
@@ -140,7 +142,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
                 spec = _with_main_dtype(spec, ranks)
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
-                    early = int(ranks.max(float(stop.signal_number or 0)))  # asked to stop while starting
+                    early = int(ranks.max(float(stop.signal_number or 0)))  # signal during the start
                     run.callbacks.extend(callbacks if ranks.is_main else ())
                     if not early:
                         train(run)
@@ -157,7 +159,7 @@ def run_rank(spec_text: str, run_dir: str, is_resumed: bool, callbacks: Sequence
 
 
 def _with_main_dtype(spec: RunSpec, ranks: Ranks) -> RunSpec:
-    """The precision that the main rank has, which decided it by its hardware unless the spec sets it."""
+    """The spec with the main rank's dtype, which depends on its hardware unless the spec sets it."""
     dtype = ranks.first(spec.engine.dtype if ranks.is_main else "")
     return spec.model_copy(update={"engine": spec.engine.model_copy(update={"dtype": dtype})})
 
@@ -175,7 +177,7 @@ def _path_of(spec: RunSpec) -> Path:
 
 
 def _check_ranks(spec: RunSpec) -> None:
-    """Refuse to start fewer or more ranks than the spec says."""
+    """Refuses to start if the number of ranks differs from the spec."""
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != spec.world_size:

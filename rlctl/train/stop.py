@@ -1,4 +1,4 @@
-"""Stopping when asked: finish the step, save, leave; asked twice, leave at once."""
+"""Stops a run on a signal: the first finishes the step and saves, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-#: A signal this soon after the first is the same one again: a terminal and Slurm reach every process,
-#: and the launcher also passes it on to its ranks.
+#: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
+#: and the launcher also forwards the signal to its ranks.
 _ECHO_S = 1.0
 _HEARD = b"\nstopping as soon as this step is done and saved; once more: leave at once\n"
 
 
 @dataclass
 class StopRequest:
-    """Which signal asked for the end, if any."""
+    """The signal that requested the end of the run, if any."""
 
     signal_number: int | None = None
     at_once: bool = False
@@ -28,13 +28,13 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as shells report it: 130 for Ctrl-C, 143 for a preemption."""
+        """128 + signal, as shells report it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM (preemption)."""
         return 128 + (self.signal_number or 0)
 
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a request while inside; the second signal ends the process."""
+    """Context in which SIGINT and SIGTERM set a `StopRequest`; the second signal ends the process."""
     request = StopRequest()
     heard_at = 0.0
 
@@ -46,8 +46,8 @@ def listening() -> Iterator[StopRequest]:
             request.signal_number, heard_at = number, time.monotonic()
             if (
                 os.environ.get("RANK", "0") == "0" and not request.is_shown
-            ):  # one rank prints; a handler may only write
-                with suppress(OSError):  # the reader is gone, for example a closed ssh session
+            ):  # one rank prints; a handler must not use buffered output
+                with suppress(OSError):  # stderr is closed, for example with its ssh session
                     os.write(2, _HEARD)
         elif time.monotonic() - heard_at > _ECHO_S:
             os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""Rollouts in the order they are trained on, sampled some batches ahead of it: at once, or meanwhile."""
+"""A queue of rollouts in training order, sampled ahead in the same thread or during training."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _STATE = "rollouts_rank_{rank:05d}.pt"
 
 
 class RolloutStream:
-    """A queue of batches sampled but not yet trained on.
+    """A queue of batches that are sampled but not yet trained on.
 
-    With `ahead` 0 it is empty between steps. With k it holds k batches. Without an executor the batch
-    a step takes was sampled exactly k steps before, by the weights of that time, and only the first k
-    are fresher. With one, batches are sampled while the trainer trains, each with the newest weights
-    there are when its turn comes: none is older than k steps, which ones are fresher depends on the
-    clock.
+    With `ahead` 0 it is empty between steps; with k it holds k batches. Without an executor, the batch of
+    a step was sampled exactly k steps earlier, with the weights of that time; only the first k batches
+    are fresher. With an executor, batches are sampled during training, each with the newest weights when
+    its sampling starts: none is older than k steps, and which are fresher depends on timing.
 
     Args:
-        sample: samples the batch of a step with the rollout engine's present weights.
-        ahead: batches to be ahead, at most.
-        last_step: the run's last step, beyond which nothing is sampled.
+        sample: samples the batch of a step with the rollout engine's current weights.
+        ahead: maximum number of batches sampled ahead.
+        last_step: the run's last step; no batch is sampled for later steps.
         next_step: the first step to sample.
-        executor: samples in a thread of its own, batch after batch; None: in the caller's.
+        executor: samples in a separate thread, one batch after the other; None: in the calling thread.
     """
 
     def __init__(
@@ -52,14 +51,14 @@ class RolloutStream:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether batches may wait, and so must be saved."""
+        """Whether batches may be waiting, which must then be saved."""
         return self._ahead > 0
 
     def take(self, step: int) -> Rollouts:
-        """The batch of `step`, which must be the one after the last taken.
+        """Returns the batch of `step`, which must follow the last step taken.
 
         Raises:
-            ValueError: it is another one's turn.
+            ValueError: the step is out of order.
             RunFailure: sampling it failed.
         """
         if step != self._next_step - len(self._waiting):
@@ -70,15 +69,15 @@ class RolloutStream:
         return self._waiting.popleft().result()
 
     def drain(self) -> None:
-        """Finish the batch being sampled; those after it are begun anew when they are due."""
+        """Finishes the batch being sampled and cancels later ones, which are sampled again when due."""
         kept = [batch for batch in self._waiting if not batch.cancel()]
         self._next_step -= len(self._waiting) - len(kept)
         self._waiting = deque(kept)
         for batch in kept:
-            batch.exception()  # waits; `take` raises it
+            batch.exception()  # waits; `take` raises the error
 
     def save(self, directory: Path, rank: int) -> None:
-        """Write what waits, after a `drain`, so that a resumed run trains on the same batches."""
+        """Writes the waiting batches, after `drain`, so that a resumed run trains on the same ones."""
         if not self._ahead:
             return
         ready = takewhile(lambda batch: batch.done() and not batch.exception(), self._waiting)
@@ -88,7 +87,7 @@ class RolloutStream:
         torch.save(state, directory / _STATE.format(rank=rank))
 
     def resume(self, step: int, directory: Path, rank: int, device: torch.device) -> None:
-        """Go on after `step`, with the batches that `save` wrote on this rank.
+        """Continues after `step`, with the batches that `save` wrote on this rank.
 
         Raises:
             RunFailure: they are missing or cannot be read.
@@ -102,7 +101,7 @@ class RolloutStream:
                 state = torch.load(path, map_location=device, weights_only=True)
             waiting = deque(_done(Rollouts(**tensors)) for tensors in state["waiting"])
             self._next_step, self._waiting = state["next_step"], waiting
-        except Exception as error:  # whatever torch and pickle make of damaged bytes
+        except Exception as error:  # damaged files raise various errors in torch and pickle
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise RunFailure(
                 f"the batches waiting to be trained on cannot be read: {reason}", where=str(path)

@@ -1,4 +1,4 @@
-"""The result of a run as `summary.json`; the last lines on the terminal are read from it."""
+"""The result of a run as `summary.json`, which is also the source of the last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlctl.track.run_dir import SUMMARY_FILE
 if TYPE_CHECKING:
     from rlctl.train.run import Run
 
-#: Steps averaged at either end of the run: one batch's reward is noisy.
+#: Steps averaged at the start and the end of the run, because the reward of one batch is noisy.
 _WINDOW = 5
 _AVERAGED = (
     "critic/score/mean",
@@ -31,7 +31,7 @@ _COUNTED = ("guardrails/alarms", "guardrails/interventions", "guardrails/skipped
 
 
 def write_summary(run: Run, run_dir: Path) -> None:
-    """Write it; called on one rank after the loop."""
+    """Writes `summary.json`; called on one rank after the loop."""
     trained = [metrics for metrics in run.history if metrics["step"] > 0]
     validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
     step = int(trained[-1]["step"]) if trained else run.start_step
@@ -55,19 +55,19 @@ def write_summary(run: Run, run_dir: Path) -> None:
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """Mean reward of a validation, every data source counted once; None where there was none."""
+    """Mean reward of a validation, averaged over data sources; None without validation."""
     rewards = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/reward_mean")]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
-    """Step and score of the best validation, the first of equal ones."""
+    """Step and score of the best validation; the earliest if several are equal."""
     scored = [(int(m["step"]), score) for m in history if (score := validation_score(m)) is not None]
     return max(scored, key=lambda pair: pair[1], default=None)
 
 
 def past_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """What a resumed run logged before, so that its summary covers the whole run."""
+    """Metrics that a resumed run logged earlier, so that its summary covers the whole run."""
     path = run_dir / METRICS_FILE
     rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
@@ -92,7 +92,7 @@ def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _guardrails(run: Run, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """How often they warned and intervened, and whether they ended the run; empty where they are off."""
+    """Counts of alarms and interventions, and why guardrails ended the run; empty if they are off."""
     counts = {
         key.removeprefix("guardrails/"): int(sum(metrics.get(key, 0.0) for metrics in steps))
         for key in _COUNTED

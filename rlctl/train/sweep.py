@@ -1,7 +1,7 @@
-"""Many runs of one spec: every combination of some values, each run once, whatever is killed in between.
+"""Sweeps: one run of a spec per combination of values, continued after interruptions.
 
-`sweep.json` says what a sweep is. How far it is, is read from its runs' own directories: the same command
-given again goes on.
+`sweep.json` defines the sweep. Its progress is read from the directories of its runs, so the same command
+continues an interrupted sweep.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SWEEP_FILE = "sweep.json"
 TRAIN = (sys.executable, "-P", "-m", "rlctl.cli.app", "train")
 #: The axis whose values are repetitions of one setting.
 SEED = "trainer.seed"
-#: A run that died before its first checkpoint is kept under this name and started anew.
+#: Directory prefix for a run that died before its first checkpoint; the run is started again.
 _LOST = ".lost-"
 _POLL_S = 0.5
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-#: States in which there is nothing left to do.
+#: States of runs that need no further work.
 _DONE = {"finished", "stopped"}
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One combination: its directory's name, and the values in which it differs, by key."""
+    """One combination: the name of its directory, and its values by key."""
 
     name: str
     values: dict[str, str]
@@ -57,7 +57,7 @@ class Sweep:
     """All combinations, in the order in which they run.
 
     Attributes:
-        presets, files: of `rlctl train`, the files' paths absolute.
+        presets, files: as in `rlctl train`; paths of files are absolute.
         fixed: `key=value` that all runs share.
         axes: key → its values.
     """
@@ -69,25 +69,26 @@ class Sweep:
 
     @property
     def runs(self) -> list[SweepRun]:
-        """Every combination, the last axis fastest."""
+        """Every combination; the last axis varies fastest."""
         combinations = itertools.product(*self.axes.values())
         return [_run(dict(zip(self.axes, values, strict=True))) for values in combinations]
 
     @property
     def key(self) -> str:
-        """The same for the same request."""
+        """Hash of the definition: equal sweeps have equal keys."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One setting over all its seeds.
+    """Result of one setting over all its seeds.
 
     Attributes:
-        setting: the values in which it differs.
-        num_done, num_runs: runs at their end, and all of them.
-        value: mean over the runs that are done, see `result`; None: none is done.
-        against_first: difference from the first setting, paired by seed, or of a single seed by question.
+        setting: values of the axes, without the seed.
+        num_done, num_runs: number of completed runs, and of all runs.
+        value: mean over the completed runs, see `result`; None: no run is completed.
+        against_first: difference from the first setting, paired by seed, or by question if only one seed is
+            completed.
         paired_by: `seed` or `question`.
     """
 
@@ -100,14 +101,14 @@ class SweepRow:
 
 
 def plan(presets: Sequence[str], arguments: Sequence[str]) -> Sweep:
-    """Read a sweep from the words of the command line, every run of it checked.
+    """Reads a sweep from command-line arguments and checks the spec of every run.
 
     Args:
-        presets: names.
+        presets: names of presets.
         arguments: spec files, `key=value`, and axes: `key=a,b,c` or `key=1..5`.
 
     Raises:
-        UsageError: no axis.
+        UsageError: there is no axis.
         SpecError: a run's spec is wrong.
     """
     fixed: list[str] = []
@@ -132,10 +133,10 @@ def plan(presets: Sequence[str], arguments: Sequence[str]) -> Sweep:
 
 
 def open_sweep(directory: Path, sweep: Sweep | None = None) -> Sweep:
-    """The sweep of a directory, begun if it is new.
+    """Opens the sweep of a directory, or creates `sweep` there.
 
     Raises:
-        UsageError: there is none, or another one.
+        UsageError: the directory has no sweep and none is given, or it has another one.
     """
     file = directory / SWEEP_FILE
     if file.is_file():
@@ -153,17 +154,17 @@ def open_sweep(directory: Path, sweep: Sweep | None = None) -> Sweep:
 def run_sweep(
     directory: Path, sweep: Sweep, *, jobs: int, note: Callable[[str], None], only: int | None = None
 ) -> int:
-    """Run what is not done yet; returns how many runs failed.
+    """Runs all combinations that are not completed; returns the number of failed runs.
 
-    A run that was interrupted goes on from its checkpoint; one that another process trains is waited for.
-    When this process is stopped or killed, its runs save and end.
+    An interrupted run continues from its checkpoint; a run that another process trains is waited for. When
+    this process is stopped or killed, its runs save and end.
 
     Args:
-        directory: of the sweep.
-        sweep: what to run.
-        jobs: runs at a time.
+        directory: directory of the sweep.
+        sweep: the sweep to run.
+        jobs: maximum number of concurrent runs.
         note: shows a line.
-        only: the number of the one run to run; None: all.
+        only: index of the only run to start; None: all runs.
     """
     waiting = list(sweep.runs if only is None else [sweep.runs[only]])
     working: dict[subprocess.Popen[bytes], SweepRun] = {}
@@ -194,7 +195,7 @@ def run_sweep(
 
 
 def table(directory: Path, sweep: Sweep) -> list[SweepRow]:
-    """Every setting over its seeds, compared with the first."""
+    """Results of every setting over its seeds, compared with the first setting."""
     settings: dict[tuple[tuple[str, str], ...], dict[str, RunState]] = {}
     for run in sweep.runs:
         setting = tuple((key, value) for key, value in run.values.items() if key != SEED)
@@ -212,23 +213,23 @@ def table(directory: Path, sweep: Sweep) -> list[SweepRow]:
 
 
 def result(state: RunState) -> float | None:
-    """Mean reward of the last validation over its data sources; without one, the last batch's."""
+    """Reward of the last validation, averaged over data sources; without validation, of the last batch."""
     if state.validation:
         return math.fsum(state.validation.values()) / len(state.validation)
     return state.reward
 
 
 def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[str]) -> str:
-    """A job array with one task per run; given again it does what is left.
+    """Slurm script of a job array with one task per run; submitted again, it continues the sweep.
 
-    A task saves when it is asked to end. At its time limit it is queued again, and by Slurm itself after a
-    preemption; not after `scancel`.
+    A task saves when a signal ends it. At its time limit it requeues itself; Slurm requeues it after a
+    preemption. After `scancel` it is not requeued.
 
     Args:
-        directory: of the sweep.
-        sweep: what to run.
-        jobs: tasks at a time.
-        options: further ones of sbatch, such as `--gpus=1`.
+        directory: directory of the sweep.
+        sweep: the sweep to run.
+        jobs: maximum number of concurrent tasks.
+        options: further sbatch options, such as `--gpus=1`.
     """
     place = directory.resolve()
     heads = [
@@ -237,7 +238,7 @@ def slurm_script(directory: Path, sweep: Sweep, *, jobs: int, options: Sequence[
         shlex.quote(f"--output={str(place).replace('%', '%%')}/slurm-%a.log"),
         "--open-mode=append",
         "--requeue",
-        "--signal=B:USR1@120",  # before the time limit; TERM is scancel's, or of a preemption
+        "--signal=B:USR1@120",  # 120 s before the time limit; scancel and preemption send TERM
         *options,
     ]
     command = f"{shlex.quote(sys.executable)} -m rlctl.cli.app sweep --dir {shlex.quote(str(place))}"
@@ -290,7 +291,7 @@ def _start(directory: Path, sweep: Sweep, run: SweepRun) -> subprocess.Popen[byt
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which asks the runs to stop
+            start_new_session=True,  # Ctrl-C must reach only this process, which stops the runs
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),  # noqa: PLW1509 - no other thread
         )
 
@@ -305,7 +306,7 @@ def _overrides(run: SweepRun) -> Iterable[str]:
 
 
 def _values(text: str) -> list[str]:
-    """`1e-6,3e-6` and `1..5`; a list or mapping in brackets, and a text in quotes, is one value."""
+    """Splits `1e-6,3e-6` and expands `1..5`; text in brackets or quotes is one value."""
     if found := _RANGE.fullmatch(text):
         first, last = int(found[1]), int(found[2])
         step = 1 if last >= first else -1

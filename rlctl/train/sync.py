@@ -1,4 +1,4 @@
-"""New weights into the rollout engine, and the proof that it samples with them."""
+"""Sends new weights to the rollout engine and verifies that it samples with them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32
-#: Nats per token. Another precision or kernel makes 0.001 to 0.05; an output head that kept its old
-#: weights 0.8, another temperature 0.3.
+#: Nats per token. Another precision or kernel causes a gap of 0.001 to 0.05, another temperature 0.3, an
+#: output head with old weights 0.8.
 LARGEST_GAP = 0.3
-#: Nats per token below which a gap says nothing about which weights an engine has.
+#: Nats per token. A smaller gap does not show which weights an engine has.
 SMALLEST_GAP = 1e-3
 
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
-    """Where it is due, hand the policy's weights to the rollout engine; what `confirm_sync` measured."""
+    """Sends the policy's weights to the rollout engine if due; returns the metrics of `confirm_sync`."""
     if not _is_sync_due(run, step):
         return {}
     with timer("sync_weights"):
@@ -38,22 +38,22 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
 
 
 def release_engine(run: Run, step: int) -> None:
-    """All of the step is sampled: an engine in this process gives its memory back, until the next sync."""
+    """Releases the memory of an engine in this process until the next sync; all sampling must be done."""
     run.rollout.release(weights_follow=_is_sync_due(run, step))
 
 
 def _is_sync_due(run: Run, step: int) -> bool:
-    # With every save too: a resumed run samples with the weights it finds there.
+    # Also with every save, because a resumed run samples with the saved weights.
     return is_due(step, run.spec.rollout.sync_every) or is_due(step, run.spec.trainer.save_freq)
 
 
 def confirm_sync(run: Run, step: int) -> dict[str, float]:
-    """Sample a few tokens per rank and score them with the trainer: both must have the same weights.
+    """Checks that engine and trainer have the same weights: samples a few tokens and scores them.
 
-    An engine may need no such check, because it copies tensor by tensor in this process.
+    Engines that copy tensor by tensor in this process need no such check.
 
     Raises:
-        RunFailure: they are further apart than any precision explains.
+        RunFailure: the log-probs differ by more than precision explains, or the engine ignores the adapter.
     """
     if not run.spec.rollout_engine.checks_syncs:
         return {}
@@ -88,7 +88,7 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
 
 
 def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
-    """Mean over all ranks' response tokens of |log π − log π_rollout|, nats."""
+    """Mean |log π − log π_rollout| over the response tokens of all ranks, nats."""
     mask = rollouts.response_mask
     gaps = (log_probs - rollouts.rollout_log_probs)[mask].abs()
     total, count = ranks.sum([gaps.sum().item(), float(mask.sum())])
@@ -96,10 +96,10 @@ def _gap(ranks: Ranks, rollouts: Rollouts, log_probs: Tensor) -> float:
 
 
 def _check_adapter(gap: float, base_gap: float, step: int) -> None:
-    """An adapter that an engine left out is seen long before the gap to the policy is large.
+    """Detects an adapter that the engine ignores, long before the gap to the policy is large.
 
     Raises:
-        RunFailure: the engine is far nearer to the policy without its adapter than to the policy.
+        RunFailure: the gap to the policy is more than twice the gap to the base model.
     """
     if gap > SMALLEST_GAP and gap > 2 * base_gap:
         raise RunFailure(

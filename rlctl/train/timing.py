@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Times the phases of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepTimer:
 
     Args:
         device: of the rank.
-        show: told the name of every phase that begins.
+        show: called with the name of every phase that begins.
     """
 
     def __init__(self, device: torch.device, show: Callable[[str], None] = lambda _: None) -> None:
@@ -24,7 +24,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time what happens inside; on CUDA wait for the kernels, or they would be the next phase's."""
+        """Times the block; on CUDA, waits for its kernels, which would otherwise count for the next phase."""
         self._show(phase)
         start = time.perf_counter()
         try:

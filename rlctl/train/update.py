@@ -1,15 +1,18 @@
-"""One batch's optimizer steps: correction → loss → backward → step, per mini-batch.
+"""The optimizer steps on one batch: correction → loss → backward → step, per mini-batch.
 
-A mini-batch is one optimizer step however it is cut into micro-batches and ranks. Which policy the correction
-compares with the rollout policy, and what the loss needs of the whole mini-batch, decide its strategy:
+A mini-batch is one optimizer step, however it is divided into micro-batches and among ranks. Its strategy
+depends on the policy that the correction compares with the rollout policy, and on the statistics of the whole
+mini-batch that the loss needs:
 
-- `FixedCorrection`: of π_old (decoupled mode), computed before the first step, the same in every epoch;
-- `OnePass`: of π_θ (bypass mode), with one micro-batch: its only pass gives the correction, then the loss;
-- `ScaledPasses`: of π_θ, where the mean weight and the number of survivors of all micro-batches only multiply
-  the loss: each micro-batch by itself, and the gradient is multiplied before the step;
-- `TwoPasses`: of π_θ, where they do more: all micro-batches first go through a pass without gradient. A loss
-  that itself needs figures of the whole mini-batch uses it, or `OnePass`, in decoupled mode as well;
-- `PerMicroBatch`: of π_θ, where the loss needs counts only, known beforehand: each micro-batch by itself.
+- `FixedCorrection`: π_old (decoupled mode). The correction is computed before the first step and is the same
+  in every epoch.
+- `OnePass`: π_θ (bypass mode), one micro-batch. Its only forward pass gives the correction, then the loss.
+- `ScaledPasses`: π_θ, if the mean weight and the number of kept tokens or sequences only scale the loss. Each
+  micro-batch is processed separately, and the gradient is scaled before the step.
+- `TwoPasses`: π_θ, if they do more than scale the loss. All micro-batches first go through a pass without
+  gradient. A loss that reads the whole mini-batch uses `TwoPasses` or `OnePass` in decoupled mode as well.
+- `PerMicroBatch`: π_θ, if the loss needs only counts that are known beforehand. Each micro-batch is processed
+  separately.
 """
 
 from __future__ import annotations
@@ -48,19 +51,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What the updates on one batch did.
+    """Result of the updates on one batch.
 
     Attributes:
         metrics: of the whole batch, all ranks.
-        num_updates: optimizer steps taken or withheld.
-        training_log_probs: (B, T) nats, of the policy ρ was formed with: π_old in decoupled mode, in bypass
-            mode π_θ in the last pass over each row.
-        weights: (B, T), what the last pass multiplied the loss by: 0 where rejected, 1 where a token is kept
-            and no weight is applied.
+        num_updates: optimizer steps taken or withheld; 0 with `hold`.
+        training_log_probs: (B, T) nats, under the policy in the numerator of ρ: π_old in decoupled mode, in
+            bypass mode π_θ in the last pass over each row.
+        weights: (B, T) factors of the loss in the last pass: 0 where rejected, 1 where a token is kept and no
+            weight is applied.
         keep_mask: (B, T) bool, of the last pass.
-        nonfinite: (B,) bool, rows with a NaN or infinite log-prob, of any policy and in any pass.
-        decisions: the guardrails', one per update that they checked.
-        lr_scale: factor from which the guardrails let the next update start.
+        nonfinite: (B,) bool, rows with a NaN or infinite log-prob under any policy, in any pass.
+        decisions: decisions of the guardrails, one per checked update.
+        lr_scale: learning-rate factor with which the guardrails start the next update.
     """
 
     metrics: dict[str, float]
@@ -96,15 +99,15 @@ def update(
     lr_scale: float = 1.0,
     hold: bool = False,
 ) -> Updated:
-    """Take every optimizer step of one batch.
+    """Takes all optimizer steps of one batch.
 
     Args:
         batch: this rank's rows, mini-batches in order.
         lr_at: learning rate by the number of the optimizer update.
-        first_update: number of the first one here.
-        guard: checks every step before it is taken; None: nothing does.
-        lr_scale: factor that the guardrails left for the first update.
-        hold: measure everything, change nothing (while a critic warms up).
+        first_update: number of the first update of this batch.
+        guard: settings of the checks before every step; None: no checks.
+        lr_scale: the guardrails' learning-rate factor for the first update.
+        hold: compute all metrics, but take no step (while a critic warms up).
 
     Raises:
         RunFailure: too many sequences have non-finite log-probs.
@@ -132,7 +135,7 @@ def update(
         steps = max(len(results) // settings.ppo_epochs, 1)
         [num_groups] = ranks.sum([float(len(sketches.used))])
         metrics |= sketches.metrics(ranks, num_groups / steps)
-    # Each sequence once, however often a row is passed.
+    # Each sequence counts once, although every epoch passes it.
     [num_nonfinite] = ranks.sum([float(dumped.nonfinite.sum())])
     metrics["rollout_corr/nonfinite_sequences"] = num_nonfinite
     return Updated(
@@ -149,12 +152,12 @@ def update(
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step's rows, and how they are run.
+    """The rows of one optimizer step, and their division into micro-batches.
 
     Attributes:
         batch: all rows of this rank.
         places: the rows of each micro-batch.
-        num_forward_only: micro-batches at the beginning that need no backward pass, on any rank.
+        num_forward_only: number of leading micro-batches that need no backward pass on any rank.
         policy: the trained policy's forward pass.
     """
 
@@ -167,7 +170,7 @@ class MiniBatch:
 
     @classmethod
     def of(cls, batch: TrainBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
-        """Cut `batch` into micro-batches (all ranks call this)."""
+        """Splits `batch` into micro-batches (all ranks call this)."""
         no_gradient = None
         if settings.needs_advantage:
             no_gradient = ((batch.advantages == 0.0) | ~batch.valid_mask).all(-1)
@@ -175,7 +178,7 @@ class MiniBatch:
             batch.inputs, settings.micro_rows, settings.micro_tokens, ranks, first=no_gradient
         )
         num_forward_only = 0
-        if no_gradient is not None and len(places) > 1:  # a step needs the backward pass of the last one
+        if no_gradient is not None and len(places) > 1:  # the step needs the backward pass of the last one
             forward_only = torch.stack([no_gradient[rows].all() for rows in places[:-1]])
             num_forward_only = -int(ranks.max(-[*forward_only.tolist(), False].index(False)))
         policy = partial(actor.policy, entropy_grad=settings.entropy_coeff > 0)
@@ -184,7 +187,7 @@ class MiniBatch:
         return cls(batch, places, num_forward_only, policy, ranks, settings)
 
     def outputs(self) -> Iterator[tuple[Rows, TrainBatch, PolicyOutput]]:
-        """The rows of each micro-batch, the micro-batch, and its output, with gradient if it has one."""
+        """Yields the rows of each micro-batch, the micro-batch, and its output, with gradient if needed."""
         for place, (rows, micro) in enumerate(self.micros()):
             with torch.set_grad_enabled(place >= self.num_forward_only):
                 output = self.policy(micro.inputs)
@@ -195,11 +198,11 @@ class MiniBatch:
         return ((rows, self.batch.pick(rows)) for rows in self.places)
 
     def log_probs(self, outputs: Sequence[PolicyOutput]) -> Tensor:
-        """(B, T) π_θ's log-probs of all rows, without gradient."""
+        """(B, T) log-probs of all rows under π_θ, without gradient."""
         return in_batch_order([output.log_probs for output in outputs], self.places)
 
     def loss_rule(self, log_probs: Tensor, correction: Correction) -> LossRule:
-        """The loss with what it has to know of the whole mini-batch, on all ranks."""
+        """The loss with the statistics that it reads of the whole mini-batch, over all ranks."""
         given, ranks = self.batch, self.ranks
         mask = given.valid_mask & correction.keep_mask
         policies = (log_probs, given.old_log_probs, given.advantages)
@@ -208,7 +211,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch after the forward pass that its loss is formed with."""
+    """One micro-batch after the forward pass from which its loss is computed."""
 
     rows: Rows
     micro: TrainBatch
@@ -217,7 +220,7 @@ class Pass:
 
 
 class Strategy(ABC):
-    """Where a mini-batch's correction comes from, and when.
+    """How and when the correction of a mini-batch is computed.
 
     Attributes:
         normalizers: denominators and weight factor of the whole mini-batch.
@@ -227,14 +230,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def passes(self) -> Iterator[Pass]:
-        """One forward pass per micro-batch, with gradient if it has one, each run when it is asked for."""
+        """Yields one forward pass per micro-batch, computed lazily, with gradient if needed."""
 
     @abstractmethod
     def sums(self) -> CorrectionSums[float]:
-        """The correction's sums over all ranks, after all passes."""
+        """The correction's sums over all ranks; called after all passes."""
 
     def scale(self, sums: CorrectionSums[float]) -> float:
-        """What the accumulated loss and its gradient still have to be multiplied by, after all passes."""
+        """Factor to apply to the accumulated loss and its gradient; called after all passes."""
         return 1.0
 
 
@@ -270,7 +273,7 @@ class FixedCorrection(Strategy):
 
 
 class OnePass(FixedCorrection):
-    """The only micro-batch's only pass gives the correction, and then the loss."""
+    """The single forward pass of the only micro-batch gives the correction, then the loss."""
 
     def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
         [self._only] = mini.outputs()
@@ -282,7 +285,7 @@ class OnePass(FixedCorrection):
 
 
 class TwoPasses(FixedCorrection):
-    """A pass without gradient over all micro-batches gives the correction."""
+    """A first pass without gradient over all micro-batches gives the correction."""
 
     def __init__(self, mini: MiniBatch, of_old_policy: Correction | None) -> None:
         with torch.no_grad():
@@ -291,7 +294,7 @@ class TwoPasses(FixedCorrection):
 
 
 class PerMicroBatch(Strategy):
-    """Each micro-batch is corrected by its own pass."""
+    """Each micro-batch is corrected from its own forward pass."""
 
     def __init__(self, mini: MiniBatch) -> None:
         self._mini = mini
@@ -313,7 +316,7 @@ class PerMicroBatch(Strategy):
 
 
 class ScaledPasses(PerMicroBatch):
-    """Each micro-batch is corrected by its own pass; what depends on all of them multiplies the gradient."""
+    """As `PerMicroBatch`; afterwards, statistics of the whole mini-batch scale the gradient."""
 
     def scale(self, sums: CorrectionSums[float]) -> float:
         """See `Strategy.scale`."""
@@ -327,12 +330,12 @@ class ScaledPasses(PerMicroBatch):
 
 
 def strategy_of(mini: MiniBatch, of_old_policy: Correction | None, *, scales_gradients: bool) -> Strategy:
-    """The cheapest strategy that knows all that the loss needs; the same on every rank.
+    """The cheapest strategy that provides what the loss needs; the same on every rank.
 
     Args:
         mini: the mini-batch.
-        of_old_policy: its correction by π_old in decoupled mode; None in bypass mode.
-        scales_gradients: the engine can multiply the gradient before its step.
+        of_old_policy: its correction with π_old in decoupled mode; None in bypass mode.
+        scales_gradients: whether the engine can scale the gradient before its step.
     """
     if of_old_policy is not None and not mini.settings.loss.reads_batch:
         return FixedCorrection(mini, of_old_policy)
@@ -357,7 +360,7 @@ def _step(
     hold: bool,
     sketches: GradientSketches | None,
 ) -> _MiniResult:
-    """One optimizer step, or with `hold` all of it but the step."""
+    """One optimizer step; with `hold`, everything except the step itself."""
     settings, normalizers = mini.settings, strategy.normalizers
     stats: list[MetricSums[Tensor]] = []
     for done in strategy.passes():
@@ -380,7 +383,7 @@ def _step(
         observed = observe_update(sums, settings.rules)
         decision = None if observed is None else decide_update(observed, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
-    if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: the step follows √ESS
+    if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         raw = sums.raw.token if settings.rules.weight.by_token else sums.raw.sequence
         lr *= math.sqrt(raw.ess)
     is_withheld = hold or (decision is not None and decision.skip)
@@ -419,7 +422,7 @@ def _refuse_nonfinite(sums: CorrectionSums[float], losses: ReducedSums, settings
 
 @dataclass(frozen=True, slots=True)
 class RolloutDump:
-    """Buffers of what the loss used, (B, T) and for `nonfinite` (B,), for the rollout dump."""
+    """Buffers for the rollout dump, with the values that the loss used: (B, T), `nonfinite` (B,)."""
 
     log_probs: Tensor
     weights: Tensor
@@ -434,19 +437,19 @@ class RolloutDump:
         return cls(zeros, zeros.clone(), *masks)
 
     def rows(self, start: int, count: int) -> RolloutDump:
-        """Some rows, as views."""
+        """`count` rows from `start`, as views."""
         rows = slice(start, start + count)
         return RolloutDump(
             self.log_probs[rows], self.weights[rows], self.keep_mask[rows], self.nonfinite[rows]
         )
 
     def divide(self, factor: float, settings: UpdateSettings) -> None:
-        """Divide weights that are applied by a factor that was not known when they were written."""
+        """Divides applied weights by a factor that was not known when they were written."""
         if settings.weights_are_applied and factor != 1.0:
             self.weights.div_(factor)
 
     def write(self, done: Pass, settings: UpdateSettings, factor: float) -> None:
-        """Store one micro-batch. A loss that weights are not applied to multiplies what is kept by 1."""
+        """Stores one micro-batch; if no weights are applied, kept tokens have weight 1."""
         rows, micro, output, correction = done.rows, done.micro, done.output, done.correction
         self.log_probs[rows] = output.log_probs.detach() if settings.bypass else micro.old_log_probs
         weights = correction.weights if settings.weights_are_applied else None

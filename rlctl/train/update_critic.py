@@ -1,4 +1,4 @@
-"""The critic's optimizer steps on one batch: values towards returns, clipped, per mini-batch."""
+"""The critic's optimizer steps on one batch: clipped regression of values to returns, per mini-batch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def update_critic(
     lr_at: Callable[[int], float],
     first_update: int,
 ) -> dict[str, float]:
-    """Take every optimizer step of one batch; `critic/*` metrics of the whole batch, all ranks.
+    """Takes all optimizer steps of the critic on one batch; returns `critic/*` metrics over all ranks.
 
     Args:
         batch: this rank's rows, mini-batches in order, with `values` and `returns`.
         lr_at: learning rate by the number of the critic's update.
-        first_update: number of the first one here.
+        first_update: number of the first update of this batch.
 
     Raises:
         RunFailure: the batch has no values or returns.
@@ -64,7 +64,7 @@ def update_critic(
 
 
 def _backward(mini: TrainBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> ReducedSums:
-    """Accumulate the gradient of one mini-batch; its sums over all ranks."""
+    """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
     mask = mini.valid_mask
     counts = ranks.sum([float(mask.sum()), float(mask.any(-1).sum())])
     parts = micro_batches(mini.inputs, settings.micro_rows, settings.micro_tokens, ranks)

@@ -1,4 +1,4 @@
-"""Answers to the validation prompts, sampled, graded and summed up as `rlctl evaluate` does."""
+"""Validation: samples, grades and summarises responses, as `rlctl evaluate` does."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from rlctl.evaluate.samples import EvalSample
     from rlctl.train.run import Run
 
-#: Of a run directory: one evaluation per validation, `step_000100`.
+#: Subdirectory of a run directory: one evaluation per validation, such as `step_000100`.
 EVALUATIONS = "evaluations"
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """`val/<data_source>/…` over all ranks, on the main rank; samples and results go to the run directory.
+    """Validates the policy; returns `val/<data_source>/…` over all ranks, on the main rank only.
 
-    Each rank answers its share of the prompts; which responses they get does not depend on how many
-    ranks there are. Rewards are those without overlong penalty, and what could not be graded is left out.
+    Samples and results are written to the run directory. Each rank samples responses to its share of the
+    prompts; the responses do not depend on the number of ranks. Rewards exclude the overlong penalty, and
+    ungraded responses are excluded.
 
     Raises:
-        RunFailure: too large a share could not be graded.
+        RunFailure: too large a fraction could not be graded.
         EnvironmentFailure: the disk is full.
     """
     questions = run.val_prompts
@@ -69,7 +70,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
-    """This rank's share, ungraded."""
+    """This rank's share of the responses, not yet graded."""
     spec, ranks = run.spec, run.ranks
     mine = range(ranks.rank, len(questions), ranks.world_size)
     responses: dict[Pair, Response] = {}
@@ -111,7 +112,7 @@ def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
             "path": str(run.run_dir),
             "run_dir": str(run.run_dir),
             "step": step,
-            "sha256": None,  # its weights were never on disk
+            "sha256": None,  # these weights are not on disk
             "template_sha256": template_hash(run.tokenizer),
         },
         "data": {"files": spec.data.val_files, "num_overlong_prompts": num_overlong},
@@ -126,4 +127,4 @@ def _about(run: Run, step: int, num_overlong: int) -> dict[str, Any]:
 
 
 def _unseen(done: int, total: int) -> None:
-    """Training has a bar of its own."""
+    """Ignores progress: training has its own progress bar."""

@@ -1,8 +1,8 @@
-"""A rank that no longer goes on, noticed: who is waited for, since when, every thread's stack, then the end.
+"""Detects hanging ranks: reports which rank is waited for, writes all thread stacks, then ends the run.
 
-A thread of each rank looks at its main thread (and at the one that samples ahead): while their Python stacks
-change or phases begin, the rank works. Each rank writes how long it has been idle to a file of the run
-directory that the others read. Only where every rank has been idle for the whole time is the run ended.
+A thread of each rank monitors its main thread (and the thread that samples ahead): while their Python stacks
+change or phases begin, the rank makes progress. Each rank writes its idle time to a file in the run
+directory, which the other ranks read. The run ends only if every rank was idle for the whole timeout.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from rlctl.files import write_text
 from rlctl.processes import progress
 from rlctl.track.console import PHASES
 
-#: Of a run directory, while it runs on several ranks.
+#: Subdirectory of the run directory for heartbeats; exists while several ranks run.
 _BEATS = ".ranks"
-#: Shares of the timeout after which the user is told, and after which stacks are written.
+#: Fractions of the timeout after which the user is warned, and after which stacks are written.
 _TELL, _DUMP = 1 / 20, 1 / 4
 _INTERVAL_S = 2.0
-#: Seconds between two notes of the shared memory held, see `rlctl.leftovers`.
+#: Seconds between two records of the shared memory in use, see `rlctl.leftovers`.
 _NOTE_S = 10.0
-#: A rank whose file has not changed for this long does not run at all.
+#: Seconds without a change of its file after which a rank counts as not running.
 _SILENT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank writes about itself.
+    """Heartbeat of a rank.
 
     Attributes:
-        number: rises with every beat.
-        phases: phases begun so far; all ranks begin the same ones, so that the others wait for the lowest.
-        place: what it does, in words.
-        idle_s: seconds since its main thread last went on.
+        number: increases with every heartbeat.
+        phases: phases begun so far; all ranks begin the same ones, so the others wait for the lowest number.
+        place: the current phase, in words.
+        idle_s: seconds since the rank last made progress.
     """
 
     number: int
@@ -60,20 +60,20 @@ class Beat:
 
 @dataclass(slots=True)
 class _Peer:
-    """Another rank as this one knows it; `seen`: when its beat last changed, on the monotonic clock."""
+    """State of another rank; `seen`: when its heartbeat last changed, on the monotonic clock."""
 
     seen: float
     beat: Beat | None = None
-    leftover: Beat | None = None  # of an earlier process, maybe: only a change says something
+    leftover: Beat | None = None  # first beat read, maybe of an earlier process: only a change counts
 
 
 class Watchdog:
-    """Watches this rank; a context manager, and a sink of the tracker that hears of steps and phases.
+    """Monitors this rank: a context manager, and a tracker sink that receives steps and phases.
 
     Args:
-        rank, world_size: this rank among the run's.
-        run_dir: where ranks tell one another how they are.
-        timeout_s: seconds in which no rank has gone on, after which the run is ended.
+        rank, world_size: index of this rank, number of ranks.
+        run_dir: where ranks exchange heartbeats.
+        timeout_s: seconds without progress on any rank after which the run is ended.
         end: ends this process with the error.
     """
 
@@ -101,21 +101,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def begin_phase(self, phase: str) -> None:
-        """A phase begins: words, or a name of `timing_s/*`."""
+        """Records that a phase begins: free text, or a name of `timing_s/*`."""
         self._phases += 1
         self._place = f"step {self._step + 1}, {PHASES[phase]}" if phase in PHASES else phase
         self._moved = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Records a completed step."""
         del metrics
         self._step = step
 
     def close(self, status: str) -> None:
-        """The tracker closes before engines do: goes on until the context ends."""
+        """Does nothing: the tracker closes before the engines; monitoring lasts until the context ends."""
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(OSError):  # nowhere to note what to clear away
+        with contextlib.suppress(OSError):  # without it, leftovers are not recorded
             self._notes, handle = leftovers.own_directory("rank")
             self._held.callback(shutil.rmtree, self._notes, ignore_errors=True)
             self._held.callback(os.close, handle)
@@ -128,7 +128,7 @@ class Watchdog:
         self._held.close()
         with contextlib.suppress(OSError):
             self._beat_file(self._rank).unlink(missing_ok=True)
-            self._beat_file(self._rank).parent.rmdir()  # the last rank
+            self._beat_file(self._rank).parent.rmdir()  # succeeds on the last rank
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._interval):
@@ -145,7 +145,7 @@ class Watchdog:
             self._react(self._idle_of_all(now, idle), now)
 
     def _react(self, idle: float, now: float) -> None:
-        """`idle`: seconds since any rank went on."""
+        """Warns, writes stacks or ends the run; `idle`: seconds since any rank made progress."""
         if idle < self._timeout * _TELL:
             self._told = self._dumped = False
             return
@@ -176,7 +176,7 @@ class Watchdog:
         return min([idle, *others])
 
     def _awaited(self, now: float) -> str:
-        """Who keeps the others waiting, as far as that can be told."""
+        """Names the ranks that the others wait for, if they can be determined."""
         silent = {rank: peer for rank, peer in self._peers.items() if self._is_silent(peer, now)}
         if silent:
             names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
@@ -196,14 +196,14 @@ class Watchdog:
         return now - peer.seen > max(_SILENT_S, 5 * self._interval)
 
     def _speaks(self, now: float) -> bool:
-        """The lowest rank that runs prints for all."""
+        """Whether this rank prints: the lowest running rank prints for all."""
         return all(rank > self._rank or self._is_silent(peer, now) for rank, peer in self._peers.items())
 
     def _tell_peers(self, idle: float) -> None:
         self._number += 1
         beat = Beat(self._number, self._phases, self._place, idle, platform.node(), os.getpid())
         file = self._beat_file(self._rank)
-        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
             if self._run_dir.is_dir():
                 file.parent.mkdir(exist_ok=True)
                 write_text(file, json.dumps(asdict(beat)))
@@ -231,7 +231,7 @@ class Watchdog:
 
 
 def _stacks() -> object:
-    """Where the main thread and those that sample ahead are, and how often others made progress for them."""
+    """Stack positions of the main and the sampling threads, and the count of `processes.progress`."""
     frames = sys._current_frames()
     signature = [(progress(), 0)]
     for thread in threading.enumerate():

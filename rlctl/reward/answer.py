@@ -1,4 +1,4 @@
-"""Finds the place of the answer in a response; `rlctl.reward.maths` reads it."""
+"""Finds where a response states its answer; `rlctl.reward.maths` parses it."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 
 from rlctl.reward.numbers import legible, plain
 
-#: Characters read of one place; patterns backtrack on long texts.
+#: Maximum characters read from one place, because patterns backtrack on long texts.
 MAX_CHARS = 2000
-#: Longer content of a box or tag is prose.
+#: Content of a box or tag that is longer than this is treated as prose.
 MAX_LABELLED_CHARS = 200
-#: Words of an answer without a sentence around it, as in "18 dollars per day".
+#: Maximum words of an answer that is not a sentence, as in "18 dollars per day".
 MAX_WORDS = 4
-#: Marks of one kind that are read: the last ones.
+#: Maximum number of marks of one kind that are read: the last ones.
 MAX_MARKS = 16
-#: Characters of a response that are read, from its end.
+#: Maximum characters of a response that are read, counted from its end.
 MAX_RESPONSE_CHARS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A piece of a response that holds its answer."""
+    """A part of a response that may contain its answer."""
 
-    text: str  # the piece
-    is_whole: bool  # it is nothing but the answer; False: it is prose around it
-    is_marked: bool = False  # it is in a box, in a tag or after `####`: the rest of the response is not read
+    text: str
+    is_whole: bool  # the text is only the answer; False: prose that contains it
+    is_marked: bool = False  # in a box, in a tag or after `####`; later places are not tried
 
 
 _DIGIT = re.compile(r"\d")
 _CONTENT = re.compile(r"\w")
-#: What ends an answer: a chat template's marks, as text.
+#: Special tokens of chat templates, written as text; the first one ends the response.
 _TURN_END = re.compile(
     r"<\|(?:eot_id|im_end|im_start|endoftext|end_of_text|end|eom_id|start_header_id|user|assistant)\|>"
     r"|</s>|<eos>|<(?:end|start)_of_turn>|\[/?INST\]"
 )
-#: A line that begins the next exercise of a model that goes on after its answer.
+#: A line that starts another exercise, which some models write after their answer.
 _NEXT_QUESTION = re.compile(
     r"^[#* \t>\-\[]*(?:Q|(?:Next |New |Another )?(?:Question|Problem|Exercise|Example)|Human|User"
     r"|Instruction)(?P<number>\s*#?\d+)?[\]*\s]*[:.](?!\d)",
     re.MULTILINE | re.IGNORECASE,
 )
-#: A line that begins what comes after the answer: a check, a remark.
+#: A line that starts text after the answer, such as a check or a remark.
 _AFTERWORD = re.compile(
     r"^[#* \t>\-(]*(?:note\b|check\b|verif|double[- ]check|to (?:verify|check)"
     r"|let(?:'|’)?s (?:verify|check|double)|explanation\b|(?:i )?hope (?:this|that)"
@@ -80,22 +80,22 @@ _LABEL = re.compile(
 _SENTENCE_END = re.compile(
     r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)[.!?][\"')*\]$]*\s+(?=\S)|\n+"
 )
-#: A main clause that breaks off before its number: "20 cups in the final meal, the total number of cups".
+#: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
 _DANGLING = re.compile(r"[-+*/×÷=^(]\s*$")
 
 
-#: Mathematics set apart in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollars are not money.
+#: Formulas in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollar signs are not currency.
 MATHS = re.compile(
     r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)", re.DOTALL
 )
 
 
 def places(response: str) -> Iterator[Place]:
-    """The places where the answer may be, the most likely first.
+    """Yields the places that may contain the answer, the most likely first.
 
-    Explicit marks win over prose, and later ones over earlier ones. What a model writes after its answer,
-    such as the next exercise of a few-shot prompt, does not count.
+    Explicit marks come before prose, and later marks before earlier ones. Text after the answer, such as the
+    next exercise of a few-shot prompt, is ignored.
     """
     text = own_part(response)
     marked = sorted([*_boxes(text), *_hashes(text), *_tags(text)], key=lambda found: -found[0])
@@ -113,18 +113,18 @@ def places(response: str) -> Iterator[Place]:
 
 
 def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
-    """The response proper, in legible characters: thoughts before it and other exercises after it removed.
+    """Removes thoughts before the response and further exercises after it; applies `legible`.
 
-    A further exercise is removed only where `evidence` comes before it.
+    A further exercise is removed only if a match of `evidence` precedes it.
     """
     text = legible(response[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
     if text.lstrip().startswith("<think>") and "</think>" not in text:
-        return ""  # cut off while it was still thinking
+        return ""  # cut off inside its thoughts
     text = re.sub(r"<<[^<>\n]*>>", "", text.rpartition("</think>")[2]).strip()
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
     starts = list(_NEXT_QUESTION.finditer(text))
-    if starts and starts[0].start() == 0:  # it repeats the question, or numbers its steps
+    if starts and starts[0].start() == 0:  # the response repeats the question, or numbers its steps
         starts = [] if starts[0]["number"] else starts[1:]
     first = _first(evidence, text)
     return text[: next((m.start() for m in starts if m.start() > first), len(text))]
@@ -135,7 +135,7 @@ def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int:
-    """Its place, or the text's length."""
+    """Start of the first match, or the text's length."""
     found = pattern.search(text)
     return found.start() if found else len(text)
 
@@ -150,7 +150,10 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _hashes(text: str) -> Iterator[tuple[int, str]]:
-    """Lines after `####` that are no headings; none after a paragraph that goes on with something else."""
+    """Yields lines after `####` that are not headings.
+
+    Stops when text without a correction such as "wait" lies between such a line and the next `####`.
+    """
     last_end = None
     for match in _HASH.finditer(text):
         line = match["line"].strip()
@@ -183,14 +186,14 @@ def _announced(rest: str, is_label: bool) -> Iterator[Place]:
 
 
 def _is_terse(text: str) -> bool:
-    """Whether a text is an answer and perhaps its unit, rather than a sentence."""
+    """Whether a text is an answer, perhaps with its unit, rather than a sentence."""
     return (
         len(text) <= MAX_LABELLED_CHARS and "\n" not in text and len(_WORD.findall(plain(text))) <= MAX_WORDS
     )
 
 
 def _conclusion(text: str) -> Iterator[Place]:
-    """The last sentence with a number in it; nothing of a text that breaks off."""
+    """Yields the last sentence with a number or formula; nothing if the text is cut off."""
     first_digit = _first(_DIGIT, text)
     cut = next((m.start() for m in _AFTERWORD.finditer(text) if m.start() > first_digit), len(text))
     tail = text[:cut][-MAX_CHARS:]

@@ -1,4 +1,4 @@
-"""From the spec's `reward` section to something that scores rollouts."""
+"""Builds the reward of a spec, and combines the scores of its terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ERRORS_KEPT = 5
 
 
 def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.device) -> Reward:
-    """The reward the spec describes, ready to score.
+    """Builds the reward that the spec describes.
 
     Raises:
         UsageError: a function or reward model cannot be used.
@@ -34,7 +34,7 @@ def build_reward(spec: RewardSpec, *, max_response_length: int, device: torch.de
 
 
 def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
-    """Label → (weight, who scores) of every term; raises as `build_reward` does."""
+    """Returns label → (weight, scorer) for every term; raises the same errors as `build_reward`."""
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
@@ -47,10 +47,10 @@ def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float
 
 
 def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str], limit: float) -> None:
-    """Stop when too large a share of a batch could not be graded.
+    """Stops the run if too large a share of a batch could not be graded.
 
-    Counts are over all ranks. `first` gives the text of the first failure on any of them; it is called, on
-    all of them, only to stop.
+    Counts are sums over all ranks. `first` returns the text of the first failure on any rank. It is called
+    only before the error is raised, and then on every rank.
 
     Raises:
         RunFailure: more than `limit` of the samples failed.
@@ -71,7 +71,7 @@ class OverlongPenalty:
 
     max_length: int  # L_max, tokens
     buffer_length: int  # L_cache, tokens before L_max over which the penalty grows; at least 1
-    factor: float  # penalty at L_max and beyond, where the paper has 1
+    factor: float  # penalty at L_max and beyond; 1 in the paper
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
         """Penalties (B,) float32, from 0 down to −factor, for response lengths (B,) in tokens."""
@@ -87,16 +87,16 @@ class CombinedReward:
         self._penalty = penalty
 
     def score(self, rollouts: Rollouts, *, read_answers: bool = False) -> RewardResult:
-        """Scores (B,); see `Reward.score`. Answers are those of the first term that can read them."""
+        """Returns scores (B,), see `Reward.score`. Answers come from the first term that can extract them."""
         samples = _samples(rollouts)
-        # In float32 terms of weights 0.15, 0.65 and 0.2 that are all 1 sum up to less than 1.
+        # float64, because in float32 the weights 0.15, 0.65 and 0.2 sum to less than 1.
         total = torch.zeros(len(samples), dtype=torch.float64)
         valid = torch.ones(len(samples), dtype=torch.bool)
         applies = torch.zeros(len(samples), dtype=torch.bool)  # at least one term grades it
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
-        ended: dict[int, FailureKind] = {}  # row → why its grading ended without a score of the grader
+        ended: dict[int, FailureKind] = {}  # row → failure that the response caused; it is scored
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             if read_answers and not answers and scorer.reads_answers:
@@ -126,11 +126,11 @@ class CombinedReward:
             parts[OVERLONG] = self._penalty.of(rollouts.response_mask.sum(-1).cpu())
             total += parts[OVERLONG]
         scores = total.float()
-        unbounded = valid & ~scores.isfinite()  # a sum, or a score, beyond float32
+        unbounded = valid & ~scores.isfinite()  # the sum or a score overflows float32
         if unbounded.any():
             errors.append(f"the weighted sum is {scores[unbounded][0]} in float32")
             valid &= ~unbounded
-        if read_answers and not answers:  # no term can
+        if read_answers and not answers:  # no term extracts answers
             answers = [None] * len(samples)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(

@@ -1,7 +1,7 @@
-"""Programs, graded by running them against the ground truth's tests in a sandbox.
+"""Grades programs by running them against the ground truth's tests in a sandbox.
 
-The program never decides: it is asked for values, and they are compared in this process, or test code that
-runs in another process calls it (`sandbox/peer.py`).
+The program's process never decides whether a test passes: either it only returns output or values, which this
+process compares, or test code in a second sandboxed process calls the program (`sandbox/peer.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _BLOCK = re.compile(
 class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
 
-    A program that crashes, hangs or takes too much memory is wrong. A ground truth that holds no tests
-    is a `Failure`, and so is a sandbox that cannot be set up.
+    A program that crashes or reaches its time or memory limit scores 0.0. A ground truth without tests is a
+    `Failure`, and so is a sandbox that cannot be set up.
 
     Raises:
         EnvironmentFailure: this machine cannot confine programs.
@@ -58,7 +58,7 @@ class CodeScorer(Scorer):
         check_sandbox(self._limits)
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """One grade per sample, in order; as many programs at once as this rank has cores."""
+        """Returns one grade per sample, in order; runs `share_of_cores()` programs in parallel."""
         with ThreadPoolExecutor(share_of_cores()) as threads:
             return list(threads.map(self._grade, samples))
 
@@ -79,13 +79,13 @@ def program_of(response: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScriptTests:
-    """Inputs and what a script must print for them, but for white space."""
+    """Inputs of a script and the outputs that it must print; lines are compared word by word."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     def run(self, program: str, limits: Limits) -> Grade:
-        """One process per input, up to the first that is wrong; the time limit is for all together."""
+        """Runs one process per input until one fails; the time limit covers all inputs together."""
         end = time.monotonic() + limits.timeout_s
         for given, wanted in zip(self.inputs, self.outputs, strict=True):
             left = end - time.monotonic()
@@ -102,15 +102,15 @@ class ScriptTests:
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Steps after the program, and the values that those of kind `eval` must have."""
+    """Steps that run after the program, and the expected values of the `eval` steps."""
 
     steps: tuple[Step, ...]
     values: tuple[Any, ...]
-    #: As in JSON: tuples are lists, keys are text.
+    #: compare values as JSON: tuples are lists, keys are text
     as_json: bool
 
     def run(self, program: str, limits: Limits) -> Grade:
-        """All steps in one process, which gives values; they are compared here."""
+        """Runs all steps in one process, which returns the values; they are compared here."""
         most = MAX_OUTPUT_BYTES // 16 + 32 * len(json.dumps(self.values))
         outcome = run_program(program, limits, steps=self.steps, max_output=most)
         if outcome.refused:
@@ -126,12 +126,12 @@ class CallTests:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """Test code that calls the program from a process of its own."""
+    """Test code that runs in a separate process and calls the program."""
 
     source: str
 
     def run(self, program: str, limits: Limits) -> Grade:
-        """Two processes; the one with the tests decides."""
+        """Runs the program and the tests in two processes; the process of the tests decides."""
         outcome = run_program(program, limits, tests=self.source)
         return _broken(outcome) if outcome.refused else float(outcome.passed)
 
@@ -141,10 +141,10 @@ Tests = ScriptTests | CallTests | CodeTests
 
 @lru_cache(maxsize=1024)  # the responses to a prompt share one ground truth
 def parse_tests(ground_truth: str) -> Tests:
-    """Tests in one of three forms; see docs/how-to/rewards.md.
+    """Parses tests in one of three forms; see docs/how-to/rewards.md.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the ground truth has none of these forms.
     """
     if ground_truth.lstrip().startswith("{"):
         try:
@@ -171,7 +171,7 @@ def _json_tests(values: dict[str, Any]) -> Tests:
         raise ValueError(f"`fn_name` is {name!r}")
     if not all(isinstance(arguments, list) for arguments in inputs):
         raise ValueError("with `fn_name` every input is the list of arguments of one call")
-    # Many data sets take their functions from sites where they are methods of `class Solution`.
+    # In many data sets the function is a method of `class Solution`.
     found = f"{name} if '{name}' in globals() else Solution().{name}"
     calls: list[Step] = [("eval", f"({found})(*{arguments!r})") for arguments in inputs]
     return CallTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
@@ -202,7 +202,7 @@ def _assert_tests(text: str) -> CallTests | CodeTests:
 
 
 def _equation(statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
-    """What `assert ASKED == LITERAL` (or the other way round) asks for, and the literal."""
+    """The expression and the literal of `assert EXPRESSION == LITERAL`, in either order; else None."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             return next(((a, b) for a, b in ((left, right), (right, left)) if _is_literal(b)), None)
@@ -218,7 +218,10 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _is_plain_call(node: ast.expr) -> bool:
-    """Whether it is a call of something of the program with literals: no decision is made in it."""
+    """Whether an expression only calls the program's functions with literals.
+
+    Such an expression contains no test logic, so the program's process may evaluate it.
+    """
     match node:
         case ast.Call(func=func, args=args, keywords=keywords):
             given = [*args, *(keyword.value for keyword in keywords)]
@@ -233,12 +236,12 @@ def _broken(outcome: Outcome) -> Failure:
 
 
 def _words(text: str) -> list[list[str]]:
-    """The words of every line, without empty lines at the end."""
+    """Splits every line into words; drops empty lines at the end."""
     return [line.split() for line in text.rstrip().split("\n")]
 
 
 def _as_json(code: Any) -> Any:
-    """An encoded value (see `encode`) as it would come back from JSON, still encoded."""
+    """Converts an encoded value (see `encode`) as a round trip through JSON would; it stays encoded."""
     match code:
         case ["list" | "tuple", *items]:
             return ["list", *map(_as_json, items)]

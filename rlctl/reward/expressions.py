@@ -1,9 +1,9 @@
-"""Mathematical expressions, read and compared by math-verify.
+"""Parses and compares mathematical expressions with math-verify.
 
-Its parser is asked for one expression at a time, and that expression is kept whole: a text that does not
-parse as a whole has no reading. math-verify's own search for an answer would take a number out of it.
+The parser gets one expression at a time, and the text must parse as a whole. math-verify's own search for an
+answer is not used, because it would extract a number from a text that does not parse.
 
-Importing this takes most of a second: sympy.
+Importing this module takes most of a second, because it imports sympy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from math_verify import grader
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import Number
 
-#: Times of day, ranges, feet and minutes, sums with dots: the parser reads 6:30 as 1/5, 3-5 as -2, 5'6'' as
-#: 56, and leaves dots out.
+#: Texts that the parser misreads: times of day (6:30 as 1/5), ranges (3-5 as -2), feet and arc minutes
+#: (5'6'' as 56), sums with dots (it drops the dots).
 _NO_EXPRESSION = re.compile(
     r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*\\[lcd]?dots|.*\.\.\.[,+]", re.DOTALL
 )
 _AND = re.compile(r",?\s+and\s+")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
-#: What the parser needs in braces: \frac\pi6.
+#: A numerator that the parser needs in braces: \frac\pi6.
 _BARE_NUMERATOR = re.compile(r"(\\[dtc]?frac)\s*(\\(?!sqrt|frac|text|math)[a-z]+)")
-#: A constant of integration has no case.
+#: A constant of integration: +c is the same as +C.
 _CONSTANT = re.compile(r"(?<=\+)\s*c$")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!: ]|\{,\}|~)+(?=\d{3}(?!\d))")
 #: Units after an expression: text with its power, and degrees.
@@ -37,24 +37,24 @@ _UNITS = re.compile(
     r"(?:\\[ ,;:!]|[\s~])*(?:\\(?:text\w*|mbox|hbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
-#: What cannot come before a unit.
+#: Text that cannot precede a unit.
 _OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
-# Units of math-verify's own list are not removed: they include single letters, so that 3t were 3.
+# `units=False`, because math-verify's list of units includes single letters: it would turn 3t into 3.
 _NORMALIZATION = latex2sympy2_extended.NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
 _CONVERSION = ConversionConfig(lowercase_symbols=False)  # R is not r
-# It warns that its own time limits are off. They are: they need the main thread, and cannot interrupt integer
-# arithmetic anyway.
+# Hides the warning that math-verify's time limits are off. They are off because they need the main thread and
+# cannot interrupt integer arithmetic.
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
-#: Values closer than this, relative to the larger one, are equal if math-verify says so.
+#: Maximum difference, relative to the larger value, of decimals that math-verify finds equal.
 RELATIVE_TOLERANCE = 1e-4
 
 
 def read(latex: str) -> Any | None:
-    """The expression that all of the text is.
+    """Parses the whole text as one expression.
 
-    None when it is none, one without a value (1/0), or one that is too large to be computed.
+    Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
     text = _SEPARATOR.sub("", latex.strip().strip("$").rstrip(". "))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
@@ -63,7 +63,7 @@ def read(latex: str) -> Any | None:
     text = _AND.sub(", ", text)
     text = _CONSTANT.sub("C", _BARE_NUMERATOR.sub(r"\1{\2}", text))
     expression = _parsed(text)
-    if expression is None and text.count("\\pm") == 1:  # inside of a fraction the parser knows none
+    if expression is None and text.count("\\pm") == 1:  # the parser does not support it inside a fraction
         both = [_parsed(re.sub(r"\\pm(?![a-z])", sign, text)) for sign in "+-"]
         return None if None in both else sympy.FiniteSet(*both)
     return expression
@@ -77,24 +77,24 @@ def _parsed(text: str) -> Any | None:
         return None if expression.has(sympy.zoo, sympy.nan) else expression
     except MemoryError:
         raise
-    except Exception:  # the parser raises the bare class for what is no LaTeX
+    except Exception:  # the parser raises plain `Exception` for invalid LaTeX
         return None
 
 
 def without_units(latex: str) -> str:
-    r"""The text without units after it: `\text{…}` with its power, and degrees."""
+    r"""Removes units at the end: `\text{…}` with its power, and degrees."""
     while (found := _UNITS.search(latex)) and found.start() and not _OPEN.search(latex[: found.start()]):
         latex = latex[: found.start()]
     return latex
 
 
 def equal(gold: Any, answer: Any) -> bool:
-    """Whether math-verify finds two expressions equal and they are of one kind.
+    """Whether math-verify finds two expressions equal and they are of the same kind.
 
     Args:
-        gold: an expression, kept as it was read.
-        answer: likewise. An equation counts for its right side only where the left side names what was
-            asked ("m + n = 7") or is equal to the gold; "y - 3 = 0" is not 0.
+        gold: the parsed ground truth.
+        answer: the parsed answer. The right side of an equation is compared only if the left side names the
+            requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
     is_relation = _is_relation(gold)
     if is_relation and not _is_relation(answer) and not _has_value(gold, answer):
@@ -103,23 +103,23 @@ def equal(gold: Any, answer: Any) -> bool:
     if not all(_names(left) or _verify(gold, left) for left in equations) or not _verify(gold, answer):
         return False
     if (_is_list(gold) and _is_pair(answer)) or (_is_list(answer) and _is_pair(gold)):
-        return False  # math-verify drops the order of a pair
+        return False  # math-verify ignores the order of a pair
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
         is_scalar = all(isinstance(side, sympy.Expr) for one in (gold, answer) for side in one.args)
         left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer)] if is_scalar else []
         if not left or left[0] in (left[1], -left[1]):
             return True
-        return not gold.has(sympy.Derivative) and bool(sympy.solve(gold))  # it takes dy/dx for 0
+        return not gold.has(sympy.Derivative) and bool(sympy.solve(gold))  # math-verify treats dy/dx as 0
     return _is_close(gold, answer)
 
 
 def is_closed_number(expression: Any) -> bool:
-    """Whether it is a number without symbols, and neither a set, a matrix nor a relation."""
+    """Whether an expression is a number without symbols, not a set, a matrix or a relation."""
     return bool(getattr(expression, "is_number", False)) and isinstance(expression, sympy.Expr)
 
 
 def from_number(number: Number) -> Any:
-    """A number of prose as math-verify has it: decimals as floats, percent as a product."""
+    """Converts a number to math-verify's representation: decimals to floats, percent to a product."""
     value = sympy.Rational(number.value.numerator, number.value.denominator)
     if number.is_decimal:
         value = sympy.Float(value, 30)
@@ -127,7 +127,7 @@ def from_number(number: Number) -> Any:
 
 
 def as_text(expression: Any) -> str:
-    """The expression as text that is equal for equal numbers: "1/2" for 0.5, percent without its sign."""
+    """Converts an expression to text that is equal for equal numbers: "1/2" for 0.5, percent without sign."""
     if isinstance(expression, sympy.Eq) and not expression.rhs.free_symbols:  # x = 5
         expression = expression.rhs
     if is_closed_number(expression):
@@ -149,7 +149,7 @@ def _is_relation(expression: Any) -> bool:
 
 
 def _equations(answer: Any) -> list[Any]:
-    """Left sides of an answer's equations; of a chain "20 + 6 = 26 = …" the first."""
+    """Left sides of an answer's equations; the first side of a chain such as "20 + 6 = 26 = …"."""
     if isinstance(answer, sympy.FiniteSet):
         return [left for one in answer.args for left in _equations(one)]
     if isinstance(answer, sympy.Eq):
@@ -158,7 +158,7 @@ def _equations(answer: Any) -> list[Any]:
 
 
 def _names(left: Any) -> bool:
-    """Whether an equation's left side only names something: no number is added to or multiplied with it."""
+    """Whether an equation's left side only names a quantity: no number is a term or factor, except −1."""
     if left.is_number and isinstance(left, sympy.Expr):
         return False
     if isinstance(left, sympy.Add | sympy.Mul):
@@ -167,7 +167,11 @@ def _names(left: Any) -> bool:
 
 
 def _has_value(gold: Any, answer: Any) -> bool:
-    """Whether a relation may equal what is none: it has one name at its left, or an interval of solutions."""
+    """Whether a relation may equal an answer that is not a relation.
+
+    An equation may if its left side is a single name; several equations, if all have the same one. Another
+    relation may if neither it nor the answer is a list: 1 < x < 2 equals an interval.
+    """
     parts = gold.args if isinstance(gold, sympy.FiniteSet) else [gold]
     if not all(isinstance(part, sympy.Eq) for part in parts):
         return not isinstance(gold, sympy.FiniteSet) and not isinstance(answer, sympy.FiniteSet)
@@ -186,12 +190,12 @@ def _is_pair(expression: Any) -> bool:
 
 
 def _is_list(expression: Any) -> bool:
-    """Whether it is a set, or numbers one after the other; not of pairs."""
+    """Whether an expression is a set or a list of values that are not pairs."""
     return isinstance(expression, sympy.FiniteSet) and not any(map(_is_pair, expression.args))
 
 
 def _is_close(gold: Any, answer: Any) -> bool:
-    """False for decimals that are equal only because math-verify rounds to six places: 1e-7 and 2e-7."""
+    """False for decimals that math-verify finds equal only because it rounds to six places: 1e-7 and 2e-7."""
     if not (is_closed_number(gold) and is_closed_number(answer) and (gold - answer).has(sympy.Float)):
         return True
     if (gold - answer).has(sympy.UnevaluatedExpr):

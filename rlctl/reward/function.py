@@ -1,4 +1,4 @@
-"""How a grader is called: its parameters are filled by their names. No torch: grading processes import it."""
+"""Loads graders and passes their parameters by name. No torch, because grading processes import this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.errors import UsageError
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Sample
 
-#: Parameter → what it is given, one call per response.
+#: Parameter → the value passed to it, for one call per response.
 KNOWN: dict[str, Callable[[Sample], object]] = {
     "response": lambda sample: sample.response,
     "solution_str": lambda sample: sample.response,
@@ -23,30 +23,30 @@ KNOWN: dict[str, Callable[[Sample], object]] = {
     "extra_info": lambda sample: sample.extra_info,
     "messages": lambda sample: sample.messages,
 }
-#: Parameters of TRL's reward functions that are no columns of the data; what they log is dropped.
+#: Parameters of TRL's reward functions that are not columns of the data; logged values are discarded.
 _OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-#: Columns that TRL's functions compare with, where the data has none of that name.
+#: Parameters that get the ground truth if the data has no column of that name.
 _GROUND_TRUTHS = ("solution", "answer")
 
-#: One value for each of the samples.
+#: Samples → one value per sample.
 Call = Callable[[Sequence[Sample]], Sequence[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGrader:
-    """What a grading process calls."""
+    """A grader as the grading process calls it."""
 
-    grade: Call  # called with samples
-    takes_groups: bool  # it is to be called with all responses to one prompt
+    grade: Call
+    takes_groups: bool  # `grade` must be called with all responses to one prompt
     answer_of: Callable[[str], str | None] | None  # see `rlctl.registry.Part`
 
 
 def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
-    """Import a grader and see that it can be called.
+    """Imports a grader and checks that it can be called.
 
     Raises:
-        UsageError: no such grader, an error while importing it (with file and line), parameters that it does
-            not have, or a parameter without default that nothing is known for.
+        UsageError: the grader does not exist or cannot be imported (with file and line), `params` are not
+            valid for it, or rlctl has no value for a parameter without default.
     """
     part = GRADERS.part(name)
     function, values = part.function, None
@@ -55,7 +55,7 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
     if part.params is not None:
         try:
             values = part.params.model_validate(params or {})
-        except ValueError as error:  # Pydantic's own is one
+        except ValueError as error:  # Pydantic's ValidationError is one
             known = f"the parameters of {name} are {', '.join(part.params.model_fields)}"
             raise UsageError(str(error), where="reward.params", fix=known) from error
     try:
@@ -72,7 +72,7 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
 def _bound(
     function: Callable[..., Any], parameters: list[inspect.Parameter], name: str, fixed: dict[str, object]
 ) -> Callable[[Sample], object]:
-    """`function` of one sample; parameters with a default that nobody knows keep it."""
+    """Wraps `function` as a function of one sample; unknown parameters keep their defaults."""
     positional: list[str] = []
     named: list[str] = []
     for parameter in parameters:
@@ -97,7 +97,7 @@ def _bound(
 
 
 def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> Call:
-    """`function` as TRL's trainers call it: lists of prompts, completions and columns, by keyword."""
+    """Wraps `function` to be called as in TRL: lists of prompts, completions and columns, by keyword."""
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     needed = {one.name for one in parameters if one.name in names and one.default is one.empty}
@@ -132,9 +132,9 @@ def _of_lists(function: Callable[..., Any], parameters: list[inspect.Parameter])
 
 
 def _reads_messages(function: Callable[..., Any]) -> bool:
-    """Whether its code, or that of functions it calls, has the constant "content": a key of messages."""
+    """Whether a function, or a function that it calls, contains the constant "content": a key of messages."""
     inner = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
-    inner = inner if hasattr(inner, "__code__") else type(inner).__call__  # an object that can be called
+    inner = inner if hasattr(inner, "__code__") else type(inner).__call__  # a callable object
     waiting: list[CodeType] = [inner.__code__] if hasattr(inner, "__code__") else []
     known, seen = getattr(inner, "__globals__", {}), set()
     while waiting:
@@ -150,5 +150,5 @@ def _reads_messages(function: Callable[..., Any]) -> bool:
 
 
 def _result(value: object) -> Any:
-    """What a function returns, run to its end where it is a coroutine."""
+    """The value itself, or the result of a coroutine."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value

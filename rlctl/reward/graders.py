@@ -1,7 +1,8 @@
-"""The graders that compare texts: the whole text, the letter of an option, an equation.
+"""Graders that compare texts: the whole text, the letter of an option, an equation.
 
-A grader is a function (response, ground_truth) → score, or a class of scorers made from (section `reward`,
-device). It is registered where it is defined: the others in `maths.py`, `code.py`, `model.py`, `sources.py`.
+A grader is a function (response, ground_truth) → score, or a `Scorer` class with the constructor arguments
+(section `reward`, device). It is registered where it is defined; the others are in `maths.py`, `code.py`,
+`model.py` and `sources.py`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from rlctl.reward.numbers import plain
     answer_of=lambda response: response.strip() or None,
 )
 def exact(response: str, ground_truth: str) -> float:
-    """1.0 when the texts are equal but for white space around them, else 0.0."""
+    """1.0 when the texts are equal, ignoring white space at both ends, else 0.0."""
     return float(response.strip() == ground_truth.strip())
 
 
-#: `B`, `(B)`, `B. 26`, `b) 26`: an option as a ground truth or a whole line shows it.
+#: An option at the start of a ground truth: `B`, `(B)`, `B. 26`, `b) 26`.
 _OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
-#: Possessive throughout: after "answer" and a thousand blanks, trying every split would never end.
+#: All quantifiers are possessive: after "answer" and a thousand blanks, backtracking would not finish.
 _LETTER = (
     r"[\s*_\"'({\[$]*+(?:\\(?:text\w*|math\w+)\s*\{)?[\s*_(]*+"
-    r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names none
+    r"(?:(?!I\s+[a-z])([A-J])(?![\w'])|([a-j])\))"  # "the answer I choose" names no option
 )
 _IS = r"[\s*_\"']*+(?:(?i:is|was|would be|should be|must be)\b[\s*_\"']*+[:=]?|[:=])"
-#: Places of an option, the most reliable first; of one kind the last one is taken. First those that
-#: name it as the answer, then one that is spoken of ("option A is wrong" may follow the answer), then a line
-#: that begins with one, then one in brackets.
+#: Patterns of an option, the most reliable first; the last match of a pattern is used. In order: an option
+#: named as the answer, an option that is mentioned ("option A is wrong" may follow the answer), a line that
+#: starts with an option, an option in brackets.
 _OPTIONS = (
     re.compile(
         rf"(?:\\(?:boxed|fbox)\s*\{{|####+|<answer>|\b(?i:(?:answers?|choice|option)\b{_IS}|answers?\b)"
@@ -74,7 +75,7 @@ def multiple_choice(response: str, ground_truth: str) -> float:
     """1.0 when the response chooses the ground truth's option, else 0.0.
 
     Raises:
-        ValueError: the ground truth begins with no letter from A to J.
+        ValueError: the ground truth does not start with a letter from A to J.
     """
     option = _OPTION.match(ground_truth)
     if option is None:
@@ -82,7 +83,7 @@ def multiple_choice(response: str, ground_truth: str) -> float:
     return float(chosen_option(response) == (option[1] or option[2]).upper())
 
 
-#: Characters of an equation that are read.
+#: Maximum characters of an equation that are read.
 MAX_EQUATION_CHARS = 1000
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -111,10 +112,10 @@ def equation_of(response: str) -> str | None:
 def countdown(response: str, ground_truth: str) -> float:
     """1.0 when the response's equation uses each number once and makes the target, else 0.0.
 
-    The response's equation may go on with "= 24"; the ground truth is `{"numbers": [2, 3, 4], "target": 24}`.
+    The equation may end with "= 24"; the ground truth is `{"numbers": [2, 3, 4], "target": 24}`.
 
     Raises:
-        ValueError: the ground truth is something else.
+        ValueError: the ground truth does not have this form.
     """
     expected, target = countdown_task(ground_truth)
     for place in places(response):
@@ -132,7 +133,7 @@ def countdown(response: str, ground_truth: str) -> float:
 
 @lru_cache(maxsize=1024)  # the responses to a prompt share one ground truth
 def countdown_task(ground_truth: str) -> tuple[list[Fraction], Fraction]:
-    """The numbers in ascending order, and the target.
+    """Parses a ground truth: the numbers in ascending order, and the target.
 
     Raises:
         ValueError: it is not `{"numbers": […], "target": …}` in JSON.
@@ -145,14 +146,17 @@ def countdown_task(ground_truth: str) -> tuple[list[Fraction], Fraction]:
 
 
 def _equation(place: Place) -> str | None:
-    """The arithmetic of a piece of text: of its sides around equals signs the first that has an operator."""
+    """The arithmetic expression in a place; None if there is none.
+
+    Of the sides of equals signs it is the first with an operator, else the first with a number.
+    """
     shown = plain(place.text).translate(_SIGNS)[:MAX_EQUATION_CHARS]
     sides = [text.strip(" .") for side in shown.split("=") for text in _ARITHMETIC.findall(side)]
     return next((side for side in sides if _OPERATION.search(side)), sides[0] if sides else None)
 
 
 def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
-    """The value of plain arithmetic; its numbers are appended to `numbers`."""
+    """Evaluates plain arithmetic and appends its numbers to `numbers`."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             numbers.append(Fraction(str(value)))

@@ -1,11 +1,11 @@
-r"""Expressions that are too large to compute, found from their text, before sympy reads it.
+r"""Detects expressions that are too large to compute, from their text, before sympy parses them.
 
-sympy computes exactly: `9^{9^{9}}` never ends, nor does the expansion of `(x+1)^{100000}`. The size of an
-expression is estimated here in time linear in its length, from the inside out:
+sympy computes exactly: `9^{9^{9}}` never finishes, nor does the expansion of `(x+1)^{100000}`. This module
+estimates the size of an expression bottom-up, in time linear in its length:
 
     formula ──▶ tokens ──▶ `Size` of every part ──▶ within the limits?
 
-A symbol counts as a number of about 3. Unknown commands are read as symbols, so that any text has a size.
+A symbol counts as a number of about 3. Unknown commands are treated as symbols, so every text has a size.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-#: Decimal digits of a value together with its denominator. Python prints integers of up to 4300 digits.
+#: Maximum decimal digits of a value and its denominator together. Python prints integers up to 4300 digits.
 MAX_DIGITS = 4000
-#: Terms of an expanded polynomial; degree of one that has to be expanded or divided.
+#: Maximum terms of an expanded polynomial; maximum degree of one that must be expanded or divided.
 MAX_TERMS, MAX_DEGREE = 2000, 300
-#: Terms of `\sum` and `\prod`; of those without a closed form: nested ones, and those with functions.
+#: Maximum terms of `\sum` and `\prod`, and of those without a closed form (nested, or with functions).
 MAX_ITERATIONS, MAX_HARD_ITERATIONS = 20_000, 50
-#: Brackets inside brackets, and brackets with nothing else between them: the LaTeX parser's time grows
-#: exponentially with the latter.
+#: Maximum depth of nested brackets, and of brackets that open directly inside each other: the time of the
+#: LaTeX parser grows exponentially with the latter.
 MAX_DEPTH, MAX_BARE_DEPTH = 24, 5
-#: Exponents of exponents.
+#: Maximum depth of nested exponents.
 MAX_TOWERS = 6
-#: Characters and tokens of one formula.
+#: Maximum characters and tokens of one formula.
 MAX_CHARS, MAX_TOKENS = 2000, 500
-#: Integrals and limits inside one formula, and its tokens where there are any.
+#: Maximum number of integrals and limits in one formula; maximum tokens of a formula with any of them.
 MAX_CALCULUS, MAX_CALCULUS_TOKENS = 2, 40
-#: Unions and intersections inside one formula.
+#: Maximum number of unions and intersections in one formula.
 MAX_SET_OPERATIONS = 16
-#: Rows of `eye(n)`, `zeros(n)` and `ones(n)`.
+#: Maximum rows of `eye(n)`, `zeros(n)` and `ones(n)`.
 MAX_ROWS = 50
 
 _SYMBOL_DIGITS = 0.5
-#: Terms of an infinite sum, for its size: it has a closed form, or stays as it is.
+#: Terms assumed for an infinite sum: sympy finds a closed form or leaves the sum unevaluated.
 _INFINITE = 3.0
-#: Upright text: the LaTeX parser takes `\operatorname{gamma}` for the function.
+#: Upright text: the LaTeX parser interprets `\operatorname{gamma}` as the function.
 _UPRIGHT = re.compile(r"\\(?:operatorname|text\w*|math\w+|mbox|hbox)\*?\s*\{([^{}]*)\}")
 _TOKEN = re.compile(
     r"(?P<skip>\\(?:left|right|[bB]igg?[lrm]?|displaystyle|q?quad|limits|nolimits)(?![A-Za-z])|\\[,!;: ]"
@@ -66,11 +66,11 @@ _CONSTANTS = {"\\pi": math.log10(math.pi), "pi": math.log10(math.pi), "e": math.
 
 
 class _TooLarge(Exception):
-    """A part is beyond the limits."""
+    """A part of an expression exceeds the limits."""
 
 
 def is_too_large(formula: str) -> bool:
-    """Whether a formula is too large to be computed exactly."""
+    """Whether a formula is too large to compute exactly."""
     if len(formula) > MAX_CHARS:
         return True
     found = ((match.lastgroup or "", match[0]) for match in _TOKEN.finditer(_UPRIGHT.sub(r" \1 ", formula)))
@@ -95,14 +95,14 @@ class Size:
     """Upper bounds for one part of an expression.
 
     Raises:
-        _TooLarge: one is beyond its limit.
+        _TooLarge: a bound exceeds its limit.
     """
 
     digits: float  # log10 of the magnitude, at least 0
     below: float = 0.0  # log10 of the denominator; 0 for an integer
     terms: float = 1.0  # of the expanded polynomial; 1 for a number
     degree: float = 0.0  # of the polynomial; 0 for a number
-    symbols: frozenset[str] = frozenset()  # those it holds
+    symbols: frozenset[str] = frozenset()  # that it contains
 
     def __post_init__(self) -> None:
         if not (self.digits + self.below <= MAX_DIGITS and self.terms <= MAX_TERMS):
@@ -110,11 +110,11 @@ class Size:
 
     @property
     def value(self) -> float:
-        """The bound of the magnitude itself; inf where it is beyond floats."""
+        """Upper bound of the magnitude; inf if it exceeds the range of floats."""
         return 10.0**self.digits if self.digits < 300.0 else math.inf
 
     def plus(self, other: Size) -> Size:
-        """Of a sum or difference."""
+        """Size of the sum or difference."""
         high, low = max(self.digits, other.digits), min(self.digits, other.digits)
         symbols = self.symbols | other.symbols
         return Size(
@@ -126,19 +126,19 @@ class Size:
         )
 
     def times(self, other: Size) -> Size:
-        """Of a product."""
+        """Size of the product."""
         degree, symbols = self.degree + other.degree, self.symbols | other.symbols
         terms = min(self.terms * other.terms, _num_monomials(degree, len(symbols)))
         return Size(self.digits + other.digits, self.below + other.below, terms, degree, symbols)
 
     def over(self, other: Size) -> Size:
-        """Of a quotient; a rational number is 0, or at least one over its denominator."""
+        """Size of the quotient; a nonzero rational number is at least 1/denominator."""
         if self.terms > 1.0 and other.terms > 1.0 and self.degree > MAX_DEGREE:  # (xⁿ − 1) / (x − 1)
             raise _TooLarge
         return self.times(replace(other, digits=other.below, below=other.digits))
 
     def to_the(self, exponent: Size) -> Size:
-        """Of a power, whatever the sign of the exponent."""
+        """Size of the power, for an exponent of either sign."""
         power, larger = exponent.value, max(self.digits, self.below)
         digits = larger * power if larger else 0.0
         degree = self.degree * (1.0 if exponent.symbols else power)
@@ -150,19 +150,19 @@ class Size:
         return Size(digits, digits if self.below else 0.0, terms, degree, symbols)
 
     def factorial(self) -> Size:
-        """Of n!, and of Γ(n), which is less."""
+        """Size of n!, which also bounds Γ(n)."""
         if self.value > MAX_DIGITS:  # from 25 on, n! has more than n digits
             raise _TooLarge
         return Size(math.lgamma(self.value + 1.0) / math.log(10.0), symbols=self.symbols)
 
     def choose(self, lower: Size) -> Size:
-        """Of a binomial coefficient: at most 2ⁿ, and at most nᵏ."""
+        """Size of the binomial coefficient: at most 2ⁿ, and at most nᵏ."""
         digits = min(self.value * math.log10(2.0), lower.value * self.digits)
         return Size(digits, symbols=self.symbols | lower.symbols)
 
 
 def _num_monomials(degree: float, num_symbols: int) -> float:
-    """C(degree + symbols, symbols): monomials of up to a degree; inf where that is certainly too many."""
+    """Number of monomials up to a degree, C(degree + symbols, symbols); inf if certainly above the limit."""
     if degree > 2 * MAX_DIGITS:
         return math.inf
     return float(min(math.comb(math.ceil(degree) + num_symbols, num_symbols), 10**9))
@@ -174,28 +174,28 @@ class _Reader:
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens = tokens
         self._at = 0
-        self._depth = 0  # brackets that are open
-        self._bare_depth = 0  # of them those that began with a bracket
-        self._towers = 0  # exponents that are open
-        self._iterations = 1.0  # of the sums and products that are open
+        self._depth = 0  # open brackets
+        self._bare_depth = 0  # open brackets that another bracket directly follows
+        self._towers = 0  # open exponents
+        self._iterations = 1.0  # terms of all open sums and products, multiplied
         self._symbol_digits = _SYMBOL_DIGITS
 
     def read(self) -> None:
-        """Find the size of everything.
+        """Estimates the size of the whole formula.
 
         Raises:
-            _TooLarge: a part is beyond the limits.
+            _TooLarge: a part exceeds the limits.
         """
         self._list()
         while self._at < len(self._tokens):
-            self._at += 1  # a bracket that closes nothing
+            self._at += 1  # an unmatched closing bracket
             self._list()
 
     def _next(self) -> str:
         return self._tokens[self._at][1] if self._at < len(self._tokens) else ""
 
     def _list(self) -> Size:
-        """What commas and relations part, up to a closing bracket."""
+        """Parts separated by commas and relations, up to a closing bracket."""
         size = self._sum()
         while self._next() in _LISTING:
             self._at += 1
@@ -237,7 +237,7 @@ class _Reader:
                 self._towers += 1
                 if self._towers > MAX_TOWERS:
                     raise _TooLarge
-                size = size.to_the(self._power())  # from the right: 9^9^9 is 9^(9^9)
+                size = size.to_the(self._power())  # right-associative: 9^9^9 is 9^(9^9)
                 self._towers -= 1
             elif token == "_":
                 self._at += 1
@@ -265,7 +265,7 @@ class _Reader:
         return self._argument()
 
     def _matrix(self) -> Size:
-        """`eye(n)` and the like."""
+        """`eye(n)`, `zeros(n)` or `ones(n)`."""
         size = self._argument()
         if size.value > MAX_ROWS:
             raise _TooLarge
@@ -285,7 +285,7 @@ class _Reader:
         return size
 
     def _argument(self) -> Size:
-        r"""What a command takes: a bracket or one token, of a number its first digit, as in \\frac12."""
+        r"""Argument of a command: a bracket or one token; of a number the first digit, as in \\frac12."""
         kind, token = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
         if kind == "number" and len(token) > 1:
             self._tokens[self._at] = (kind, token[1:])
@@ -293,7 +293,7 @@ class _Reader:
         return self._atom()
 
     def _iteration(self, *, is_product: bool = False) -> Size:
-        r"""What follows \sum or \prod: its bounds, and what is evaluated as often as they say."""
+        r"""Bounds of a \sum or \prod, and its body, which is evaluated once per term."""
         bounds, start = Size(0.0), self._at
         while self._next() in {"_", "^"}:
             self._at += 1
@@ -335,7 +335,7 @@ _READERS: dict[str, Callable[[_Reader], Size]] = {
 
 
 def _number(token: str) -> Size:
-    """Of a number, thousands separators and decimals included."""
+    """Size of a number, which may have thousands separators and decimals."""
     whole, _, decimals = re.sub(r"[^\d.]", "", token).partition(".")
     whole = whole.lstrip("0")
     digits = len(whole) - 1 + math.log10(float(f"{whole[0]}.{whole[1:17] or 0}")) if whole else 0.0

@@ -1,14 +1,14 @@
-r"""Mathematical answers: equal to the ground truth, read in the kind of the ground truth.
+r"""Grades mathematical answers: parses an answer as the same kind of value as the ground truth.
 
 A ground truth is one of three kinds. A *number* ("$1,234", "12 apples", "50\%", also 3\pi) equals numbers,
-which may be in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other
-*expression*, such as a matrix, an interval or an equation, is kept whole and compared with whole expressions
-by math-verify. What cannot be read, or is too large to be computed (`rlctl.reward.limits`), equals itself.
+also in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other *expression*, such
+as a matrix, an interval or an equation, is compared as a whole by math-verify. A value that cannot be parsed,
+or is too large to compute (`rlctl.reward.limits`), equals only the same text.
 
-`rlctl.reward.answer` finds the answer in a response, `rlctl.reward.numbers` reads numbers in prose, and
-`rlctl.reward.expressions` reads and compares expressions. Nothing here has
-a time limit, and not every text that sympy never finishes is recognised, so untrusted responses go
-through `rlctl.reward.pool`.
+`rlctl.reward.answer` finds the answer in a response, `rlctl.reward.numbers` parses numbers in prose, and
+`rlctl.reward.expressions` parses and compares expressions. Nothing here has a time limit, and `limits` does
+not detect every expression on which sympy never finishes, so untrusted responses go through
+`rlctl.reward.pool`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|(?<!\S)(?i:is|it|so|in|of|to|we|he|if|my)(?=\s)")
 _TIME = re.compile(r"\d:\d\d")
-#: Words of three letters and more that are mathematics.
+#: Words of three or more letters that are mathematical notation.
 _NAMES = re.compile(
     r"and|sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?"
 )
@@ -42,11 +42,12 @@ _EQUALS = re.compile(r"(?<![<>!\\])=|(?<=[A-Za-z]):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
-#: A unit in bare letters after an expression: 2 sqrt(3) units.
+#: A unit in plain letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
-#: Between formulas that are one answer: "$x = 1$ or $x = 2$".
+#: Text between formulas that form one answer: "$x = 1$ or $x = 2$".
 _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
-#: An equation's left side that is no name of its right side: a letter and a number outside of brackets.
+#: Brackets, indices and × of an equation's left side. If a letter and a digit remain without them, the left
+#: side does not name the right side.
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _BASE = re.compile(r"[0-9A-Z]+_\{?(\w+)\}?")
@@ -54,9 +55,9 @@ _BASE = re.compile(r"[0-9A-Z]+_\{?(\w+)\}?")
 
 @dataclass(frozen=True, slots=True)
 class _Gold:
-    """A ground truth: a plain number, or else an expression, or else a text; and how it is spelled."""
+    """A parsed ground truth: a plain number, else an expression, else (with neither) a text."""
 
-    spelling: str
+    spelling: str  # see `_spelling`
     number: Number | None
     expression: Any | None
 
@@ -70,8 +71,10 @@ class _Gold:
 
 
 def answer_of(response: str) -> str | None:
-    """The answer as text: numbers by their value ("1/2" and "0.5" alike, percent without its sign), anything
-    else as sympy prints it, or as it is spelled; None without one.
+    """Returns a response's answer as text; None if there is none.
+
+    Equal numbers give equal text ("1/2" and "0.5" alike, percent without its sign). Other answers are printed
+    by sympy, or, if they cannot be parsed, returned in their normalised spelling.
     """
     unread = None
     for place in places(response):
@@ -81,7 +84,7 @@ def answer_of(response: str) -> str | None:
         if answer is not None:
             return expressions.as_text(answer)
         is_bare = place.text.strip() == response.strip() and not MATHS.fullmatch(response.strip())
-        if place.is_whole and not is_bare:  # announced, or set as mathematics
+        if place.is_whole and not is_bare:  # announced, or written as a formula
             unread = unread or _spelling(place.text)
         if place.is_marked:
             break
@@ -100,7 +103,7 @@ def grade(response: str, ground_truth: str) -> float:
     """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).
 
     Raises:
-        ValueError: the ground truth is no answer: it is a sentence, or has neither letters nor digits.
+        ValueError: the ground truth is not an answer: it is a sentence, or has neither letters nor digits.
     """
     gold = _gold(ground_truth)
     for place in places(response):
@@ -116,7 +119,7 @@ def grade(response: str, ground_truth: str) -> float:
 
 
 def boxed(ground_truth: str) -> str:
-    """The ground truth as a response gives it in the form that prompts ask for."""
+    r"""The ground truth in `\boxed{}`, the form that prompts request."""
     return f"\\boxed{{{_final(ground_truth)}}}"
 
 
@@ -138,7 +141,7 @@ def _gold(ground_truth: str) -> _Gold:
 
 
 def _is_words(text: str) -> bool:
-    r"""Whether a text is words, or holds some: "no solution", `\text{(A)}`, "5 and a half"."""
+    r"""Whether a text is or contains words: "no solution", `\text{(A)}`, "5 and a half"."""
     bare = _WRAPPER.sub("", text)
     words = _WORD.findall(_COMMAND.sub(" ", bare))
     return not re.search(r"[\w\\]", bare) or any(not _NAMES.fullmatch(word) for word in words)
@@ -150,24 +153,24 @@ def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
             return gold.number.equals(answer)
         answer = expressions.from_number(answer)
     bases = [_BASE.fullmatch(spelling) for spelling in (gold.spelling, _spelling(text))]
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # the parser drops them
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # the parser drops the bases
         return False
     expected = gold.expression if gold.number is None else expressions.from_number(gold.number)
     if expressions.equal(expected, answer):
         return True
-    with_units = expressions.read(text)  # for a gold with its unit in letters: 5m and 5\text{ m}
+    with_units = expressions.read(text)  # the ground truth may have its unit in letters: 5m and 5\text{ m}
     return with_units is not None and with_units != answer and expressions.equal(expected, with_units)
 
 
 def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
-    """The content of a place: as a number first where `is_number`, else as an expression; None: neither."""
+    """Parses a place: as a number first if `is_number`, then as an expression; None if neither succeeds."""
     if place.is_whole:
         return _whole(place.text, is_number=is_number)
     return _prose(place.text, is_number=is_number)
 
 
 def _whole(text: str, *, is_number: bool) -> Number | Any | None:
-    """The reading of a text that is all answer."""
+    """Parses a text that is only the answer."""
     if is_number and (number := _amount(text)):
         return number
     shown = plain(text)
@@ -184,7 +187,7 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
 
 
 def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
-    """The reading of the number or formula that a sentence states."""
+    """Parses the number or formula that a sentence states."""
     if is_number:
         if number := _amount(sentence.strip().rstrip(".")):
             return number
@@ -202,7 +205,7 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
 
 
 def _number(text: str) -> Number | None:
-    r"""The number of a text that is one and perhaps a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
+    r"""Parses a text that is only a number, perhaps with a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
     wrapped = _WRAPPER.fullmatch(text)
     bare = expressions.without_units(wrapped[1] if wrapped else text)
     number = measure(plain(bare), has_unit=not _FRACTION.search(bare))
@@ -210,7 +213,7 @@ def _number(text: str) -> Number | None:
 
 
 def _amount(text: str) -> Number | None:
-    """The number of an answer that has nothing else: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
+    """Parses an answer that states only one number: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
     shown = text.strip().strip("$")
     if not _SEVERAL.search(plain(shown)):
         *left, shown = _EQUALS.split(shown)
@@ -228,7 +231,7 @@ def _expression(text: str) -> Any | None:
 
 
 def _formula(sentence: str) -> str | None:
-    """The last formula of a sentence, with those it is joined to, or all of a sentence without words."""
+    """The last formula of a sentence, with formulas joined to it; a sentence without words; else None."""
     formulas: list[tuple[int, int, str]] = [
         (match.start(), match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(sentence)
     ]
@@ -244,7 +247,7 @@ def _formula(sentence: str) -> str | None:
 
 
 def _spelling(text: str) -> str:
-    """The text without what only changes how it looks; equal spellings are equal answers of any kind."""
+    """Normalises a text's formatting; equal spellings are equal answers of any kind."""
     text = legible(text).strip()
     formula = MATHS.fullmatch(text.rstrip("."))
     text = (next(filter(None, formula.groups())) if formula else text).rstrip("$. \n").lstrip("$ \n")

@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face sequence classifier with one output, whose logit is the score."""
+"""Reward model: a Hugging Face sequence classifier with one output; its logit is the score."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _FIX = (
 class ModelScorer(Scorer):
     """Scores are the classifier's logits in float32.
 
-    Where its tokenizer has a chat template it reads the prompt's messages followed by the response as the
-    assistant's turn (a prompt without messages is one user's turn), else prompt and response one after the
-    other. Beyond `max_length` tokens the start is cut off.
+    If the tokenizer has a chat template, the input is the prompt's messages followed by the response as the
+    assistant's turn (a prompt without messages is one user turn); otherwise it is the prompt followed by the
+    response. Inputs longer than `max_length` tokens are truncated at the start.
 
     Raises:
-        UsageError: no such model, not one output, or a checkpoint without the output layer.
-        EnvironmentFailure: the hub or the device cannot be reached.
+        UsageError: the model or device does not exist, the model has more than one output, or the checkpoint
+            lacks the output layer.
+        EnvironmentFailure: the model cannot be downloaded or placed on the device.
     """
 
     def __init__(self, section: RewardSpec, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class ModelScorer(Scorer):
         self._max_length = spec.max_length
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """One logit per sample, in order; a `Failure` where it is not finite.
+        """Returns one logit per sample, in order; a `Failure` if it is not finite or there is no input.
 
         Raises:
             RunFailure: the device has too little memory.
@@ -72,7 +73,7 @@ class ModelScorer(Scorer):
                 grades[place] = tokens
             else:
                 ids[place] = tokens
-        readable = sorted(ids, key=lambda place: len(ids[place]))  # similar lengths need the least padding
+        readable = sorted(ids, key=lambda place: len(ids[place]))  # similar lengths need less padding
         for start in range(0, len(readable), self._batch_size):
             rows = readable[start : start + self._batch_size]
             batch = self._tokenizer.pad(
@@ -142,7 +143,7 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"its weights lack {missing}: its scores would be random", where=where, fix=_FIX)
-    # Classifiers find a sequence's last token by its not being padding.
+    # Classifiers use the last token of a sequence that is not padding.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

@@ -1,4 +1,4 @@
-"""Numbers in prose: how people write them, and which one of a sentence it is about."""
+"""Parses numbers in prose, and selects the number that a sentence states."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fractions import Fraction
 class Number:
     """A number as it is written."""
 
-    value: Fraction  # its value; of a percentage the number before the sign
-    is_percent: bool = False  # it is followed by a percent sign
-    #: names of its units of measurement, as in `_MEASURES`; "": a word that is none of them
+    value: Fraction  # of a percentage, the number before the sign
+    is_percent: bool = False  # a percent sign follows
+    #: its units of measurement, by their names in `_MEASURES`; "" for any other word
     units: tuple[str, ...] = ()
 
     @property
     def is_decimal(self) -> bool:
-        """Whether it is a decimal fraction such as 0.25, and no integer."""
+        """Whether it is a decimal fraction such as 0.25, not an integer."""
         rest = self.value.denominator
         for prime in (2, 5):
             while rest % prime == 0:
@@ -29,8 +29,8 @@ class Number:
     def equals(self, other: Number) -> bool:
         """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".
 
-        A decimal fraction may differ in its seventh place, but not by more than 1e-4 of the value. Units
-        are compared where both have one: "5 cm" equals "5", not "5 m".
+        A decimal fraction may differ by up to 5e-7, but not by more than 1e-4 of the value. Units are
+        compared if both have one: "5 cm" equals "5", not "5 m".
         """
         if any(a and b and a != b for a, b in zip(self.units, other.units, strict=False)):
             return False
@@ -53,7 +53,7 @@ _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _SIGNS | _VULGAR
 
-#: LaTeX and Markdown as the plain text they show, in this order.
+#: Replacements of LaTeX and Markdown by plain text, applied in this order.
 _PLAIN = [
     (re.compile(pattern), text)
     for pattern, text in (
@@ -95,7 +95,7 @@ _WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)],
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})(?:[- ]({'|'.join(_UNITS[1:10])}))?\b", re.IGNORECASE)
 
 _SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph|k)\b"
-#: After a number: its unit, and nothing else. Two letters that are no unit are a product: 5 xy.
+#: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
@@ -115,24 +115,25 @@ _MEASURE = {name: names.split()[0] for names in _MEASURES.split(",") for name in
 _MEASURED = re.compile(
     r"[\s~]*(?:(?:square|cubic|sq\.?)\s+)?([A-Za-z]+)(?:\s*\^\s*\{?\d\}?)?(?:\s*(?:/|\b(?:per|an?)\b)\s*([A-Za-z]+))?"
 )
-#: After a number: it is an operand, not a result.
+#: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
 )
-#: Before a number: likewise.
+#: Text before such a number.
 _OPERATOR = re.compile(r"[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*\s*$")
-#: Before a number: it is a bound, or not the one.
+#: Text before a number that is a bound or is denied.
 _DENIED = re.compile(
     r"(?:[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?:slant)?\s|\b(?:not|never|(?:is|was|are|were|can|could|would|does|did)n['’]?t"
     r"|cannot)\b(?:\s+(?:be|equal|equal to|exactly|simply|just|actually))*)\s*[($€£-]*\s*$",
     re.IGNORECASE,
 )
-#: Before a number: an equation that does not solve for its letter, such as 2x + 3 = 7; 5 m = 500 cm does.
+#: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
+#: the letter is a unit.
 _UNSOLVED = re.compile(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
 _NAMED = re.compile(r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$")  # June 20
-#: Two numbers side by side: "41 and 42", "3, 4 or 5".
+#: Text before and after a number in a list: "41 and 42", "3, 4 or 5".
 _NUMBER_AND = re.compile(
     r"(?:\d[%)]?|(?:^|\b(?:is|are)\s)[\s$]*\d\S*(?:\s+[a-z]+){1,2})"
     r"\s*,?\s*(?:,|\b(?:and|or)\b|&)\s*[($€£-]*$"
@@ -148,55 +149,55 @@ _FEW = (
     r"|\$)\s*)*$"
 )
 _MAY_BE = r"(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )"
-#: Before a number that describes the circumstances ("in 5 days") or a purpose ("to make 2 robes").
+#: Text before a number that is a circumstance ("in 5 days") or part of a purpose ("to make 2 robes").
 _ASIDE = re.compile(
     r"\b(?:(?:in|after|for|per|every|over|on|by|at|from|during|within|than|with|between|until|before|of|when)"
     rf"(?:\s+[a-z]+ing)?|or|{_MAY_BE}to\s+[a-z]+|from\b[^,]*\bto|day|week|month|year|step|part|question|grade|page"
     rf"|number|#)\s+{_FEW}|\b(?:the|these|those)\s+$|\bthe (?-i:[A-Z])[a-z]+\s+$",
     re.IGNORECASE,
 )
-#: After one of these: "4 years from now", "5 PM".
+#: Text after such a number: "4 years from now", "5 PM".
 _ASIDE_OF = re.compile(r"\s*(?:[ap]\.?m\b|\w+\s+(?:ago|later|from now|earlier)\b)|-[A-Za-z]", re.IGNORECASE)
-#: Except where the amount follows.
+#: Exceptions: text before the amount that a sentence states.
 _AMOUNT = re.compile(
     r"\b(?:total|sum|average|cost|price|profit|loss|amount|earnings|savings|speed|rate|balance|maximum|minimum"
     rf"|equal|comes?|came|amounts?|adds? up|up|left|ends? up)\s+(?:of|at|to|with|by)\s+{_FEW}",
     re.IGNORECASE,
 )
-#: Between two numbers that are there for the same reason: "for 5 dogs and 3 cats".
+#: Text between two numbers of the same role: "for 5 dogs and 3 cats".
 _AND = re.compile(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$")
 _COPULA = re.compile(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
-#: Begins what only explains the rest of the sentence.
+#: Start of a part that only explains the rest of the sentence.
 _EXPLANATION = re.compile(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
     r"|before|once)\b|[(]|\bto [a-z]+\b[^,;]*$"
 )
-#: Numbers of a sentence that are ranked: the last ones.
+#: Maximum number of a sentence's numbers that are ranked: the last ones.
 MAX_NUMBERS = 64
-#: Characters before and after a number that are read.
+#: Maximum characters read before and after a number.
 MAX_CHARS_BEFORE = 200
 _RESULT_OF, _BEST, _FAIR, _LESS, _FRONTED, _NEVER = range(6)
 
 
 def legible(text: str) -> str:
-    """The text with unusual characters (full width, invisible, typographic minus, ½) as plain ones."""
+    """Replaces unusual characters (full width, typographic minus, ½) and removes invisible ones."""
     return text.translate(_CHARACTERS)
 
 
 def plain(text: str) -> str:
-    """LaTeX and Markdown as the text they show, as far as numbers need it."""
+    """Converts LaTeX and Markdown to plain text, as far as parsing numbers needs it."""
     for pattern, shown in _PLAIN:
         text = pattern.sub(shown, text)
     return text
 
 
 def number_in(sentence: str, *, words: bool = False) -> Number | None:
-    """The number that a sentence states; None when there is none, or two are equally likely.
+    """Returns the number that a sentence states; None if there is none or two are equally likely.
 
-    Not an operand ("20 + 6 = 26"), nor a circumstance ("in 5 days", "(24 hours)") if there is another, nor
-    a bound ("> 5") or one that is denied ("is not 5").
+    Skips operands ("20 + 6 = 26"), bounds ("> 5") and denied numbers ("is not 5"). Uses a circumstance ("in 5
+    days", "(24 hours)") only if there is no other number.
 
-    The sentence is as `plain` returns it; `words` also reads "twenty-six", where there are no digits.
+    `sentence` is the output of `plain`. `words` also parses "twenty-six", if there are no digits.
     """
     if words and not re.search(r"\d", sentence):
         sentence = _WORD.sub(
@@ -207,7 +208,7 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
         rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
         previous = rank
-        # Of circumstances the first, of the others the last.
+        # Among circumstances the first is preferred, among other numbers the last.
         key = (rank, place if rank == _LESS else -place)
         if rank != _NEVER and (best is None or key < best[:2]):
             best = (*key, match)
@@ -221,9 +222,9 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
 
 
 def measure(text: str, *, has_unit: bool = True) -> Number | None:
-    """The number of a text that is a number and perhaps a unit, such as "$18 per day."; else None.
+    """Parses a text that is only a number, perhaps with a unit, such as "$18 per day."; else None.
 
-    The text is as `plain` returns it; `has_unit`: words after the number are its unit.
+    `text` is the output of `plain`. `has_unit`: words after the number are its unit.
     """
     text = re.sub(r"^[\s$]*(?:approximately|about|only|exactly|~)?\s*", "", text)
     match = _NUMBER.match(text)
@@ -234,14 +235,17 @@ def measure(text: str, *, has_unit: bool = True) -> Number | None:
 
 
 def units_of(text: str) -> tuple[str, ...]:
-    """The units of measurement that a text begins with, by their names in `_MEASURES`."""
+    """Units of measurement at the start of a text, by their names in `_MEASURES`."""
     found = _MEASURED.match(text)
     words = [word.lower().replace("tre", "ter") for word in found.groups("")] if found else []
     return tuple(_MEASURE.get(word, _MEASURE.get(word.removesuffix("s"), "")) for word in words)
 
 
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
-    """How likely the sentence states this number; `found` and `previous`: the best and last rank."""
+    """Rank of a number: the lower, the more likely the sentence states it.
+
+    `found` is the best rank so far, `previous` the rank of the number before.
+    """
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
@@ -261,7 +265,7 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
 
 
 def _value(match: re.Match[str], text: str) -> Number | None:
-    """None for a division by zero."""
+    """Converts a match of `_NUMBER`; None for a division by zero."""
     digits = match["digits"]
     if re.fullmatch(r"\d{1,3}(?:\.\d{3})+,\d{1,2}", digits):
         digits = digits.replace(".", "").replace(",", ".")

@@ -1,4 +1,4 @@
-"""Gradings in child processes, their deadlines, and what a response gets whose grading fails."""
+"""Grades in child processes with time limits, and scores responses that end their own grading."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from rlctl.reward.protocol import Failure, Grade, GradeAndAnswer, Sample, Scorer
 from rlctl.user_code import is_file_function
 
 DEADLINE_S = 5.0
-#: Seconds for one call of a user's function: it may ask a server, or import a library when first called.
+#: Seconds for one call of a user's function, which may query a server, or import a library on its first call.
 FUNCTION_DEADLINE_S = 30.0
 MAX_WORKERS = 8
-#: A response is right at this score or more.
+#: Minimum score of a correct response.
 RIGHT = 1.0
-#: A ground truth as responses give it.
+#: Forms in which a response may state the ground truth.
 _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
-#: Ground truths whose self-test is remembered.
+#: Maximum number of ground truths with a cached self-test.
 _MAX_TESTED = 100_000
 START_DEADLINE_S = 60.0
-#: A grading that is given so little processor time that it takes this many deadlines by the clock is ended.
+#: Wall-clock time, in deadlines, after which a grading that gets too little processor time is ended.
 STALLED = 10.0
-#: Bytes of one reply, per sample.
+#: Maximum bytes of a reply, per sample.
 MAX_REPLY_BYTES = 1 << 20
 
 
@@ -46,19 +46,19 @@ def is_ours(grader: str) -> bool:
 
 
 class GradingPool(Scorer):
-    """Grades samples in child processes, started when first needed.
+    """Grades samples in child processes, which are started when first needed.
 
-    A grading that runs into its deadline or the memory limit, or brings its process down, is a `Failure`
-    of that sample only. The response has caused it, and is scored like a wrong one, if the same grader
-    gives the ground truth itself, as a response, 1 within the limits; otherwise the grader or the ground
-    truth has. An exception of a grader of ours is graded in the same way; one of a user's function is the
-    function's fault.
+    A grading that reaches its deadline or the memory limit, or crashes its process, is a `Failure` of that
+    sample only. To find the cause, the same grader grades the ground truth as a response. If that scores 1
+    within the limits, the response is the cause and is scored as wrong; otherwise the grader or the ground
+    truth is broken. An exception of a built-in grader is treated in the same way; an exception of a user's
+    function is always an error of the function.
 
     Args:
         grader: a name in `rlctl.registry.GRADERS`, or `file.py:function`.
         params: the grader's own parameters.
-        deadline_s: seconds one grading may take: of processor time for a grader of ours, by the clock for a
-            user's function; None: 5 and 30.
+        deadline_s: time limit of one grading in seconds: processor time for a built-in grader, wall-clock
+            time for a user's function; None: 5 and 30.
         num_workers: processes; None: this rank's share of the cores.
     """
 
@@ -80,34 +80,34 @@ class GradingPool(Scorer):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether the grader reads answers; of a user's function known after `check`."""
+        """Whether the grader can extract answers; for a user's function only valid after `check`."""
         return self._workers[0].reads_answers
 
     def check(self) -> None:
-        """Start one process, to see that the grader can be loaded.
+        """Starts one process to check that the grader can be loaded.
 
         Raises:
-            UsageError: it cannot, with the reason.
+            UsageError: the grader cannot be loaded; states the reason.
         """
         self._workers[0].start()
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """One grade per sample, in order."""
+        """Returns one grade per sample, in order."""
         return [grade for grade, _ in self._map(samples, read_answers=False)]
 
     def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Grades, and what the responses answer (None: nothing, or the grader reads no answers)."""
+        """Returns grades and answers (None: no answer, or the grader cannot extract answers)."""
         return self._map(samples, read_answers=self.reads_answers)
 
     def close(self) -> None:
-        """End the child processes and all that they have started; a later call starts new ones."""
+        """Ends the child processes and all processes that they started; a later call starts new ones."""
         with ThreadPoolExecutor(len(self._workers)) as threads:
             list(threads.map(_GradingProcess.close, self._workers))
 
     def _map(self, samples: Sequence[Sample], *, read_answers: bool) -> list[GradeAndAnswer]:
         graded = self._grade(samples, read_answers)
         if not self._is_ours:
-            # The server that a function asks may be down now and up later: nothing is remembered.
+            # Nothing is cached, because a server that the function uses may become available later.
             self._wrong_scores.clear()
         caused = {
             place: grade
@@ -120,7 +120,10 @@ class GradingPool(Scorer):
         return graded
 
     def _grade(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
-        """All workers at once, each takes its share of the calls: one sample each, or all of one prompt."""
+        """Distributes the calls over all workers, which run in parallel.
+
+        A call grades one sample, or all samples of one prompt.
+        """
         calls = [[place] for place in range(len(samples))]
         if not self._is_ours and len(samples) > 1 and self._workers[0].takes_groups():
             by_prompt = groupby(range(len(samples)), lambda place: _key(samples[place]))
@@ -139,10 +142,10 @@ class GradingPool(Scorer):
         return graded
 
     def _test_ground_truths(self, samples: Iterable[Sample]) -> None:
-        """Fill `_wrong_scores`: what a wrong response scores where the ground truth itself scores 1.
+        """Fills `_wrong_scores`: the score of a wrong response, for each new ground truth.
 
-        That is 0, or what a function gives an empty response if that is less: some give −1. None: the
-        grader does not give the ground truth 1 within the limits.
+        It is 0, or the score that a user's function gives an empty response if that is negative. It is None
+        if the ground truth does not score 1 within the limits.
         """
         if len(self._wrong_scores) > _MAX_TESTED:
             self._wrong_scores.clear()
@@ -163,18 +166,18 @@ class GradingPool(Scorer):
 
 
 def share_of_cores() -> int:
-    """How many processes this rank may keep busy: its share of the cores it may run on."""
+    """Number of processes that this rank may run: its share of the cores, at most `MAX_WORKERS`."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // max(1, ranks_here)))
 
 
 def _key(sample: Sample) -> str:
-    """What a grading depends on but for the response."""
+    """All that a grading depends on except the response, as text."""
     return json.dumps(asdict(replace(sample, response="", response_ids=())), default=str)
 
 
 class _GradingProcess:
-    """A process as in `rlctl.reward.worker`: started when first asked, and again after each end."""
+    """A process of `rlctl.reward.worker`, started at its first use and again after it has ended."""
 
     def __init__(self, grader: str, params: dict[str, Any], deadline_s: float) -> None:
         self._grader = grader
@@ -183,23 +186,23 @@ class _GradingProcess:
         self._is_ours = is_ours(grader)
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of the process that grades
-        self._number = 0  # of the request
+        self._number = 0  # of the current request
         self._takes_groups = False
-        #: the grader can read the answers of responses
+        #: the grader can extract answers from responses
         self.reads_answers = self._is_ours and GRADERS.part(grader).answer_of is not None
 
     def takes_groups(self) -> bool:
-        """Whether the grader is to be called with all responses to a prompt."""
-        with contextlib.suppress(UsageError):  # it shows again when grading
+        """Whether the grader must be called with all responses to a prompt."""
+        with contextlib.suppress(UsageError):  # grading reports the error again
             self.start()
         return self._takes_groups
 
     def grade(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
-        """Grades of one call, and answers where they are asked for.
+        """Grades the samples of one call, and extracts answers if `read_answers`.
 
-        After a failure of a call with several samples each is graded alone. After a crash, or too little
-        memory, in a process that was used before, a new one tries again: the cause may be what
-        earlier gradings left in it, or a user who killed it.
+        If a call with several samples fails, each sample is graded separately. After a crash or lack of
+        memory in a process that was used before, a new process grades again: the cause may be state that
+        earlier gradings left, or a user who killed the process.
         """
         is_used = self._process is not None
         graded = self._try(samples, read_answers)
@@ -213,16 +216,16 @@ class _GradingProcess:
         return graded
 
     def start(self) -> None:
-        """See that there is a process that has loaded the grader.
+        """Starts the process and loads the grader, unless it is running.
 
         Raises:
-            UsageError: it could not be loaded.
+            UsageError: the grader cannot be loaded.
         """
         if self._process is not None:
             return
-        root = str(Path(rlctl.__file__).parents[1])  # importable in the child wherever it is here
+        root = str(Path(rlctl.__file__).parents[1])  # so that the child imports the same rlctl
         path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        # -P: a file in the working directory that is named like a module of Python's does not replace it.
+        # -P: files in the working directory do not shadow modules of the standard library.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rlctl.reward.worker", self._grader, json.dumps(self._params)],
             stdin=subprocess.PIPE,
@@ -245,25 +248,26 @@ class _GradingProcess:
         self._takes_groups, self.reads_answers = reply["takes_groups"], reply["reads_answers"]
 
     def close(self) -> None:
-        """End the process and everything that it has started."""
+        """Ends the process and all processes that it started."""
         process, self._process = self._process, None
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()  # which the process that watches over the others takes for the end
+                pipe.close()  # the supervising process then ends the others
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10.0)
-        with contextlib.suppress(ProcessLookupError):  # what is left if that process was killed or stopped
+        # Ends the other processes if the supervisor was killed or stopped.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def _try(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
         try:
             self.start()
-        except UsageError as error:  # it could be loaded when the run began
+        except UsageError as error:  # it was loadable when the run started
             return [(Failure(str(error), "machine"), None)] * len(samples)
-        if not self._takes_groups:  # no other form of function reads tokens
+        if not self._takes_groups:  # other forms of functions do not read tokens
             samples = [replace(sample, response_ids=()) for sample in samples]
         asked = {"samples": [asdict(sample) for sample in samples]}
         reply = self._ask(asked, self._deadline_s * len(samples), MAX_REPLY_BYTES * len(samples))
@@ -277,17 +281,17 @@ class _GradingProcess:
             answer = None
             if read_answers and self._process is not None:
                 read = self._ask({"answer_of": sample.response}, self._deadline_s)
-                answer = None if isinstance(read, Failure) else read["answer"]  # the score stands
+                answer = None if isinstance(read, Failure) else read["answer"]  # the score stays valid
             graded.append((float(found["score"]), answer))
         return graded
 
     def _ask(
         self, request: dict[str, Any] | None, deadline_s: float, max_bytes: int = MAX_REPLY_BYTES
     ) -> dict[str, Any] | Failure:
-        """The reply with this request's number; a `Failure`, with the process ended, if none comes.
+        """Sends a request and returns its reply; on failure ends the process and returns a `Failure`.
 
-        Without a request, the first message is awaited. The deadline is processor time for a grader of ours,
-        else by the clock.
+        Without a request, waits for the first message. The deadline is processor time for a built-in grader
+        that is loaded, else wall-clock time.
         """
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
@@ -297,7 +301,7 @@ class _GradingProcess:
         if request is not None:
             waiting = json.dumps({"number": self._number, **request}, default=str).encode() + b"\n"
         inward, outward = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(inward, False)  # it may never read
+        os.set_blocking(inward, False)  # the process may never read
         started, cpu_started = time.monotonic(), self._cpu_seconds()
         received, num_bytes = b"", 0
         found: dict[str, Any] | Failure | None = None
@@ -316,7 +320,7 @@ class _GradingProcess:
                     waiting = waiting[os.write(inward, waiting) :]
                 except BlockingIOError:
                     pass
-                except BrokenPipeError:  # the other pipe has ended, too
+                except BrokenPipeError:  # the reply pipe is closed, too
                     waiting = b""
             if outward not in ready:
                 continue
@@ -334,12 +338,12 @@ class _GradingProcess:
         return found
 
     def _time_left(self, deadline_s: float, started: float, cpu_started: float) -> float | Failure:
-        """Seconds until the deadline has to be looked at again."""
+        """Seconds until the deadline must be checked again; a `Failure` if it has passed."""
         elapsed = time.monotonic() - started
         left = deadline_s - elapsed
         if self._pid and self._is_ours:
-            # Our own graders only compute: what they take in processor time does not depend on how busy the
-            # machine is. A user's function may wait, for a server.
+            # Built-in graders only compute, and their processor time does not depend on the load of the
+            # machine. A user's function may wait for a server.
             left = max(left, deadline_s - (self._cpu_seconds() - cpu_started))
             if elapsed > STALLED * deadline_s:
                 text = "the machine was too busy for the grading to get processor time"
@@ -347,7 +351,7 @@ class _GradingProcess:
         return left if left > 0.0 else Failure(f"the grading took longer than {deadline_s:g} s", "time-out")
 
     def _reply(self, line: bytes) -> dict[str, Any] | Failure | None:
-        """The line as a reply to the current request; None: it is none."""
+        """Parses a line as the reply to the current request; None if it is not one."""
         try:
             reply = json.loads(line)
         except ValueError:  # something else wrote to the pipe

@@ -1,4 +1,4 @@
-"""Whether ground truths can be graded: each must score 1 as a response, another number 0, no answer 0."""
+"""Checks that ground truths can be graded: as a response each must score 1, with another number 0."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import Failure, Grade, Sample
 from rlctl.reward.sources import SourceGrader, grader_for
 
-#: Ground truths whose grade is remembered.
+#: Maximum number of ground truths with a cached result.
 MAX_KNOWN = 100_000
-#: Characters of a response in a reason.
+#: Maximum characters of a response in a reason.
 MAX_CHARS = 60
-#: Ground truths that are no answers, and what reads them.
+#: Graders with ground truths that are not answers → parser of the ground truth.
 _TASKS: dict[SourceGrader, Callable[[str], object]] = {"code": parse_tests, "countdown": countdown_task}
-#: The first number that is no subscript, and any.
+#: A number that is not a subscript; any number.
 _NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
-#: Numbers that need no process: the tests show that the grader reads all of them.
+#: Numbers that need no grading: tests show that the grader parses all of them.
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 
 
 def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """What is wrong with each ground truth as its source's grader sees it; "" where nothing is.
+    """Returns the problem of each ground truth with the grader of its source; "" if there is none.
 
     Three responses are graded: `right_answer` (1 expected), `wrong_answer` (0), and an empty one (0). The
-    grader runs in child processes that are ended on their deadline. They, and what is known of equal
-    pairs, stay for the next call of this process. Of tests for programs, and of tasks that have many
-    answers, it is only seen whether they can be read.
+    grader runs in child processes with a deadline. The processes and the results are kept for later calls in
+    this process. Tests for programs, and tasks that have many answers, are only parsed.
 
-    Pairs are (data source, ground truth), in any order, repeated or not.
+    `pairs` are (data source, ground truth), in any order; duplicates are allowed.
     """
     return _round_trips(os.getpid()).check(pairs)
 
 
 def right_answer(grader: str, ground_truth: str) -> str | None:
-    """A response that must score 1: for mathematics the ground truth in a box, else the ground truth.
+    """A response that must score 1: the ground truth, for mathematics in a box.
 
-    None: a ground truth of this grader is no response, as tests for a program.
+    None if the grader's ground truths are not responses, such as tests for a program.
     """
     if grader in _TASKS:
         return None
@@ -50,10 +49,10 @@ def right_answer(grader: str, ground_truth: str) -> str | None:
 
 
 def wrong_answer(grader: str, ground_truth: str) -> str | None:
-    """A response that must score 0: the right answer with its first number one higher.
+    """A response that must score 0: the right answer with its first number increased by one.
 
-    A subscript is changed only where there is no other number. None: there is no number to change, or the
-    grader compares no numbers.
+    A subscript is changed only if there is no other number. None if there is no number to change, or the
+    grader does not compare numbers.
     """
     response = None if grader == "multiple_choice" else right_answer(grader, ground_truth)
     if response is None:
@@ -108,7 +107,7 @@ class _RoundTrips:
         return [found.get(truth, "") for truth in truths]
 
 
-@lru_cache(maxsize=1)  # by process: after a fork the pipes to the children belong to the parent
+@lru_cache(maxsize=1)  # per process: after a fork the pipes to the children belong to the parent
 def _round_trips(pid: int) -> _RoundTrips:
     return _RoundTrips()
 

@@ -1,4 +1,4 @@
-"""Who grades a term of the reward; with `auto`, each row by the name of its data source."""
+"""Selects the grader of a reward term; with `auto`, of each row by the name of its data source."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rlctl.spec.reward import RewardSpec
 
 Graded = TypeVar("Graded")
-#: Those that `auto` chooses from.
+#: Graders that `auto` chooses from.
 SourceGrader = Literal["exact", "maths", "multiple_choice", "countdown", "code"]
-#: Graders that compute too little to need a process of their own.
+#: Graders that compute too little to need a separate process.
 _IN_THIS_PROCESS = {"exact", "multiple_choice", "countdown"}
 
-#: A part of a source's name, as in `openai/gsm8k` or `allenai/ai2_arc`, and the grader of its rows.
+#: Graders, each with parts of the names of its sources, as in `openai/gsm8k` or `allenai/ai2_arc`.
 _SOURCES: list[tuple[SourceGrader, str]] = [
     ("exact", r"embedded/addition"),
     ("countdown", r"countdown\w*"),
@@ -44,17 +44,17 @@ def _registered(data_source: str) -> SourceGrader | None:
 
 
 def grader_for(data_source: str) -> SourceGrader:
-    """Who grades rows of this source when the spec says `auto`; `maths` when nothing is known of it."""
+    """The grader that `auto` selects for rows of this source; `maths` for unknown sources."""
     return _registered(data_source) or "maths"
 
 
 def knows_source(data_source: str) -> bool:
-    """Whether a grader is registered for this source; rows of others are graded as mathematics."""
+    """Whether a grader is known for this source; other sources are graded as mathematics."""
     return _registered(data_source) is not None
 
 
 def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
-    """What grades a term.
+    """Creates the scorer of a term.
 
     Raises:
         UsageError: a function or reward model cannot be used.
@@ -125,7 +125,7 @@ class SourceScorer(Scorer):
     def _by_source(
         self, samples: Sequence[Sample], grade: Callable[[Scorer, Sequence[Sample]], list[Graded]]
     ) -> list[Graded]:
-        """`grade` of each source's samples with its scorer, in the order of the samples."""
+        """Applies `grade` to the samples of each grader; returns the results in the order of `samples`."""
         places: dict[SourceGrader, list[int]] = {}
         for place, sample in enumerate(samples):
             places.setdefault(grader_for(sample.data_source), []).append(place)

@@ -1,4 +1,4 @@
-"""A reward tried on responses whose score is known, one call at a time, before anything is trained on it."""
+"""Tests a reward on responses with known scores, one call at a time, before training with it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rlctl.reward.sources import grader_for
 
 Kind = Literal["ground truth", "number changed", "empty answer", "stored response"]
 
-#: Of each list in a report.
+#: Maximum length of each list in a report.
 MAX_SHOWN = 20
-#: Characters of a response's end in a report.
+#: Characters of a response's end, and of a ground truth, in a report.
 END_CHARS = 160
-#: Stored rewards are float32.
+#: Tolerance of comparisons, because stored rewards are float32.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A response and the score that it should get."""
+    """A response and its expected score."""
 
     kind: Kind  # where the response comes from
-    #: the response and what may be known when it is graded. How a ground truth is written as a response, and
-    #: one with a number changed, depends on who grades: see `rlctl.reward.round_trip`
+    #: the response and the information available to its grader. For `ground truth` and `number changed` the
+    #: response is derived from the ground truth for each grader: see `rlctl.reward.round_trip`
     sample: Sample
-    expected: float | None  # its score; None: nothing is expected but a number
+    expected: float | None  # its score; None: any number
     where: str  # the row, for messages
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one term, kind and source. `num_compared` leaves out errors and what has no expectation."""
+    """Counts of one term, kind and source. `num_compared` excludes errors and unknown expected scores."""
 
     term: str
     kind: Kind
@@ -65,7 +65,7 @@ class Disagreement:
 
 @dataclass(slots=True)
 class Trial:
-    """Grades of the cases; of disagreements and errors the first `MAX_SHOWN`."""
+    """Results of all cases, with the first `MAX_SHOWN` disagreements and errors."""
 
     tallies: list[Tally] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
@@ -74,16 +74,16 @@ class Trial:
 
     @property
     def num_disagreements(self) -> int:
-        """Of all terms, kinds and sources."""
+        """Number of disagreements over all terms, kinds and sources."""
         return sum(tally.num_compared - tally.num_agreeing for tally in self.tallies)
 
     @property
     def num_errors(self) -> int:
-        """Likewise."""
+        """Number of errors over all terms, kinds and sources."""
         return sum(tally.num_errors for tally in self.tallies)
 
     def as_document(self) -> dict[str, Any]:
-        """The trial in JSON's types."""
+        """The results as JSON types."""
         return {
             "num_disagreements": self.num_disagreements,
             "num_errors": self.num_errors,
@@ -94,7 +94,7 @@ class Trial:
         }
 
 
-#: What stored rewards are compared with when there are several terms: their weighted sum.
+#: Name of the weighted sum, which stored rewards are compared with if there are several terms.
 SUM = "weighted sum"
 
 
@@ -104,18 +104,18 @@ def try_reward(
     cases: Sequence[Case],
     progress: Callable[[int, int], None],
 ) -> Trial:
-    """Score every case, one after the other, so that each call's time is its own.
+    """Scores the cases one at a time, so that each call is timed separately.
 
-    Ground truths, the same with a number changed, and empty answers are compared term by term, stored
-    rewards with the weighted sum. A reward model is expected nothing of; tests for programs, and tasks with
-    many solutions, are not tried as responses.
+    Ground truths, ground truths with a changed number, and empty answers are compared per term; stored
+    rewards are compared with the weighted sum. The scores of a reward model are not compared per term. Tests
+    for programs, and tasks with many solutions, are not used as responses.
 
-    `terms` maps a label to (weight, who scores), `graders` to a grader's name.
+    `terms` maps a label to (weight, scorer), `graders` maps it to the name of the grader.
     """
     trial = Trial()
     tallies: dict[tuple[str, Kind, str], Tally] = {}
     seconds: list[float] = []
-    # Start what is started late, so that the first call's time is like the others'.
+    # Starts processes that start at the first call, so that the first timed call takes as long as the others.
     of_each_source = list({case.sample.data_source: case.sample for case in cases}.values())
     for _, scorer in terms.values():
         scorer.grade(of_each_source)
@@ -133,7 +133,7 @@ def try_reward(
                 continue
             tally = tallies.setdefault(_key(name, case), Tally(*_key(name, case)))
             tally.num += 1
-            if isinstance(grade, Failure) and grade.score is not None:  # wrong: it ended its own grading
+            if isinstance(grade, Failure) and grade.score is not None:  # the response is the cause
                 grade = grade.score  # noqa: PLW2901
             if isinstance(grade, Failure):
                 tally.num_errors += 1
@@ -164,7 +164,7 @@ def _key(term: str, case: Case) -> tuple[str, Kind, str]:
 
 
 def _sample(grader: str, case: Case) -> Sample | None:
-    """What a grader is given; None: the case does not apply to it."""
+    """The sample for a grader; None if the case does not apply to it."""
     answers = {"ground truth": right_answer, "number changed": wrong_answer}
     if case.kind not in answers:
         return case.sample

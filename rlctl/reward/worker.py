@@ -1,8 +1,8 @@
-"""A grading process: numbered requests in, numbered replies out, one JSON object a line.
+"""Grading process: reads numbered requests and writes numbered replies, one JSON object per line.
 
-Run as `python -P -m rlctl.reward.worker GRADER PARAMETERS`; `rlctl.reward.pool` starts it and holds the
-deadlines. There are two processes. The one that is started only watches: it ends the other one, and all that
-this one has started, when the pool ends or the other one ends. The other one grades.
+Run as `python -P -m rlctl.reward.worker GRADER PARAMETERS`; `rlctl.reward.pool` starts it and enforces the
+deadlines. There are two processes. The first one is a supervisor: when the pool or the second process ends,
+it ends the second process and all processes that it started. The second one grades.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from numbers import Real
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 4 << 30
-#: Characters of one error that are sent, the last ones.
+#: Maximum characters of an error that are sent: the last ones.
 MAX_ERROR_CHARS = 4000
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(grader: str, params: dict[str, Any]) -> None:
-    """Grade until the input ends, which it does when the pool's process ends."""
-    # Requests and replies get descriptors of their own: what the grader reads or prints cannot mix with them.
+    """Grades until the input ends, which happens when the pool's process ends."""
+    # Separate descriptors for requests and replies, so that the grader's input and output cannot mix with
+    # them.
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # Processes whose parent has ended become children of this one, also those with a session of their own.
+    # Descendants whose parent has ended become children of this process, also those in another session.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
@@ -46,7 +47,7 @@ def main(grader: str, params: dict[str, Any]) -> None:
 
 
 def _wait(child: int, requests: int) -> int | None:
-    """The exit code of the child, negative for a signal; None: the pool has ended."""
+    """Waits for the child's exit code, negative for a signal; returns None if the pool has ended."""
     poll = select.poll()
     poll.register(requests, 0)  # reports only that no process can write to it any more
     wait_ms = 1000
@@ -64,8 +65,8 @@ def _wait(child: int, requests: int) -> int | None:
 
 
 def _end_children() -> None:
-    """End every process that the grader has started; those of ended ones become children of this one."""
-    with contextlib.suppress(ChildProcessError):  # there is none left
+    """Ends every process that the grader started; children of ended ones become children of this process."""
+    with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 import psutil
@@ -83,8 +84,8 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
     from rlctl.reward.protocol import Sample
 
     me = os.getpid()
-    # A user's function may import libraries that reserve address space by the tens of GiB: what counts
-    # for it is memory that can be written to.
+    # A user's function may import libraries that reserve tens of GiB of address space, so only writable
+    # memory counts for it.
     limit = resource.RLIMIT_AS if is_ours(grader) else resource.RLIMIT_DATA
     resource.setrlimit(limit, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
@@ -101,7 +102,7 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
     except UsageError as error:
         reply(0, what=error.what, where=error.where, fix=error.fix)
         return
-    if is_ours(grader):  # pay for late imports now; a failure shows again, with its text, when grading
+    if is_ours(grader):  # runs lazy imports now; an error occurs again, and is reported, when grading
         with contextlib.suppress(Exception):
             loaded.grade([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
     reply(0, pid=me, takes_groups=loaded.takes_groups, reads_answers=loaded.answer_of is not None)
@@ -110,13 +111,14 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
             asked = json.loads(line)
             if "answer_of" in asked:
                 answer = None
-                with contextlib.suppress(Exception):  # the score is valid
+                with contextlib.suppress(Exception):  # the score is valid without an answer
                     answer = loaded.answer_of(asked["answer_of"]) if loaded.answer_of else None
                 reply(asked["number"], answer=answer)
                 continue
             try:
                 samples = [Sample(**one) for one in asked["samples"]]
-                # TRL's functions return None for what they do not grade; any other forgets its return.
+                # None from a TRL function means that it does not grade the sample; from others it is an
+                # error.
                 skipped = {"error": "the grader returned None", "kind": "inapplicable"}
                 values = loaded.grade(samples)
                 grades = [skipped if loaded.takes_groups and v is None else checked(v) for v in values]
@@ -129,7 +131,7 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback, starting at the first frame that is not this package's."""
+    """The traceback, starting at the first frame outside this package."""
     trace, ours = error.__traceback__, os.path.dirname(__file__)  # noqa: PTH120
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
@@ -137,9 +139,9 @@ def text_of(error: BaseException) -> str:
 
 
 def checked(value: object) -> dict[str, object]:
-    """The reply for what a grader returned: a finite number, or an error saying what it was.
+    """Converts a grader's result to a reply: a finite number, or an error that describes the result.
 
-    Of a mapping `score` counts, as verl's reward functions return it; the rest of it is left unread.
+    From a mapping, as verl's reward functions return it, only `score` is used.
     """
     if isinstance(value, Mapping):
         if "score" not in value:

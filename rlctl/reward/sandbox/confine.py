@@ -1,6 +1,6 @@
-"""A process gives up what it could do to the machine. Linux, standard library only.
+"""Restricts what this process can do to the machine. Linux and standard library only.
 
-Every function raises `OSError` when the kernel refuses.
+Every function raises `OSError` if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER, _SIGKILL = 2, 9
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION_3 = 0x20080522
-#: Numbers alike on every machine: create a rule set, add to it, enter it.
+#: System call numbers, the same on every architecture: create a ruleset, add a rule, apply the ruleset.
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH, _O_PATH = 1, 1, 0o10000000
 
@@ -29,7 +29,7 @@ _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = (
 READ = _READ_FILE | _READ_DIR
 CHANGE = READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | _TRUNCATE
 _ON_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
-#: Version of Landlock → number of rights it knows of (those of later versions are left alone).
+#: Landlock version → number of rights that it supports (rights of later versions are not used).
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15}
 
 #: Readable, in addition to Python itself: shared libraries, time zones, random numbers.
@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(*, memory_bytes: int, cpu_s: int) -> None:
-    """Bound memory, processor time, file size and open files; no core dumps."""
+    """Limits memory, processor time, file size and open files; disables core dumps."""
     for what, bound in {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_s,
@@ -62,26 +62,27 @@ def limit_resources(*, memory_bytes: int, cpu_s: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the process (or thread) that started this one ends."""
+    """Requests that the kernel kills this process when the process (or thread) that started it ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def drop_privileges(machine: str) -> None:
-    """Gain none by running programs, and give up those of root."""
+    """Prevents executed programs from gaining privileges, and drops all capabilities of root."""
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     _checked(_libc.syscall(_CAPSET[machine], header, nothing), "capset")
 
 
 def landlock_version() -> int:
-    """0 where the kernel has no Landlock (before 5.13, or switched off)."""
+    """Landlock version of the kernel; 0 without Landlock (before 5.13, or disabled)."""
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)))
 
 
 def confine_files(changeable: str) -> None:
-    """With Landlock: read Python and the system's libraries, change files in one directory, nothing else.
+    """Restricts file access with Landlock: Python and system libraries are readable, one directory is writable.
 
-    No directories or links can be made in it, so that it is easily removed.
+    All other files are inaccessible, except /dev/null. The process cannot create directories or links in the
+    directory, so it is easy to remove.
     """
     rights = (1 << _NUM_RIGHTS.get(landlock_version(), 15)) - 1
     rules = _checked(
@@ -109,7 +110,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Install a seccomp filter, for good."""
+    """Installs a seccomp filter, which cannot be removed."""
     instructions = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):

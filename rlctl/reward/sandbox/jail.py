@@ -1,15 +1,15 @@
-"""A process that confines itself and then runs code that it does not trust.
+"""Process that confines itself and then runs untrusted code.
 
-Started by `rlctl.reward.sandbox.run` as `python -I jail.py JOB REPLY [LINE]`, file descriptors; it sees no
-environment, and neither `rlctl` nor anything beyond the standard library is needed.
+Started by `rlctl.reward.sandbox.run` as `python -I jail.py JOB REPLY [LINE]`; the arguments are file
+descriptors. It does not inherit the environment, and needs only the standard library, not `rlctl`.
 
-The job is one JSON object; `run_program` describes its parts. The reply is JSON, line by line: `ready` or why
-not, then, by the job's role,
+The job is one JSON object; `run_program` describes its parts. The reply is one JSON object per line: `ready`,
+or `refused` with the reason; then, by the job's role,
 
 - `script`: nothing, the program runs as a script;
 - `values`: the value of every `eval` step after the program;
-- `program`: nothing, test code in another process uses the program through the line;
-- `tests`: whether the test code went through.
+- `program`: nothing, test code in another process uses the program over the socket LINE;
+- `tests`: `passed` if the test code ran without an exception.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
-#: Floats that differ by less are the same answer.
+#: Floats with a smaller relative or absolute difference are equal.
 TOLERANCE = 1e-9
 
 
 def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
-    """Confine this process, then do what the job's role asks for."""
+    """Confines this process, then runs the job according to its role."""
     with os.fdopen(job_fd, "rb") as file:
         job = json.load(file)
     try:
@@ -44,7 +44,7 @@ def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
         if _tests_pass(job["source"], peer.Peer(line_fd, guards_names=True)):
             _send(reply_fd, {"passed": True})
         os._exit(0)
-    # A program that is asked for functions is a module: what it does as a script does not count.
+    # Only the role `script` runs the program as `__main__`; its script part does not run in the other roles.
     module = ModuleType("__main__" if role == "script" else "solution")
     sys.modules[module.__name__] = module
     sys.argv = ["solution.py"]
@@ -67,7 +67,10 @@ def main(job_fd: int, reply_fd: int, line_fd: int = -1) -> None:
 
 
 def _tests_pass(source: str, peer: Any) -> bool:
-    """Run test code with the program's names in reach; of the built-in ones none is replaced."""
+    """Runs test code with the program's names in scope, except names of built-ins.
+
+    Exceptions of the test code propagate. Returns False if the program's process has ended.
+    """
     modules, names = peer.receive()
     known = {name: value for name, value in names.items() if not hasattr(builtins, name)}
     for name, module in modules.items():
@@ -81,7 +84,7 @@ def _tests_pass(source: str, peer: Any) -> bool:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Equality of values as `encode` gives them; floats may differ by `TOLERANCE`."""
+    """Whether two encoded values (see `encode`) are equal; floats may differ by `TOLERANCE`."""
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(same, found, wanted))
     if isinstance(found, float) or isinstance(wanted, float):
@@ -91,10 +94,10 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON that tells lists, tuples, sets and dictionaries apart.
+    """Encodes a value as JSON that distinguishes lists, tuples, sets and dictionaries.
 
-    Equal values of these types have equal codes; of anything else only the type's name is left, which
-    equals no value. So an object cannot pass for another by saying that it equals it.
+    Equal values of these types have equal codes. Any other object is encoded as the name of its type, which
+    equals no value, so an object that claims to equal everything does not pass a test.
     """
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy
         value = value.item()
@@ -119,8 +122,8 @@ def _encode_scalar(value: Any) -> Any:
 
 
 def _confine(job: dict[str, Any]) -> Any:
-    """Give everything up; gives the module `peer`, which cannot be imported afterwards."""
-    # Imported from here, not the package: `-I` keeps this directory off the path.
+    """Confines this process; returns the module `peer`, which cannot be imported afterwards."""
+    # Imported from this directory, not as a package: `-I` keeps the directory off the path.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import confine  # type: ignore[import-not-found]
     import seccomp  # type: ignore[import-not-found]

@@ -1,10 +1,11 @@
-"""Two processes that use each other's objects: test code in one, the program it tests in the other.
+"""Lets two processes use each other's objects: one runs test code, the other the program under test.
 
-Values of plain types cross as copies; a list, set or dictionary that the other side changes is changed here
-too. Any other object stays where it is, and the other side has a `Remote` of it. Operators and comparisons do
-not mix a `Remote` with a value: an object of the program decides nothing about itself.
+Values of plain types are sent as copies; if the other side changes an argument that is a list, set or
+dictionary, the change is applied here too. Any other object stays in its process, and the other side gets a
+`Remote` for it. Operators and comparisons cannot combine a `Remote` with a value, so that an object of the
+program cannot claim to equal a value of the tests.
 
-Standard library only. Messages are pickles that may name nothing but the types in `_PLAIN`.
+Standard library only. Messages are pickles that can only contain the types in `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE_BYTES = 16 << 20
-#: Module → types that cross as copies; those of `builtins` also for their subclasses.
+#: Module → types that are sent as copies; those of `builtins` also for their subclasses.
 _PLAIN = {
     "builtins": "bool int float complex str bytes bytearray tuple list dict set frozenset range slice",
     "collections": "OrderedDict Counter deque defaultdict",
@@ -34,37 +35,37 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **more: function(*args, **more),
     **{one.__name__: one for one in (getattr, setattr, isinstance, len, iter, next, bool, str, repr)},
 }
-#: What sets attributes of objects that exist.
+#: Pickle opcodes that set attributes of objects or instantiate classes.
 _FORBIDDEN = {"BUILD", "INST", "OBJ"}
 _ONE_SIDED = "call getitem setitem delitem contains neg pos abs len iter next bool str repr"
 _TWO_SIDED = "add sub mul truediv floordiv mod pow matmul and or xor eq ne lt le gt ge"
 
 
 class PeerGone(BaseException):
-    """The other process has ended, or sent what is no message."""
+    """The other process has ended, or sent an invalid message."""
 
 
 class Peer:
-    """One end of the line.
+    """One end of the connection.
 
     Attributes:
-        is_lost: the other side has ended.
+        is_lost: the other side has ended, or sent an invalid message.
     """
 
     def __init__(self, fd: int, *, guards_names: bool) -> None:
-        """`fd` is a socket; with `guards_names` the other side may use no attribute with an underscore."""
+        """`fd` is a socket. With `guards_names` the other side cannot use attributes that start with `_`."""
         self._fd = fd
         self._guards_names = guards_names
-        self._shared: list[Any] = []  # objects that the other side has a `Remote` of
-        self._numbers: dict[int, int] = {}  # id of such an object → its place
-        self._errors: dict[str, type] = {}  # exception classes of the other side's, by name
+        self._shared: list[Any] = []  # objects for which the other side has a `Remote`
+        self._numbers: dict[int, int] = {}  # id of such an object → its index in `_shared`
+        self._errors: dict[str, type] = {}  # exception classes of the other side, by name
         self.is_lost = False
 
     def ask(self, function: str, *args: Any, **more: Any) -> Any:
-        """Let the other side call one of `_FUNCTIONS` or of `operator`; raises what that raises.
+        """Calls one of `_FUNCTIONS` or of `operator` on the other side; raises the exceptions of the call.
 
         Raises:
-            PeerGone: there is no other side any more.
+            PeerGone: the other side has ended.
         """
         self.send(("ask", function, args, more))
         while True:
@@ -82,7 +83,7 @@ class Peer:
                 return result
 
     def serve(self) -> None:
-        """Answer until the other side goes away."""
+        """Serves requests until the other side ends, then raises `PeerGone`."""
         while True:
             self._answer(*self.receive()[1:])
 
@@ -98,7 +99,7 @@ class Peer:
             self.send(("raise", error))
 
     def send(self, message: Any) -> None:
-        """Send anything; raises `PeerGone`."""
+        """Sends a message; raises `PeerGone`."""
         buffer = io.BytesIO()
         _Pickler(self, buffer).dump(message)
         data = struct.pack("=I", buffer.tell()) + buffer.getvalue()
@@ -110,7 +111,7 @@ class Peer:
             raise PeerGone from None
 
     def receive(self) -> Any:
-        """The next message; raises `PeerGone`."""
+        """Returns the next message; raises `PeerGone`."""
         try:
             (length,) = struct.unpack("=I", self._read(4))
             if length > MAX_MESSAGE_BYTES:
@@ -133,7 +134,7 @@ class Peer:
         return data
 
     def id_of(self, obj: Any) -> tuple[Any, ...] | None:
-        """How an object is named in a message; None: it crosses as a copy."""
+        """Returns the name of an object in messages; None if the object is sent as a copy."""
         kind = type(obj)
         if kind is Remote:
             return ("yours", object.__getattribute__(obj, "_number"))
@@ -149,7 +150,7 @@ class Peer:
         return ("mine", self._numbers[id(obj)])
 
     def object_of(self, name: tuple[Any, ...]) -> Any:
-        """What a message names."""
+        """Returns the object for a name in a message, see `id_of`."""
         match name:
             case ("yours", int(number)) if 0 <= number < len(self._shared):
                 return self._shared[number]
@@ -175,7 +176,7 @@ class Peer:
 
 
 class Remote:
-    """An object of the other side."""
+    """Proxy for an object of the other side."""
 
     def __getattr__(self, name: str) -> Any:
         return _ask(self, "getattr", self, name)
@@ -219,7 +220,7 @@ class _Pickler(pickle.Pickler):
         return self._peer.id_of(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Subclasses of plain types, and scalars of NumPy, cross as the plain type."""
+        """Sends instances of subclasses of plain types, and scalars of NumPy, as the plain type."""
         value = obj.item() if _is_scalar(obj) else obj
         base: Any = next((base for base in _BASES if isinstance(value, base)), None)
         is_copied = base is None or type(obj) is base or type(obj).__module__ == "collections"
@@ -236,24 +237,24 @@ class _Unpickler(pickle.Unpickler):
         return self._peer.object_of(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        """A plain type, nothing else."""
+        """Returns a type in `_PLAIN`; refuses any other."""
         if name not in _PLAIN.get(module, "").split():
             raise pickle.UnpicklingError(f"{module}.{name}")
         return getattr(importlib.import_module(module), name)
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether it is a type whose objects cross as copies."""
+    """Whether `kind` is a type with instances that are sent as copies."""
     return isinstance(kind, type) and kind.__qualname__ in _PLAIN.get(kind.__module__, "").split()
 
 
 def _is_scalar(obj: Any) -> bool:
-    """Whether it is a number of NumPy or the like."""
+    """Whether `obj` is a scalar of NumPy or a similar library."""
     return not isinstance(obj, type) and getattr(obj, "ndim", None) == 0 and hasattr(obj, "item")
 
 
 def _copy_into(ours: Any, theirs: Any) -> None:
-    """Change a list, set or dictionary as the other side has changed its copy."""
+    """Applies the changes that the other side made to its copy of a list, set or dictionary."""
     if isinstance(ours, list | bytearray) and isinstance(theirs, list | bytearray):
         ours[:] = theirs
     elif isinstance(ours, dict | set) and isinstance(theirs, type(ours)):

@@ -1,7 +1,7 @@
-"""Run a program nobody trusts in a process of its own, and see what it did. Linux only.
+"""Runs an untrusted program in a confined process and returns the outcome. Linux only.
 
-`confine.py` and `seccomp.py` define what the process may do; `docs/how-to/rewards.md` lists what that
-does not prevent.
+`confine.py` and `seccomp.py` define what the process may do; `docs/how-to/rewards.md` lists what they do not
+prevent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlctl.errors import EnvironmentFailure
 from rlctl.leftovers import temporary_directory
 
 JAIL = Path(__file__).with_name("jail.py")
-#: Bytes that are read of what a program prints and reports.
+#: Maximum bytes read from a program's output and reply.
 MAX_OUTPUT_BYTES = 1 << 20
-#: Libraries that would start a thread per core get one: threads count against the memory limit.
+#: One thread for libraries that would start one per core, because threads count against the memory limit.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-#: Tries the network.
+#: A program that tries to open a socket.
 PROBE = """
 import socket
 try:
@@ -38,28 +38,28 @@ except PermissionError:
     print("confined")
 """
 
-#: (`eval`, expression) reports the expression's value; (`exec`, statements) has to go through.
+#: (`eval`, expression) returns the expression's value; (`exec`, statements) must run without an exception.
 Step = tuple[Literal["eval", "exec"], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may take."""
+    """Time and memory limits of a program."""
 
-    timeout_s: float  # seconds on the wall
+    timeout_s: float  # wall-clock time, seconds
     memory_mb: int  # MiB of address space, the interpreter's included
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program did."""
+    """Outcome of a program."""
 
     refused: str | None  # why the sandbox could not be set up; None: the program ran
-    exit_code: int  # of the process; negative: the signal that ended it
-    timed_out: bool  # it was killed for taking too long
+    exit_code: int  # of the program, or of its tests; negative: the signal that ended the process
+    timed_out: bool  # it was killed at the time limit
     stdout: str  # what it printed, at most `max_output` bytes
     values: list[Any]  # of the `eval` steps that were reached, as `jail.encode` writes them
-    passed: bool  # the test code went through
+    passed: bool  # the test code ran without an exception
 
 
 def run_program(
@@ -71,15 +71,15 @@ def run_program(
     tests: str = "",
     max_output: int = MAX_OUTPUT_BYTES,
 ) -> Outcome:
-    """Run Python source in a new process, confined, in a temporary directory that is removed afterwards.
+    """Runs Python source in a new confined process, in a temporary directory that is removed afterwards.
 
     Args:
-        program: Python source; run as a script, or, with steps or tests, as a module.
+        program: Python source; runs as a script, or as a module if there are steps or tests.
         limits: time and memory; a program that reaches them is ended.
         stdin: its standard input.
-        steps: evaluated after the program, in its name space.
-        tests: Python source; run in a process of its own, which uses the program through `peer.py`.
-        max_output: bytes that are read of its output and of its values.
+        steps: evaluated after the program, in its namespace.
+        tests: Python source; runs in a separate process, which uses the program through `peer.py`.
+        max_output: maximum bytes read from its output, and from its values.
     """
     end = time.monotonic() + limits.timeout_s
     job = {
@@ -87,7 +87,7 @@ def run_program(
         "source": program,
         "steps": steps,
         "memory_bytes": limits.memory_mb << 20,
-        "cpu_s": math.ceil(limits.timeout_s) + 1,  # should this process be gone when the time is up
+        "cpu_s": math.ceil(limits.timeout_s) + 1,  # in case this process ends before the time limit
     }
     with temporary_directory("code") as name:
         folders, jobs = [name / "program"], [job]
@@ -122,7 +122,7 @@ def run_program(
 
 
 def check_sandbox(limits: Limits) -> None:
-    """Run a program that tries the network, to see that it runs and that it cannot.
+    """Runs a program that tries to open a socket, and checks that it runs and cannot open one.
 
     Raises:
         EnvironmentFailure: responses cannot be run safely on this machine, with the reason.
@@ -143,9 +143,9 @@ def check_sandbox(limits: Limits) -> None:
 
 
 def _start(folder: Path, job: dict[str, Any], stdin: str, line: int | None) -> subprocess.Popen[bytes]:
-    """A process of `jail.py`.
+    """Starts a process of `jail.py`.
 
-    It reads and writes files, not pipes: their size is limited, and neither end waits.
+    It reads and writes files, not pipes, because the size of files is limited and no process waits for them.
     """
     (folder / "work").mkdir(parents=True)
     (folder / "job").write_text(json.dumps(job), encoding="ascii")
@@ -177,9 +177,9 @@ def _start_of(file: Path, max_bytes: int) -> bytes:
 def _read_replies(
     folders: Sequence[Path], max_bytes: int, max_messages: int
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """Why a process was not confined, if so, and what the last one has reported after that.
+    """Returns why a process was not confined, or None, and the later messages of the last process.
 
-    No messages if one is not of `jail.py`, or there are more than it can have written.
+    Returns no messages if one is not from `jail.py`, or there are more than it can have written.
     """
     for folder in folders:
         first, *lines = _start_of(folder / "reply", max_bytes).split(b"\n", max_messages + 1)

@@ -1,8 +1,8 @@
-"""What a jailed program may not ask of the kernel: a seccomp filter, as bytes. Standard library only.
+"""Seccomp filter of sandboxed programs, as bytes. Standard library only.
 
-It denies sockets, new processes and programs, anything done to other processes, changes of file
-attributes, and memory outside the process. Threads are allowed. Where nothing else guards the files
-(no Landlock), it can deny every change to them too.
+It denies sockets, new processes and programs, operations on other processes, changes of file attributes, and
+memory outside the process. Threads are allowed. Without Landlock, which restricts files, it can also deny all
+changes of files.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import platform
 import struct
 from dataclasses import dataclass
 
-#: machine → (place in the tables below, AUDIT_ARCH_*)
+#: machine → (index in the tables below, AUDIT_ARCH_*)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-#: System calls numbered from here on are x86_64's second set (x32), which would go past the filter.
+#: System calls with this bit belong to x86_64's second set (x32), which would bypass the filter.
 X32_BIT = 0x40000000
 
 CLONE_THREAD = 0x00010000
 PR_SET_NAME = 15
-WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, alike on both machines
+WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, the same on both machines
 ANY_BIT = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class SeccompRule:
-    """Deny a system call, always or for some values of one argument."""
+    """Denies a system call, always or for some values of one argument."""
 
     numbers: tuple[int | None, int | None]  # on x86_64 and aarch64; None where it does not exist
-    argument: int | None = None  # place of the argument to test; None: deny always
-    mask: int = 0  # bits of it (of its lower half)
-    if_set: bool = True  # deny when one of them is set; False: when none is
-    only: int | None = None  # deny when that half is anything but this; `mask` is not used
+    argument: int | None = None  # index of the argument to test; None: deny always
+    mask: int = 0  # bits to test (of the argument's lower 32 bits)
+    if_set: bool = True  # deny if one of them is set; False: if none is
+    only: int | None = None  # deny unless the lower 32 bits equal this; `mask` is not used
     error: int = errno.EPERM  # what the call returns
 
 
 ALWAYS = {
-    # network; io_uring opens sockets without the system call
+    # network; io_uring opens sockets without the system call `socket`
     "socket": SeccompRule((41, 198)),
     "io_uring_setup": SeccompRule((425, 425)),
     # processes and programs; clone3 hides its flags from filters, glibc falls back to clone
@@ -60,7 +60,7 @@ ALWAYS = {
     "ptrace": SeccompRule((101, 117)),
     "process_vm_readv": SeccompRule((310, 270)),
     "process_vm_writev": SeccompRule((311, 271)),
-    # its own name is all that a process may set; not, say, what happens when its parent ends
+    # a process may only set its name, not, for example, the signal that it gets when its parent ends
     "prctl": SeccompRule((157, 167), 0, only=PR_SET_NAME),
     "prlimit64": SeccompRule((302, 261), 0, ANY_BIT),
     "setpriority": SeccompRule((141, 140)),
@@ -97,7 +97,7 @@ ALWAYS = {
     "msgget": SeccompRule((68, 186)),
     "mq_open": SeccompRule((240, 180)),
     "memfd_create": SeccompRule((319, 279)),
-    # the kernel's own machinery
+    # kernel facilities
     "bpf": SeccompRule((321, 280)),
     "perf_event_open": SeccompRule((298, 241)),
     "userfaultfd": SeccompRule((323, 282)),
@@ -130,7 +130,8 @@ FILE_CHANGES = {
 # Instructions of the classic BPF machine (linux/filter.h, linux/bpf_common.h).
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-# struct seccomp_data: the call's number, the machine, the instruction pointer, six arguments of 8 bytes.
+# Offsets in struct seccomp_data: the call's number, the machine, the instruction pointer, six arguments of 8
+# bytes.
 _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
 
 
@@ -138,7 +139,7 @@ def filter_program(*, deny_file_changes: bool, machine: str | None = None) -> by
     """The filter's instructions (8 bytes each, `struct sock_filter`), for this machine.
 
     Raises:
-        OSError: the system calls of this machine are not known here.
+        OSError: the tables do not contain this machine.
     """
     machine = machine or platform.machine()
     if machine not in MACHINES:
@@ -161,7 +162,7 @@ def filter_program(*, deny_file_changes: bool, machine: str | None = None) -> by
 
 
 def _denial(rule: SeccompRule, number: int) -> list[bytes]:
-    """Steps that return for this call, and fall through for any other."""
+    """Instructions that return a decision for this call, and fall through for any other."""
     deny = _step(_RETURN, _DENY | rule.error)
     if rule.argument is None:
         return [_step(_IF_EQUAL, number, otherwise=1), deny]
@@ -174,5 +175,5 @@ def _denial(rule: SeccompRule, number: int) -> list[bytes]:
 
 
 def _step(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction; `then` and `otherwise` are how many of the next ones are skipped."""
+    """One instruction; `then` and `otherwise` are the numbers of instructions to skip after a test."""
     return struct.pack("=HBBI", code, then, otherwise, value)

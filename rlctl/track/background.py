@@ -1,4 +1,4 @@
-"""A sink that may be slow, or hang: a thread of its own hands it the steps, and training never waits."""
+"""Runs a slow sink in a separate thread, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 
 from rlctl.track.sink import Sink
 
-#: Steps that may wait; a sink that is further behind is given up.
+#: Maximum number of queued steps; a sink that is further behind is disabled.
 MAX_WAITING = 10_000
-#: Seconds that a sink has to take what waits when the run ends.
+#: Seconds in which a sink must process the queue when the run ends.
 CLOSE_S = 90.0
 
 
 class BackgroundSink:
-    """Runs another sink in a thread, in order.
+    """Runs another sink in a thread; keeps the order of steps.
 
     Args:
-        name: of the sink.
-        start: builds it, in this thread; whatever it raises is raised here.
+        name: name of the sink.
+        start: constructs the sink. Called in the current thread; its exceptions are not caught.
     """
 
     def __init__(self, name: str, start: Callable[[], Sink]) -> None:
@@ -31,11 +31,11 @@ class BackgroundSink:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leave a step to the thread.
+        """Adds a step to the thread's queue.
 
         Raises:
-            Exception: what the sink raised on an earlier step.
-            TimeoutError: too many steps wait.
+            Exception: the sink's exception from an earlier step.
+            TimeoutError: the queue is full.
         """
         if self._error:
             raise self._error
@@ -45,11 +45,13 @@ class BackgroundSink:
             raise TimeoutError(f"{MAX_WAITING:,} steps wait for it") from None
 
     def close(self, status: str) -> None:
-        """Wait until it has taken everything, at most `CLOSE_S` seconds.
+        """Waits until the sink has processed all steps and is closed, at most `CLOSE_S` seconds.
+
+        If the queue is full, the sink is not closed and the queued steps are lost.
 
         Raises:
-            Exception: what the sink raised.
-            TimeoutError: it was not done in time.
+            Exception: the sink's exception.
+            TimeoutError: the sink did not finish in time.
         """
         if not self._error and not self._steps.full():
             self._steps.put(status)

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live panel, or plain lines where stdout is no terminal."""
+"""Progress on the terminal: a live panel, or plain lines if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rich.text import Text
 
 from rlctl.track.startup import wants_plain_lines
 
-#: The panel redraws this often per second, by a thread of its own: a step only passes its numbers.
+#: Redraws of the panel per second, in a separate thread; logging a step only passes its values.
 REFRESH_PER_SECOND = 4
-#: Seconds between plain lines.
+#: Minimum seconds between plain lines.
 PLAIN_INTERVAL = 2.0
-#: Steps the time left is estimated from.
+#: Number of recent steps from which the remaining time is estimated.
 WINDOW = 32
-#: Characters of the reward's sparkline, which always spans the whole run.
+#: Characters of the reward sparkline, which always spans the whole run.
 SPARK_WIDTH = 48
 
 REWARD = "critic/score/mean"
@@ -41,7 +41,7 @@ LENGTH = "response_length/mean"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
-#: Phase of `timing_s/<phase>` → what the run does, as the panel says it.
+#: Phase of `timing_s/<phase>` → name of the activity in the panel.
 PHASES = {
     "gen": "sampling",
     "gen_max": "sampling",
@@ -56,7 +56,8 @@ PHASES = {
     "testing": "validating",
     "save_checkpoint": "saving",
 }
-#: Below or above these the panel colours a value red, then yellow: raw and applied ESS, masked fraction.
+#: Limits for red, then yellow values in the panel: lower limits of raw and applied ESS, upper limits of the
+#: masked fraction.
 _LOW_ESS = (0.1, 0.5)
 _HIGH_MASKED = (0.5, 0.2)
 _STOPPING = "stopping after this step; press Ctrl-C again to stop now"
@@ -65,24 +66,24 @@ _VALIDATION, _REWARD_MEAN = "val/", "/reward_mean"
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is shown; replaced whole, so that the drawing thread never sees half an update."""
+    """The displayed state. Replaced as a whole, so that the drawing thread never reads a partial update."""
 
     step: int
     metrics: Mapping[str, float]
-    times: tuple[float, ...] = ()  # when each of the last steps ended, on the monotonic clock
+    times: tuple[float, ...] = ()  # end times of the last steps, on the monotonic clock
 
 
 class ConsoleSink:
-    """The run's progress.
+    """Shows the progress of a run.
 
     Args:
-        title: shown on the panel's edge.
+        title: text on the panel's border.
         total_steps: steps of the whole run.
         start_step: steps already done.
-        stream: where to; a terminal gets the live panel, anything else plain lines without colour codes.
-        is_stopping: whether the run was asked to stop; the panel's title says so.
-        plain: lines on a terminal too, as `RLCTL_PLAIN=1` asks for.
-        began_ago: seconds since the run began, of one that is watched from elsewhere.
+        stream: output stream; a terminal gets the live panel, other streams plain lines without colour codes.
+        is_stopping: returns whether a stop was requested; shown in the panel's title.
+        plain: plain lines on a terminal too, like `RLCTL_PLAIN=1`.
+        began_ago: seconds since the run began, for a run in another process.
     """
 
     name = "console"
@@ -124,12 +125,12 @@ class ConsoleSink:
             self._live = live
 
     def log(self, step: int, metrics: Mapping[str, float], *, ago: float = 0.0) -> None:
-        """Show a step that ended `ago` seconds before; costs microseconds, the drawing happens elsewhere."""
+        """Shows a step that ended `ago` seconds ago. Takes microseconds, because another thread draws."""
         now = self._clock() - ago
         old = self._state
         if REWARD in metrics:
             self._rewards.append(float(metrics[REWARD]))
-        trained = step > old.step  # step 0 holds validation only and says nothing about speed
+        trained = step > old.step  # step 0 contains only validation and is not used for the pace
         self._state = _State(
             step=step,
             metrics={**old.metrics, **metrics},
@@ -140,29 +141,29 @@ class ConsoleSink:
 
     @property
     def is_live(self) -> bool:
-        """Whether the panel is drawn."""
+        """Whether the live panel is shown."""
         return self._live is not None
 
     def begin_phase(self, phase: str) -> None:
-        """Show what the run does now; phases without a name of their own change nothing."""
+        """Shows the current phase; phases without a name in `PHASES` are ignored."""
         self._phase = PHASES.get(phase, self._phase)
 
     def note(self, text: str) -> None:
-        """Print a line above the live area."""
+        """Prints a line above the panel."""
         if self._live is not None:
             self._live.console.print(Text(text))
         else:
             self._write(text)
 
     def close(self, status: str) -> None:
-        """Draw the last state and give the terminal back."""
-        if status == "watched":  # of a run that has ended, time stands still
+        """Draws the last state and restores the terminal."""
+        if status == "watched":  # stop the clock at the last step
             last = self._state.times[-1]
             self._clock = lambda: last
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-            # From here on notes are plain lines below the panel.
+            # Later notes are plain lines below the panel.
             self._printed_step = self._state.step
         elif self._printed_step != self._state.step and self._state.metrics:
             self._print_plain(self._clock())
@@ -177,7 +178,7 @@ class ConsoleSink:
         self._stream.flush()
 
     def _seconds_left(self, now: float) -> float | None:
-        """From the pace of the last steps; None before there is one."""
+        """Remaining seconds at the pace of the last steps; None before the first step."""
         times = self._state.times
         if len(times) < 2:
             return None
@@ -207,7 +208,7 @@ class ConsoleSink:
         return Panel(body, title=title, title_align="left", padding=(0, 1))
 
     def _phase_line(self, metrics: Mapping[str, float]) -> Text | None:
-        """What the run does now, the last step's share of time by phase, and the last validation."""
+        """The current phase, the last step's share of time per phase, and the last validation."""
         seconds: dict[str, float] = {}
         for phase, name in PHASES.items():
             seconds[name] = seconds.get(name, 0.0) + metrics.get(f"timing_s/{phase}", 0.0)
@@ -272,7 +273,7 @@ def _numbers(metrics: Mapping[str, float]) -> Table:
 
 
 def _colour(value: float | None, levels: tuple[float, float]) -> str:
-    """Red beyond the first level, yellow beyond the second, else green; levels rise for bad low values."""
+    """Red beyond the first level, yellow beyond the second, else green. Ascending levels are lower limits."""
     if value is None or not math.isfinite(value):
         return ""
     bad, doubtful = levels
@@ -281,7 +282,10 @@ def _colour(value: float | None, levels: tuple[float, float]) -> str:
 
 
 def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """`step 12/240 reward 0.41 ess 0.93 masked 0.00 kl 0.0012 tok/s 15,300 left 0:31`, as far as known."""
+    """For example `step 12/240 reward 0.41 ess 0.93 masked 0.00 kl 0.0012 tok/s 15,300 left 0:31`.
+
+    Metrics that were not logged are omitted.
+    """
     parts = [f"step {step}/{total}"]
     for name, key, form in (
         ("reward", REWARD, ".2f"),
@@ -298,14 +302,14 @@ def plain_line(step: int, total: int, metrics: Mapping[str, float], seconds_left
 
 
 def clock(seconds: float) -> str:
-    """`0:31`, `12:05`, `3:00:59`."""
+    """Formats seconds as `0:31`, `12:05` or `3:00:59`."""
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def condensed(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: means over equal stretches, oldest first."""
+    """Reduces values to at most `width` means over intervals of equal length, oldest first."""
     if len(values) <= width:
         return list(values)
     edges = [round(i * len(values) / width) for i in range(width + 1)]
@@ -313,7 +317,7 @@ def condensed(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Block characters from the smallest value to the largest; a gap for NaN and infinities."""
+    """Block characters scaled from the smallest to the largest value; NaN and infinities are gaps."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

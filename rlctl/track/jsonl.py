@@ -1,10 +1,10 @@
-"""`metrics.jsonl`: one flat JSON object per step, the log everything else can be rebuilt from.
+"""`metrics.jsonl`: one flat JSON object per step; the log from which all other outputs can be rebuilt.
 
     {"step": 12, "timestamp": "2025-01-31T12:00:00.123+00:00", "actor/pg_loss": -0.03, …}
 
-Standard JSON only: NaN and infinities are the strings "NaN", "Infinity", "-Infinity" (what Python's
-`float` and JavaScript's `Number` read back). A line goes to the kernel in one write, so a killed process
-leaves at most one unfinished line, the last.
+Standard JSON only: NaN and infinities are the strings "NaN", "Infinity", "-Infinity" (Python's `float` and
+JavaScript's `Number` parse them). Each line is written in one system call, so a killed process leaves at most
+one incomplete line, the last.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class JsonlSink:
     """Appends steps to `metrics.jsonl`.
 
     Raises:
-        RunFailure: the file cannot be opened or written. The one sink whose failure stops the run:
-            a run without a record is worth nothing.
+        RunFailure: the file cannot be opened or written. This is the only sink whose failure stops the run,
+            because a run without metrics is useless.
     """
 
     name = "metrics.jsonl"
@@ -41,18 +41,18 @@ class JsonlSink:
             raise _failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
+        """Writes one line."""
         if self._fd is None:
             raise RunFailure("metrics were logged after the log was closed", where=str(self.path))
         data = encode_line(step, metrics).encode()
         try:
-            while data:  # a full disk or a signal may cut a write short
+            while data:  # a full disk or a signal can cause a partial write
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             raise _failure(self.path, error) from error
 
     def close(self, status: str) -> None:
-        """Hand the lines to the disk and close; twice is fine."""
+        """Flushes the file to disk and closes it; can be called twice."""
         del status
         if self._fd is not None:
             fd, self._fd = self._fd, None
@@ -63,14 +63,14 @@ class JsonlSink:
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:
-    """One line of `metrics.jsonl`, newline included."""
+    """One line of `metrics.jsonl`, with newline."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     values = {key: _plain(value) for key, value in metrics.items()}
     return json.dumps({"step": step, "timestamp": now, **values}, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _plain(value: float) -> float | int | str:
-    """A JSON number, or the name of what JSON has no number for; takes NumPy and 0-d tensors too."""
+    """Converts a number, NumPy scalar or 0-d tensor to a JSON number; NaN and infinities to strings."""
     if isinstance(value, int):
         return int(value)
     number = float(value)
@@ -82,17 +82,17 @@ def _plain(value: float) -> float | int | str:
 
 
 def truncate_after(path: Path, step: int) -> int | None:
-    """Take back every step after `step`, so that a resumed run appends without repeating one.
+    """Removes all steps after `step`, so that a resumed run does not repeat steps.
 
-    Later lines, and an unfinished or unreadable one, move to `metrics.discarded.jsonl` beside `path`.
-    The log itself is replaced in one go; killed in between, the next call does the same again.
+    Later lines, and incomplete or unreadable ones, move to `metrics.discarded.jsonl` in the same directory.
+    The log itself is replaced atomically; if the process is killed before, the next call repeats both.
 
     Args:
-        path: `metrics.jsonl`; a missing file is an empty one.
+        path: `metrics.jsonl`; a missing file counts as empty.
         step: last step to keep.
 
     Returns:
-        The last step kept, None if none is.
+        The last step kept; None if no step is kept.
 
     Raises:
         RunFailure: the files cannot be read or written.
@@ -112,14 +112,14 @@ def truncate_after(path: Path, step: int) -> int | None:
 
 
 def missing_steps(path: Path, last: int) -> list[int]:
-    """Steps from 1 to `last` that the log has no complete line of: it was deleted, cut or damaged."""
+    """Steps from 1 to `last` without a complete line in the log (deleted, truncated or damaged)."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     logged = set(map(_step_of, lines))
     return [step for step in range(1, last + 1) if step not in logged]
 
 
 def _step_of(line: bytes) -> int | None:
-    """A complete line's step; None for anything else."""
+    """Step of a complete line; None for an incomplete or invalid line."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""MLflow. `MLFLOW_TRACKING_URI` and its other variables mean what MLflow says they mean."""
+"""MLflow tracker. MLflow reads `MLFLOW_TRACKING_URI` and its other environment variables itself."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rlctl.files import write_text
 from rlctl.spec.keys import flat
 
 _RUN_ID_FILE = ".mlflow_run_id"
-#: Of one request, and of a parameter's value: limits of MLflow's servers.
+#: Limits of MLflow servers: metrics and parameters per request, characters of a parameter value.
 _MAX_METRICS, _MAX_PARAMS, _MAX_VALUE = 1000, 100, 6000
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-#: What MLflow takes in a metric's name.
+#: Characters that MLflow does not allow in metric names.
 _UNKNOWN = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowSink:
-    """One run of the experiment that is named like the project; a resumed run continues it.
+    """An MLflow run in the experiment with the project's name; a resumed run continues it.
 
     Args:
-        run_dir: keeps the run's id.
-        project: MLflow's experiment.
-        experiment: name of the run.
-        config: the resolved spec, without secrets; its leaves are the run's parameters.
+        run_dir: run directory; the MLflow run id is stored in it.
+        project: name of the MLflow experiment.
+        experiment: name of the MLflow run.
+        config: the resolved spec, without secrets; its leaves become the parameters of the MLflow run.
     """
 
     name = "mlflow"
@@ -50,12 +50,12 @@ class MlflowSink:
         write_text(file, self._id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step; characters that MLflow does not take in names become `_`."""
+        """Sends one step; replaces characters that MLflow does not allow in names by `_`."""
         now = int(time.time() * 1000)
         found = [Metric(_UNKNOWN.sub("_", key), float(value), now, step) for key, value in metrics.items()]
         for first in range(0, len(found), _MAX_METRICS):
             self._client.log_batch(self._id, metrics=found[first : first + _MAX_METRICS])
 
     def close(self, status: str) -> None:
-        """Say how the run ended."""
+        """Sends the final status of the run."""
         self._client.set_terminated(self._id, _STATUS.get(status, "FINISHED"))

@@ -1,4 +1,4 @@
-"""Read a run directory: spec, metrics, rollouts, checkpoints. No torch."""
+"""Reads a run directory: spec, metrics, rollouts, checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run left behind; a run that is still training can be read too.
+    """Files of a run; also works while the run is training.
 
     Attributes:
         path: the run directory.
@@ -47,19 +47,19 @@ class RunRecord:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions, machine and command of the run; empty where none was kept."""
+        """Versions, machine and command of the run; empty if `environment.json` is missing."""
         file = self.path / ENVIRONMENT_FILE
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first; `model/` in each is a Hugging Face directory."""
+        """Complete checkpoints, oldest first; `model/` in each is a Hugging Face model directory."""
         return sorted((self.path / _CHECKPOINTS).glob("step_*[0-9]"))
 
     def metrics(self) -> pa.Table:
-        """One row per logged step, one float64 column per metric, null where a step did not log it.
+        """Metrics with one row per logged step and one float64 column per metric; null if not logged.
 
-        `.to_pandas()` makes a data frame. A half-written last line is left out.
+        `.to_pandas()` converts to a data frame. An incomplete last line is ignored.
 
         Raises:
             UsageError: there is no `metrics.jsonl`, or a line before the last is damaged.
@@ -81,10 +81,10 @@ class RunRecord:
         """Dumped responses with the per-token log-probs of both policies, one row per response.
 
         Args:
-            step: only those of one step; None: all.
+            step: only responses of this step; None: all steps.
 
         Raises:
-            UsageError: the run kept none.
+            UsageError: the run has no dumped rollouts.
         """
         import pyarrow.dataset as ds
 
@@ -92,10 +92,10 @@ class RunRecord:
         return ds.dataset(self._rollout_files()).to_table(filter=condition)
 
     def rollout_steps(self) -> list[int]:
-        """The steps of which responses were kept, rising.
+        """Steps with dumped responses, ascending.
 
         Raises:
-            UsageError: the run kept none.
+            UsageError: the run has no dumped rollouts.
         """
         import pyarrow.compute as pc
         import pyarrow.dataset as ds
@@ -114,17 +114,17 @@ class RunRecord:
         return files
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` as they were logged; a half-written last line is left out.
+        """The rows of `metrics.jsonl` as logged; an incomplete last line is ignored.
 
         Raises:
-            UsageError: as `metrics`.
+            UsageError: as for `metrics`.
         """
         return list(self._rows())
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         file = self.path / METRICS_FILE
         try:
-            lines = file.read_bytes().splitlines()  # of bytes: text has more line separators than this file
+            lines = file.read_bytes().splitlines()  # bytes: `str.splitlines` splits at more separators
         except OSError as error:
             what = f"the metrics cannot be read: {error.strerror}"
             raise UsageError(what, where=str(file)) from error
@@ -138,10 +138,10 @@ class RunRecord:
 
 
 def open_run(path: str | Path) -> RunRecord:
-    """The run in a directory.
+    """Opens a run directory.
 
     Raises:
-        UsageError: it is no run directory.
+        UsageError: the path is not a run directory.
     """
     directory = Path(path).expanduser()
     if not (directory / SPEC_FILE).is_file():
@@ -151,7 +151,7 @@ def open_run(path: str | Path) -> RunRecord:
 
 
 def in_words(steps: Sequence[int]) -> str:
-    """Rising steps, as few words as they need: `steps 1 to 4, 7`."""
+    """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
     starts = [step for step in steps if step - 1 not in set(steps)]
     ends = [step for step in steps if step + 1 not in set(steps)]
     spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]

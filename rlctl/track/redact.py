@@ -1,4 +1,4 @@
-"""Secrets out of everything a run writes down: by the key's name, and by the look of the value."""
+"""Removes secrets from everything that a run writes, by the name of the key and the format of the value."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SECRET_VALUE = re.compile(
     r"|(?<=bearer )[A-Za-z0-9._~+/-]{16,}",
     re.IGNORECASE,
 )
-# W&B's classic keys look like a git commit: forty hexadecimal digits. Keys that name a commit keep theirs.
+# W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
 _HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash)$", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"^(\s*-{0,2}\s*[\w.-]+\s*[:=]\s*)(.*)$")
 
 
 def redact(text: str, key: str = "") -> str:
-    """`text` without secrets; `key` is the name it is the value of, if any."""
+    """Returns `text` without secrets; `key` is the key whose value `text` is, if any."""
     if _SECRET_KEY.search(key):
         return MASK if text.strip() not in {"", "null", "None"} else text
     text = _SECRET_VALUE.sub(MASK, text)
@@ -38,12 +38,12 @@ def redact(text: str, key: str = "") -> str:
 
 
 def redact_lines(text: str) -> str:
-    """A YAML text or the like, line by line, each with its own key."""
+    """Redacts YAML or similar text line by line, each line with its key."""
     return "".join(_redact_assignment(line) for line in text.splitlines(keepends=True))
 
 
 def redact_command(argv: Sequence[str]) -> list[str]:
-    """A command line: `--token x`, `--token=x`, `a.api_key=x`, and whatever looks like a key."""
+    """Redacts a command line: `--token x`, `--token=x`, `a.api_key=x`, and values that look like secrets."""
     redacted: list[str] = []
     option = ""
     for argument in argv:
@@ -54,7 +54,7 @@ def redact_command(argv: Sequence[str]) -> list[str]:
 
 
 def redact_tree(value: Any, key: str = "") -> Any:
-    """Nested dicts and lists with every text in them redacted."""
+    """Redacts all strings in nested dicts and lists."""
     if isinstance(value, dict):
         return {k: redact_tree(v, str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`rollouts/*.parquet`: sampled responses with both policies' log-probs, to read and to replay."""
+"""`rollouts/*.parquet`: sampled responses with the log-probs of both policies, for reading and replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("response", pa.string(), nullable=False),
         pa.field("ground_truth", pa.string(), nullable=False),
-        pa.field("reward", pa.float32()),  # null where the grader failed
+        pa.field("reward", pa.float32()),  # null if the grader failed
         pa.field("truncated", pa.bool_(), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
@@ -42,24 +42,24 @@ SCHEMA = pa.schema(
     ],
     metadata={"rlctl.rollouts": "1"},
 )
-#: With exact sampling, of each token: the tokens it was sampled from; empty: all of the vocabulary.
+#: With exact sampling: for each token, the ids that it was sampled from; empty: the whole vocabulary.
 KEPT = pa.field("kept_ids", pa.list_(pa.list_(pa.int32())), nullable=False)
 
-#: A part is written after this many steps or bytes, and at every checkpoint.
+#: A file is written after this many steps or bytes, and at every checkpoint.
 FLUSH_STEPS = 64
 FLUSH_BYTES = 64 * 2**20
 _PART = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
 
 
 class RolloutWriter:
-    """Collects responses and writes them in parts named by their first and last step.
+    """Collects responses and writes them to files (parts) named after their first and last step.
 
-    Rows not flushed are lost with the process: call `flush` before a checkpoint is published.
+    Rows that are not flushed are lost if the process ends: call `flush` before a checkpoint is published.
 
     Args:
         run_dir: existing run directory.
-        max_per_step: responses kept per step; whole groups only, at least one. 0: none, -1: all.
-        exact_sampling: rollouts say what their tokens were sampled from.
+        max_per_step: responses kept per step; whole groups only, at least one group. 0: none, -1: all.
+        exact_sampling: whether rollouts contain the token ids that each token was sampled from.
     """
 
     def __init__(self, run_dir: Path, max_per_step: int, *, exact_sampling: bool = False) -> None:
@@ -80,19 +80,19 @@ class RolloutWriter:
         weights: Tensor,
         keep_mask: Tensor,
     ) -> None:
-        """Take one step's batch of B responses of up to T tokens.
+        """Adds one step's batch of B responses of up to T tokens.
 
         Args:
-            step: batches trained on so far, this one included.
-            rollouts: what was sampled.
+            step: number of batches trained on, including this one.
+            rollouts: the sampled responses.
             scores: (B,) grader output.
-            score_valid: (B,) bool; the reward of the others is null.
-            training_log_probs: (B, T) nats, of the policy the ratios were formed with.
-            weights: (B, T), what the loss was multiplied by: zero where rejected.
+            score_valid: (B,) bool; where False, the reward is null.
+            training_log_probs: (B, T) nats, of the training policy in the ratios.
+            weights: (B, T), factors of the loss: zero where rejected.
             keep_mask: (B, T) bool, False where rejected.
 
         Raises:
-            ValueError: the step is not after the last one.
+            ValueError: the step is not greater than the last one.
             RunFailure: a part cannot be written.
         """
         if self._last_step is not None and step <= self._last_step:
@@ -122,10 +122,10 @@ class RolloutWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is collected as one part, whole or not at all.
+        """Writes the collected rows atomically as one part.
 
         Raises:
-            RunFailure: it cannot be written; the rows stay collected.
+            RunFailure: the part cannot be written; the rows stay collected.
         """
         if not self._batches:
             return
@@ -138,10 +138,11 @@ class RolloutWriter:
         self._batches, self._steps = [], []
 
     def discard_after(self, step: int) -> list[str]:
-        """Take back the rows of every step after `step` (they will be sampled again), before a resume.
+        """Removes the rows of all steps after `step` before a resume, because these steps are sampled again.
 
         Returns:
-            What is wrong with the parts there are; damaged ones get another name, so that readers skip them.
+            Warnings about missing steps and damaged parts. Damaged parts are renamed, so that readers skip
+            them.
 
         Raises:
             RunFailure: a part cannot be read or rewritten.
@@ -175,7 +176,7 @@ class RolloutWriter:
 
 
 def _damage(path: Path, schema: pa.Schema) -> str:
-    """What keeps a part from being read; empty if nothing does."""
+    """Reason why a part cannot be read; empty if it can."""
     try:
         if not pq.ParquetFile(path).schema_arrow.equals(schema):
             return "it has other columns"
@@ -185,11 +186,11 @@ def _damage(path: Path, schema: pa.Schema) -> str:
 
 
 def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
-    """Rows to keep: groups in order of appearance while they fit in `limit`, the first one always.
+    """Rows to keep: groups in order of appearance while they fit into `limit`; always the first group.
 
     Args:
-        group_ids: (B,) siblings need not be adjacent.
-        limit: rows at most; -1: all.
+        group_ids: (B,); rows of a group need not be adjacent.
+        limit: maximum number of rows; -1: all.
     """
     if limit < 0:
         return list(range(len(group_ids)))
@@ -213,20 +214,20 @@ def _record_batch(
     rewards: list[float | None],
     per_token: Mapping[str, Tensor],
 ) -> pa.RecordBatch:
-    """The chosen rows as Arrow columns; `per_token` holds (B, T) tensors by column name."""
+    """Converts the chosen rows to Arrow columns; `per_token` contains (B, T) tensors by column name."""
     mask = rollouts.response_mask[rows]
     offsets = pa.array([0, *mask.sum(dim=1).cumsum(dim=0).tolist()], pa.int32())
 
     def tokens(name: str) -> pa.ListArray:
-        # Boolean indexing makes a fresh tensor, so Arrow owns nothing of the trainer's.
+        # Boolean indexing copies, so Arrow does not share memory with the trainer.
         flat = per_token[name].detach()[rows][mask]
-        flat = flat.float() if flat.is_floating_point() else flat  # NumPy knows no bfloat16
+        flat = flat.float() if flat.is_floating_point() else flat  # NumPy has no bfloat16
         return pa.ListArray.from_arrays(
             offsets, pa.array(flat.cpu().numpy()).cast(SCHEMA.field(name).type.value_type)
         )
 
     def texts(values: Sequence[str]) -> pa.Array:
-        # A lone surrogate, which a tokenizer may produce, cannot be stored as UTF-8.
+        # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
         return pa.array([values[row].encode("utf-8", "replace").decode() for row in rows], pa.string())
 
     columns = {
@@ -245,7 +246,7 @@ def _record_batch(
 
 
 def _kept(kept: KeptTokens, mask: Tensor) -> pa.ListArray:
-    """What each response token was sampled from."""
+    """The token ids that each response token was sampled from."""
     counts, ids = (x.cpu() for x in kept.at(mask))
     ends = pa.array([0, *counts.cumsum(0).tolist()], pa.int32())
     sets = pa.ListArray.from_arrays(ends, pa.array(ids.numpy()))

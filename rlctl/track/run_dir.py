@@ -1,4 +1,4 @@
-"""The run directory: one run at a time, refused before work starts if it cannot be used."""
+"""The run directory: locked for one run at a time, and checked before work starts."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run directory this process holds the lock of; a context manager that releases it."""
+    """A run directory that this process has locked; a context manager that releases the lock."""
 
     path: Path
     _lock: FileLock
 
     def write_spec(self, text: str) -> None:
-        """Keep the resolved spec (YAML) as `spec.yaml`, secrets taken out."""
+        """Writes the resolved spec (YAML) without secrets to `spec.yaml`."""
         write_text(self.path / SPEC_FILE, redact_lines(text))
 
     def write_environment(self, argv: Sequence[str] | None = None) -> None:
-        """Keep what the run runs on as `environment.json`, see `environment_record`; a resumed run's earlier
-        records stay under `history`, oldest first."""
+        """Writes `environment_record` to `environment.json`.
+
+        Earlier records of a resumed run are kept under `history`, oldest first.
+        """
         file = self.path / ENVIRONMENT_FILE
         before: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -68,13 +70,13 @@ class RunDir:
         write_text(file, json.dumps(record, indent=2) + "\n")
 
     def write_failure(self, error: Exception) -> None:
-        """Keep why the run failed as `failure.json`; the next start of the run removes it."""
+        """Writes the reason of a failure to `failure.json`; the next start of the run removes the file."""
         fields = error if isinstance(error, RlctlError) else RlctlError(f"{type(error).__name__}: {error}")
         record = {"what": fields.what, "where": fields.where, "fix": fields.fix}
         write_text(self.path / FAILURE_FILE, json.dumps(record, indent=2) + "\n")
 
     def release(self) -> None:
-        """Let go of the lock; twice is fine."""
+        """Releases the lock; can be called twice."""
         if self._lock.is_locked:
             (self.path / HOLDER_FILE).unlink(missing_ok=True)
             self._lock.release()
@@ -87,10 +89,10 @@ class RunDir:
 
 
 def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs")) -> Path:
-    """Create and return `runs/<project>/<experiment>-<YYYYmmdd-HHMMSS>`, with -2, -3 … where it is taken.
+    """Creates and returns `runs/<project>/<experiment>-<YYYYmmdd-HHMMSS>`, with -2, -3 … if it exists.
 
     Raises:
-        UsageError: it cannot be created.
+        UsageError: the directory cannot be created.
     """
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     base = root / project / f"{experiment}-{stamp}"
@@ -108,15 +110,15 @@ def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs
 
 
 def open_run_dir(path: Path, *, resume: bool) -> RunDir:
-    """Create or reopen a run directory and lock it against other runs.
+    """Creates or reopens a run directory and locks it against other runs.
 
     Args:
         path: the directory; created with its parents for a new run.
-        resume: go on with the run that is there; without it the directory must be new or empty.
+        resume: continue the existing run; if False, the directory must be new or empty.
 
     Raises:
-        UsageError: another run holds it, it is not empty, there is nothing to resume, or it
-            cannot be written.
+        UsageError: another run has locked it, it is not empty, there is nothing to resume, or it cannot be
+            written.
     """
     if path.exists() and not path.is_dir():
         raise UsageError(
@@ -152,7 +154,7 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
 
 
 def environment_record(argv: Sequence[str]) -> dict[str, Any]:
-    """What a run ran on: versions, machine, commit, command line. No environment variables.
+    """Environment of a run: versions, machine, commit, command line. Contains no environment variables.
 
     Args:
         argv: the command line; secrets are replaced by `***`.
@@ -173,14 +175,14 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def note_in_environment(run_dir: Path, **found: str) -> None:
-    """Add what is known only once the run has started to `environment.json`."""
+    """Adds fields to `environment.json` that are known only after the start of the run."""
     path = run_dir / ENVIRONMENT_FILE
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     write_text(path, json.dumps(record | found, indent=2) + "\n")
 
 
 def _contents(path: Path) -> list[str]:
-    """What is in the directory apart from the lock's files."""
+    """Names in the directory, without the files of the lock."""
     return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, HOLDER_FILE}]
 
 
@@ -221,7 +223,7 @@ def _unusable(path: Path, error: OSError) -> UsageError:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None for one that is not installed, or runs from a checkout."""
+    """Installed version of a package; None if it is not installed or runs from a checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What state a run is in, read from its directory alone."""
+"""Determines the state of a run from its directory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from rlctl.track.run_dir import ENVIRONMENT_FILE, FAILURE_FILE, HOLDER_FILE, SPE
 State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
 
 _REWARD = "critic/score/mean"
-#: Directories that a run writes itself: no run lies below them.
+#: Directories that a run writes; they contain no other runs.
 _OWN = {"checkpoints", "rollouts", "wandb", "tensorboard"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """One run, as `rlctl runs` lists it.
+    """One run in the list of `rlctl runs`.
 
     Attributes:
         path: the run directory.
-        preset: the presets of its command line, else its experiment name.
+        preset: presets in its command line, otherwise its experiment name.
         model: `model.path` of its spec.
-        step: batches trained on.
-        total_steps: of the whole run; None where only its end tells.
+        step: number of batches trained on.
+        total_steps: steps of the whole run; None if unknown before its end.
         state: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails.
             `failed`: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged.
-        reason: why it failed or was stopped.
+        reason: why the run failed or was stopped.
         reward: mean reward of the last step.
-        validation: rewards of the last validation by data source.
-        started: when the run was started or last resumed, ISO 8601.
+        validation: rewards of the last validation per data source.
+        started: time of the start or last resume, ISO 8601.
     """
 
     path: Path
@@ -53,17 +53,17 @@ class RunState:
     started: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Converts to plain values for JSON."""
         return asdict(self) | {"path": str(self.path), "validation": dict(self.validation)}
 
 
 def find_runs(root: Path) -> list[RunState]:
-    """Every run in or below `root`, sorted by when it was started."""
+    """Finds all runs in or below `root`, sorted by start time."""
     return sorted(map(read_state, _run_dirs(root)), key=lambda run: (run.started or "", str(run.path)))
 
 
 def read_state(run_dir: Path) -> RunState:
-    """The state of one run; files that are missing or damaged leave their fields empty."""
+    """Reads the state of one run; fields from missing or damaged files are empty."""
     spec = _mapping(run_dir / SPEC_FILE)
     summary, failure = _mapping(run_dir / SUMMARY_FILE), _mapping(run_dir / FAILURE_FILE)
     environment = _mapping(run_dir / ENVIRONMENT_FILE)
@@ -115,7 +115,7 @@ def _run_dirs(root: Path) -> Iterator[Path]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """A JSON or YAML mapping; empty if it is missing or damaged."""
+    """Reads a JSON or YAML mapping; empty if the file is missing or damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -150,7 +150,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether the process that holds the run's lock lives; one of another host is taken to."""
+    """Whether the process that locked the run is alive; a process on another host is assumed to be alive."""
     path = run_dir / HOLDER_FILE
     holder = _mapping(path)
     if not holder:

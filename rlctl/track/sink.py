@@ -1,4 +1,4 @@
-"""What every tracker is."""
+"""Interface of trackers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """A place metrics go to."""
+    """A destination of metrics."""
 
     name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one step's metrics."""
+        """Logs one step's metrics."""
 
     def close(self, status: str) -> None:
-        """Finish; called once."""
+        """Closes the sink; called once."""

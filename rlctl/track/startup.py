@@ -1,4 +1,4 @@
-"""What a run does before its first step: a spinner with the time so far, or lines in a log."""
+"""Shows the start-up phases of a run: a spinner with the elapsed time, or lines in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 def wants_plain_lines() -> bool:
-    """Whether `RLCTL_PLAIN` asks for plain lines on a terminal too."""
+    """Whether `RLCTL_PLAIN` requests plain lines on a terminal too."""
     return os.environ.get("RLCTL_PLAIN", "0") not in {"", "0"}
 
 
@@ -22,7 +22,7 @@ class Startup:
 
     Args:
         is_shown: False on ranks other than 0.
-        also: told every phase, on every rank.
+        also: called with every phase, on every rank.
     """
 
     def __init__(self, *, is_shown: bool, also: Callable[[str], None] = lambda _: None) -> None:
@@ -35,7 +35,7 @@ class Startup:
             self._task = self._progress.add_task("")
 
     def phase(self, text: str) -> None:
-        """Show that this begins now."""
+        """Shows the start of a phase."""
         self._also(text)
         if self._progress:
             self._progress.update(self._task, description=text)
@@ -44,7 +44,7 @@ class Startup:
             sys.stderr.write(f"{text}\n")
 
     def stop(self) -> None:
-        """Clear the spinner; twice is fine."""
+        """Clears the spinner; can be called twice."""
         if self._progress:
             self._progress.stop()
 

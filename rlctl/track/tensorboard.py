@@ -9,11 +9,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorboardSink:
-    """Scalars under their own names in `directory`.
+    """Writes metrics as scalars to event files in `directory`.
 
     Args:
         directory: created if needed.
-        start_step: steps already done; later ones of an earlier attempt are hidden (`purge_step`).
+        start_step: steps already done; later steps of an earlier attempt are hidden (`purge_step`).
     """
 
     name = "tensorboard"
@@ -23,11 +23,11 @@ class TensorboardSink:
         self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=15)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step's scalars."""
+        """Queues the scalars of one step."""
         for key, value in metrics.items():
             self._writer.add_scalar(key, float(value), step)
 
     def close(self, status: str) -> None:
-        """Flush and close."""
+        """Flushes and closes the files."""
         del status
         self._writer.close()

@@ -1,4 +1,4 @@
-"""One call per step fans out to every place that shows or keeps metrics."""
+"""Distributes the metrics of each step to all sinks."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ConsoleLike(Protocol):
     """A sink that shows notes to the user, above its live display."""
 
     def note(self, text: str) -> None:
-        """Show one line."""
+        """Shows one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkInputs:
-    """What a tracker registered in `rlctl.registry.TRACKERS` is made from.
+    """Inputs from which a tracker registered in `rlctl.registry.TRACKERS` is constructed.
 
     Attributes:
         run_dir: existing run directory.
         project, experiment: `trainer.project_name` and `trainer.experiment_name`.
-        config: the resolved spec as plain data, secrets redacted.
+        config: the resolved spec as plain data, without secrets.
         total_steps: steps of the whole run.
         start_step: steps already done, 0 for a new run.
-        is_stopping: whether the run was asked to stop after this step.
+        is_stopping: returns whether a stop after the current step was requested.
     """
 
     run_dir: Path
@@ -56,22 +56,22 @@ class SinkInputs:
 
 @runtime_checkable
 class ShowsPhases(Protocol):
-    """A sink that shows what the run does now."""
+    """A sink that shows the current phase of the run."""
 
     def begin_phase(self, phase: str) -> None:
-        """A phase of `timing_s/*` begins."""
+        """Shows the start of a phase of `timing_s/*`."""
 
 
 class Tracker:
-    """Fans metrics out to sinks; without sinks (ranks other than 0) it does nothing.
+    """Distributes metrics to sinks; without sinks (ranks other than 0) it does nothing.
 
-    A context manager: leaving it closes every sink, whatever happened inside.
+    A context manager: on exit it closes all sinks, also after an exception.
 
     Args:
         record: the log that must not fail, or None.
-        extras: sinks that are dropped with one warning when they fail; training goes on.
-        last_step: last step already logged (a resumed run), None at the start.
-        show: prints a note to the user; by default a line on stderr.
+        extras: sinks that are removed with one warning if they fail; training continues.
+        last_step: last step already logged (of a resumed run), None at the start.
+        show: prints a note to the user; default: a line on stderr.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Tracker:
         self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step, everything about it at once (validation included).
+        """Logs all metrics of one step at once, including validation.
 
         Args:
-            step: batches trained on so far; 0 is before the first.
+            step: number of batches trained on; 0 is before the first batch.
             metrics: key → value; keys are those of `rlctl.metric_names`.
 
         Raises:
-            ValueError: the step is not after the last one.
+            ValueError: the step is not greater than the last one.
             RunFailure: `metrics.jsonl` cannot be written.
         """
         if self._last_step is not None and step <= self._last_step:
@@ -111,33 +111,33 @@ class Tracker:
                 self._drop(sink, error)
 
     def add(self, sink: Sink) -> None:
-        """One more sink."""
+        """Adds a sink."""
         self._extras.append(sink)
 
     def note(self, text: str) -> None:
-        """Show a line to the user, above the live display if there is one; never raises."""
+        """Shows a line to the user, above the live display if there is one; never raises."""
         text = visible(text)
         try:
             if self._show:
                 self._show(text)
             elif self._record:
                 sys.stderr.write(text + "\n")
-        except (OSError, ValueError) as error:  # the terminal is gone, or the pipe's reader
+        except (OSError, ValueError) as error:  # the terminal or the reader of the pipe was closed
             _log.debug("note not shown: %s", text, exc_info=error)
 
     @property
     def has_panel(self) -> bool:
-        """Whether a live panel is drawn on the terminal."""
+        """Whether a live panel is shown on the terminal."""
         return any(getattr(sink, "is_live", False) for sink in self._extras)
 
     def begin_phase(self, phase: str) -> None:
-        """Show what the run does now: a phase of `timing_s/*`."""
+        """Shows the current phase of the run, a phase of `timing_s/*`."""
         for sink in self._extras:
             if isinstance(sink, ShowsPhases):
                 sink.begin_phase(phase)
 
     def close(self, status: Status = "finished") -> None:
-        """Close every sink; twice is fine. The display goes first and leaves the terminal as it was."""
+        """Closes all sinks; can be called twice. The display is closed first, which restores the terminal."""
         if self._closed:
             return
         self._closed = True
@@ -180,23 +180,23 @@ def build_tracker(
     start_step: int,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Tracker:
-    """The tracker of a run: `metrics.jsonl` always, and the loggers asked for.
+    """Builds the tracker of a run: always `metrics.jsonl`, and the selected loggers.
 
-    Steps after `start_step` already in `metrics.jsonl` (of a run that died after its last checkpoint) move
-    to `metrics.discarded.jsonl`, so that resuming repeats none.
+    Steps after `start_step` in `metrics.jsonl` (of a run that died after its last checkpoint) move to
+    `metrics.discarded.jsonl`, so that a resumed run does not repeat them.
 
     Args:
         run_dir: existing run directory.
         loggers: names in `rlctl.registry.TRACKERS`, or `file.py:function`.
-        project: W&B project.
-        experiment: W&B run name.
-        config: the resolved spec, shown by W&B; secrets are redacted.
+        project: project name in the loggers, for example W&B's.
+        experiment: run name in the loggers.
+        config: the resolved spec for the loggers; secrets are redacted.
         total_steps: steps of the whole run.
         start_step: steps already done, 0 for a new run.
-        is_stopping: whether the run was asked to stop after this step.
+        is_stopping: returns whether a stop after the current step was requested.
 
     Raises:
-        UsageError: an unknown logger.
+        UsageError: a logger is unknown.
         RunFailure: `metrics.jsonl` cannot be written.
     """
     last_step = truncate_after(run_dir / METRICS_FILE, start_step)
@@ -209,7 +209,7 @@ def build_tracker(
     if missing := missing_steps(run_dir / METRICS_FILE, start_step):
         what = f"{METRICS_FILE} has no readable line of {in_words(missing)}, which this run has trained"
         warnings.append(f"warning: {what}; summary and guardrails continue without them")
-    # The console starts last: what the others print while starting stays above the live display.
+    # The console starts last, so that the start-up output of other sinks stays above the live display.
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
             extras.append(TRACKERS[name](inputs))
@@ -236,7 +236,7 @@ def console(inputs: SinkInputs) -> Sink:
 
 @TRACKERS.register(label="Weights & Biases")
 def wandb(inputs: SinkInputs) -> Sink:
-    """A W&B run, online or offline as `WANDB_MODE` says."""
+    """A W&B run, online or offline depending on `WANDB_MODE`."""
     from rlctl.track.wandb import WandbSink
 
     start = partial(WandbSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
@@ -253,7 +253,7 @@ def trackio(inputs: SinkInputs) -> Sink:
 
 @TRACKERS.register(label="MLflow, if it is installed")
 def mlflow(inputs: SinkInputs) -> Sink:
-    """A run in the MLflow experiment named like the project, where `MLFLOW_TRACKING_URI` says."""
+    """A run in the MLflow experiment with the project's name, on the server in `MLFLOW_TRACKING_URI`."""
     from rlctl.track.mlflow import MlflowSink
 
     start = partial(MlflowSink, inputs.run_dir, inputs.project, inputs.experiment, inputs.config)
@@ -274,6 +274,6 @@ def _dropped(name: str, error: Exception) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """The error's first line, secrets out: some libraries quote the key they were given."""
+    """First line of the error, without secrets, because some libraries quote the given key."""
     lines = str(error).strip().splitlines()
     return redact(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)

@@ -1,4 +1,4 @@
-"""trackio: a local dashboard (`trackio show`). Its environment variables mean what trackio says they mean."""
+"""trackio tracker: a local dashboard (`trackio show`). trackio reads its environment variables itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import trackio
 
 
 class TrackioSink:
-    """One run of a trackio project; a resumed run continues it.
+    """A run of a trackio project; a resumed run continues it.
 
     Args:
-        project: of trackio.
-        name: of the run, a name of its own: another run of that name would be continued.
+        project: name of the trackio project.
+        name: name of the run; must be unique, because trackio continues an existing run with this name.
         config: the resolved spec, without secrets.
     """
 
@@ -23,10 +23,10 @@ class TrackioSink:
         self._run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step."""
+        """Queues one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, status: str) -> None:
-        """Write what is queued."""
+        """Writes the queued steps."""
         del status
         self._run.finish()

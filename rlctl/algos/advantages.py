@@ -1,8 +1,8 @@
-"""Advantages from scores, one per response: responses to one prompt are compared with one another.
+"""Advantage estimators that return one advantage per response.
 
-Every estimator takes `scores` (B,) and `valid` (B,) bool (False: the grader failed, the sample takes
-no part and gets 0) and returns one advantage per response, (B,) float32. Group estimators also take
-`group_ids` (B,); a response left without a valid sibling has nothing to be compared with and gets 0.
+Every estimator takes `scores` (B,) and `valid` (B,) bool (False: the grader failed; the sample is excluded
+and gets 0) and returns (B,) float32. Group estimators compare the responses to one prompt: they also take
+`group_ids` (B,), and a response without a valid sibling gets 0.
 
 `dr_grpo`, and `reinforce_plus_plus_baseline` before whitening, are `grpo(divide_by_std=False)`.
 Estimators per token are in `rlctl.algos.token_advantages`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _group_sums(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Per response: its group's sum of `values` and number of members, over valid ones."""
+    """For each response: sum of `values` and number of responses over the valid responses of its group."""
     _, index = torch.unique(group_ids, return_inverse=True)
     counted = torch.where(valid, values, 0.0)
     size = int(index.max()) + 1 if len(index) else 0
@@ -40,7 +40,7 @@ def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: boo
 
     Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2. Without `divide_by_std` it is the
     centred reward r_i − mean (Liu et al. 2025, "Understanding R1-Zero-Like Training": Dr. GRPO; Hu et
-    al. 2025, "REINFORCE++": its baseline variant). A group without spread gets exactly 0.
+    al. 2025, "REINFORCE++": its baseline variant). A group of equal rewards gets exactly 0.
     """
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
@@ -49,7 +49,7 @@ def grpo(scores: Tensor, group_ids: Tensor, valid: Tensor, *, divide_by_std: boo
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
     if divide_by_std:
         centred = centred / (std + 1e-6)
-    # Rounding in the mean leaves ±1e-17 in a group of equal rewards: no spread, no signal.
+    # In a group of equal rewards, rounding in the mean leaves ±1e-17, which must not become a signal.
     return torch.where(valid & (counts > 1) & (std > 1e-9), centred, 0.0).float()
 
 
@@ -89,14 +89,14 @@ def remax(scores: Tensor, baseline_scores: Tensor, valid: Tensor) -> Tensor:
     Source: Li et al. 2023, "ReMax", section 4.
 
     Args:
-        baseline_scores: (B,) that score, once per response.
-        valid: (B,) bool, both were graded.
+        baseline_scores: (B,) the greedy response's score, repeated for each response.
+        valid: (B,) bool, both responses were graded.
     """
     return torch.where(valid, scores.double() - baseline_scores.double(), 0.0).float()
 
 
 def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """(B,) bool: the row's group has valid rewards that differ; comparing siblings then teaches something."""
+    """(B,) bool: the valid rewards of the row's group differ, so that the group gives a learning signal."""
     rewards = scores.double()
     sums, counts = _group_sums(rewards, group_ids, valid)
     squares, _ = _group_sums((rewards - sums / counts.clamp(min=1)).square(), group_ids, valid)
@@ -104,12 +104,12 @@ def has_spread(scores: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
 
 
 def live_probability(rate: float, n: int) -> float:
-    """Of a group of n responses whose rewards are 1 with probability `rate`, else 0: that they differ."""
+    """Probability that the rewards of n responses differ, if each is 1 with probability `rate`, else 0."""
     return 1.0 - rate**n - (1.0 - rate) ** n
 
 
 def zero_spread_fraction(scores: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups whose valid rewards are all equal (they teach nothing), and groups in all; two () float64."""
+    """Number of groups whose valid rewards are equal (no signal), and number of groups; two () float64."""
     _, all_counts = _group_sums(torch.ones_like(scores.double()), group_ids, torch.ones_like(valid))
-    share = 1.0 / all_counts  # each group's members add up to one group
+    share = 1.0 / all_counts  # the shares of a group's members add up to 1
     return torch.where(has_spread(scores, group_ids, valid), 0.0, share).sum(), share.sum()

@@ -1,9 +1,8 @@
-"""From per-token losses to one number, with denominators of the whole mini-batch.
+"""Aggregation of per-token losses to one number, with denominators of the whole mini-batch.
 
-A mean over micro-batches of means is not the mean: short micro-batches would weigh more. So every
-mode is written as a sum over tokens of loss × coefficient, the coefficients use counts over the
-whole mini-batch on all ranks, and the sums of all its parts add up to the same number however it
-was divided.
+The mean of micro-batch means is not the mean: tokens of short micro-batches would weigh more. Every mode is
+therefore a sum over tokens of loss × coefficient. The coefficients use counts over the whole mini-batch on
+all ranks, so the parts' sums add up to the same number for any division of the mini-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Denominators:
     """Counts over a whole mini-batch: all of its micro-batches, on all ranks.
 
     Attributes:
-        num_tokens: response tokens that count.
+        num_tokens: response tokens in the denominator.
         num_sequences: responses with at least one such token.
     """
 
@@ -36,7 +35,7 @@ def aggregate(
 
     Args:
         values: (B, T) per-token losses, 0.0 outside the loss mask.
-        denominator_mask: (B, T) bool, the tokens the denominators count.
+        denominator_mask: (B, T) bool, the tokens that the denominators count.
         denominators: counts of the whole mini-batch.
         mode: `token-mean` Σ/tokens (DAPO); `seq-mean-token-sum` Σ/sequences; `seq-mean-token-mean`
             mean over sequences of each sequence's mean (GRPO); `seq-mean-token-sum-norm`

@@ -1,7 +1,8 @@
-"""Policy losses that need figures of the whole mini-batch, of all micro-batches and ranks together.
+"""Policy losses that need statistics of the whole mini-batch, over all micro-batches and ranks.
 
-Their `of_batch` finds the figures; the loss reads them in `rule.of_batch`. The result does not depend on how
-the mini-batch is divided. With several micro-batches they cost a second forward pass, in decoupled mode too.
+The registered `of_batch` function computes the statistics; the loss reads them from `rule.of_batch`. The
+result does not depend on how the mini-batch is divided. With several micro-batches these losses need a second
+forward pass, in decoupled mode too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     experimental=True,
 )
 def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. No numbers to choose."""
+    """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters."""
     ess: float = rule.of_batch
     ratio = inputs.ratio.detach()
     policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
@@ -50,18 +51,21 @@ def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 class M2poParams(LossParams):
-    """The largest mean of log² r that is left."""
+    """Upper bound of the mean of log² r after tokens are dropped."""
 
     budget: float = Field(0.04, gt=0)
 
 
 def _pushed_out(log_r: Tensor, advantages: Tensor) -> Tensor:
-    """Where the update would move π_θ further from π_old: A > 0 and r > 1, or A < 0 and r < 1."""
+    """Tokens where the update would move π_θ further from π_old: A > 0 and r > 1, or A < 0 and r < 1."""
     return advantages * log_r > 0
 
 
 def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
-    """The largest log² r such that the mean up to it is within the budget; equal ones go together."""
+    """Largest log² r for which the mean of all values up to it is within the budget, or 0.0.
+
+    Equal values are kept or dropped together.
+    """
     log_r = batch.log_ratio
     squares = log_r[batch.mask & _pushed_out(log_r, batch.advantages)].square().double()
     values, counts = torch.unique(batch.everyones(squares), return_counts=True)  # ascending
@@ -82,7 +86,7 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """One bound for the whole mini-batch: few tokens are dropped while it is near π_old."""
+    """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old."""
     log_r = inputs.log_ratio
     fixed = log_r.detach()
     is_far = fixed.square().double() > rule.of_batch * (1.0 + 1e-6)
@@ -91,7 +95,7 @@ def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 class BapoParams(LossParams):
-    """Where the ratio's bounds start, how far they may go, and the balance that is sought."""
+    """Initial and largest bounds of the ratio, their steps, and the target balance."""
 
     target: float = Field(1.0, ge=0)
     """Σ of positive contributions / Σ of negative ones."""
@@ -111,7 +115,7 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 
 def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
-    """First the lower bound rises, then the upper one, until contributions balance or both end."""
+    """Raises the lower bound, then the upper one, until contributions balance or both reach their maximum."""
     p: BapoParams = rule.params
     lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
     ratio = batch.ratio.double()
@@ -141,13 +145,13 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     experimental=True,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Bounds of the ratio itself, [0.6, 1.2] at the start; `clip_ratio_c` as in `ppo_clip`."""
+    """The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`."""
     lower, upper = rule.of_batch
     return clipped_surrogate(inputs.ratio, inputs.advantages, lower, upper, rule.clip_c)
 
 
 class KlCovParams(LossParams):
-    """Share of the tokens that get a penalty, and its coefficient."""
+    """Fraction of the tokens that are penalised, and the penalty's coefficient."""
 
     fraction: float = Field(0.0002, gt=0, le=1)
     kl_coef: float = Field(1.0, ge=0)
@@ -180,7 +184,7 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[float, float, 
     experimental=True,
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Covariance is what lowers entropy. Equal covariances are penalised together."""
+    """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
     *means, least = rule.of_batch
     log_r = inputs.log_ratio
     penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, tuple(means)) >= least

@@ -42,12 +42,13 @@ def correct(
     Args:
         log_probs: (B, T) float32, log π_train of the sampled tokens (π_old or π_θ, by mode).
         rollout_log_probs: (B, T) float32, log π_rollout of the same tokens.
-        response_mask: (B, T) bool; what is False is never read, NaN included.
+        response_mask: (B, T) bool; values where it is False have no effect, even NaN.
         rules: what to compute.
-        advantages, age: (B, T) and (B,), where `rules.needs` them, see `Extras`.
+        advantages, age: (B, T) and (B,), required if listed in `rules.needs`; see `Extras`.
 
     Raises:
-        ValueError: shapes differ, half precision, an empty batch, or one that lacks what a rule needs.
+        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, the batch is empty,
+            or it lacks a field that a rule needs.
     """
     inputs = (log_probs, rollout_log_probs, response_mask, Extras(advantages, age), rules)
     weights, keep, rows = in_row_blocks(correct_rows, *inputs)
@@ -57,7 +58,7 @@ def correct(
 def correct_rows(
     train: Tensor, rollout: Tensor, mask: Tensor, extras: Extras, rules: CorrectionRules
 ) -> CorrectedRows:
-    """Every row by itself: its weights, its rejection mask, and what the metrics need of it."""
+    """Computes weights, rejection mask and metric sums of each row independently."""
     log_ratio = masked_log_ratio(train, rollout, mask, extras)
     criteria = [check_criterion(log_ratio, rule) for rule in rules.reject]
     keep = rejection_mask(log_ratio, criteria)
@@ -71,7 +72,7 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
     bits = as_bits(mask, train.dtype)
     train, rollout = (zero_outside(x, mask, bits) for x in (train, rollout.to(train.dtype)))
     token = train - rollout
-    total = token.sum(-1, keepdim=True)  # a NaN or infinity anywhere in the row shows in its sum
+    total = token.sum(-1, keepdim=True)  # NaN or infinite if any value of the row is
     length = count(mask).double()
     return LogRatio(
         token=token.nan_to_num_(nan=0.0).clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP),
@@ -88,7 +89,10 @@ def masked_log_ratio(train: Tensor, rollout: Tensor, mask: Tensor, extras: Extra
 
 # --- weight ---------------------------------------------------------------------------------------
 def importance_weights(log_ratio: LogRatio, keep: Tensor, rule: WeightRule) -> Weights | None:
-    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered one; bounded, 0 where rejected. No level: None."""
+    """w = ρ_t, Π ρ, (Π ρ)^(1/length) or another registered weight: bounded, and 0 where rejected.
+
+    None if the rule has no level.
+    """
     if rule.level is None:
         return None
     log_weight = evaluated(CORRECTION_WEIGHTS, rule.level, log_ratio, rule.params)
@@ -114,7 +118,7 @@ def rejection_mask(log_ratio: LogRatio, results: list[CriterionResult]) -> Tenso
 
 
 def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
-    """One criterion: its statistic, where that is out of bounds, and what it rejects."""
+    """Evaluates one criterion: its statistic, bound violations, and the tokens or sequences it rejects."""
     values = criterion_values(log_ratio, rule)
     units = log_ratio.mask if rule.reduction == "none" else log_ratio.finite
     above = torch.zeros_like(log_ratio.finite) if rule.upper is None else units & (values > rule.upper)
@@ -128,22 +132,22 @@ def check_criterion(log_ratio: LogRatio, rule: RejectRule) -> CriterionResult:
 
 def criterion_values(log_ratio: LogRatio, rule: RejectRule) -> Tensor:
     """The statistic per token (B, T), or its sum, mean or maximum per sequence (B, 1) float64."""
-    if rule.statistic == "ratio" and rule.reduction in ("sum", "mean"):  # a product, a geometric mean
+    if rule.statistic == "ratio" and rule.reduction in ("sum", "mean"):  # product or geometric mean
         return clamped_exp(log_ratio.sequence if rule.reduction == "sum" else log_ratio.mean)
     values = evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params)
     if rule.reduction == "none":
         return values
     if rule.reduction == "max":
-        is_signed = rule.statistic in ("ratio", "k1")  # of padding k1 = k2 = k3 = 0, and k2, k3 ≥ 0
+        is_signed = rule.statistic in ("ratio", "k1")  # k2, k3 are ≥ 0, and 0 on padding
         values = values.masked_fill(~log_ratio.mask, -torch.inf) if is_signed else values
         return values.amax(-1, keepdim=True).double()
-    total = values.sum(-1, keepdim=True).double()  # of (B, 1), itself
+    total = values.sum(-1, keepdim=True).double()  # (B, 1) stays unchanged
     return total / log_ratio.length.clamp(min=1) if rule.reduction == "mean" else total
 
 
 # --- normalisation --------------------------------------------------------------------------------
 def normalization_factor(sums: CorrectionSums[float], rules: CorrectionRules) -> float:
-    """Mean weight of the whole mini-batch, by which its weights are divided (1.0: nothing to do)."""
+    """Mean weight of the whole mini-batch, the divisor of its weights; 1.0 without normalisation."""
     if sums.weights is None or not rules.weight.normalize:
         return 1.0
     return sums.weights.normalizer_mean if sums.weights.normalizer_mean > 0.0 else 1.0

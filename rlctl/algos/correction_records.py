@@ -1,7 +1,8 @@
-"""What rollout correction passes on: ratios, criteria, weights, and the sums its metrics follow from.
+"""Records of rollout correction: ratios, criteria, weights, and the sums from which metrics are computed.
 
-Sums are () float64 tensors (V = Tensor) and, merged and brought to the host, floats (V = float). Sequences
-without response tokens count nowhere; those with NaN or infinite log-probs only where a comment says so.
+Sums are () float64 tensors on the device (V = Tensor) and floats on the host (V = float). They exclude
+sequences without response tokens, and include those with NaN or infinite log-probs only where a comment says
+so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlctl.algos.metric_sums import LARGEST, Additive, Moments, V, ratio
 
 @dataclass(frozen=True)
 class LogRatio:
-    """log ρ of a batch: what weights and criteria read. Rows that are not `finite` hold no meaning."""
+    """log ρ of a batch, the input of weights and criteria. Rows that are not `finite` are meaningless."""
 
     token: Tensor  # (B, T) float32, clamped to ±20; 0.0 outside the mask
     sequence: Tensor  # (B, 1) float64, Σ_t log ρ_t, not clamped
@@ -57,17 +58,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class CriterionResult:
-    """What one criterion finds; (B, T) where it compares tokens, (B, 1) where it compares sequences."""
+    """Result of one criterion; (B, T) if it compares tokens, (B, 1) if it compares sequences."""
 
     values: Tensor  # its statistic
-    num_above: Tensor  # (B, 1): how many are over the upper bound
-    num_below: Tensor  # (B, 1): how many are under the lower bound
-    rejected: Tensor  # bool (B, T) or (B, 1): what it rejects
+    num_above: Tensor  # (B, 1): number of values over the upper bound
+    num_below: Tensor  # (B, 1): number of values under the lower bound
+    rejected: Tensor  # bool (B, T) or (B, 1): rejected tokens or sequences
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSums(Additive):
-    """Of one value per token, in each row: (B,)."""
+    """Per-row sums and extremes of one value per token; fields are (B,)."""
 
     total: Tensor
     squares: Tensor
@@ -79,19 +80,19 @@ class TokenSums(Additive):
 
 @dataclass(frozen=True, slots=True)
 class TokenWeightRows(Additive):
-    """Of weights per token, in each row: (B,)."""
+    """Per-row sums of token weights; tensors are (B,)."""
 
     raw: TokenSums
-    described: TokenSums
+    described: TokenSums  # of the weights that `rollout_is_*` metrics describe
     above: Tensor  # tokens over the upper bound
     below: Tensor
     applied: Tensor  # Σ w of kept tokens
-    unrejected: Tensor  # Σ w of all tokens
+    unrejected: Tensor  # Σ w of all tokens; equals `applied` where no rule needs it
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceWeightRows(Additive):
-    """The weight of each row's sequence: (B,)."""
+    """Sequence weight of each row; fields are (B,)."""
 
     raw: Tensor
     excess: Tensor  # raw − 1
@@ -100,20 +101,23 @@ class SequenceWeightRows(Additive):
 
 @dataclass(frozen=True, slots=True)
 class CriterionRows(Additive):
-    """Of one criterion in each row, (B,)."""
+    """Per-row sums of one criterion; tensors are (B,)."""
 
-    tokens: TokenSums | None  # of a statistic of tokens
-    value: Tensor | None  # a statistic of the sequence
+    tokens: TokenSums | None  # of a statistic per token
+    value: Tensor | None  # the statistic, if it is one value per sequence
     above: Tensor
     below: Tensor
-    rejected: Tensor | None  # the whole sequence; None: single tokens are rejected
-    held: Tensor | None  # for a metric convention
+    rejected: Tensor | None  # whether the whole sequence is rejected; None: tokens are rejected separately
+    held: Tensor | None  # Σ of the statistic clamped to the bounds, for a metric convention
     held_squares: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums(Additive):
-    """What the metrics need of each row, (B,). Of rows that are not `finite` only the length is meant."""
+    """Per-row sums from which all metrics are computed; tensors are (B,).
+
+    In rows that are not `finite` only `length` and `kept` (0) are meaningful.
+    """
 
     finite: Tensor  # 1 or 0
     length: Tensor
@@ -123,7 +127,7 @@ class RowSums(Additive):
     clamped: Tensor  # Σ of the clamped log ρ
     excess: Tensor  # Σ (ρ − 1)
     excess_squares: Tensor
-    ratio: TokenSums | None  # without a weight
+    ratio: TokenSums | None  # of ρ; None if there are weights
     weights: TokenWeightRows | SequenceWeightRows | None
     criteria: tuple[CriterionRows, ...]
     probabilities: tuple[Tensor, ...]  # in the order of `ProbabilitySums`
@@ -131,15 +135,15 @@ class RowSums(Additive):
 
 @dataclass(frozen=True, slots=True)
 class UnitMoments(Additive, Generic[V]):
-    """Moments of weights by unit."""
+    """Moments of weights per token and per sequence."""
 
     token: Moments[V]
-    sequence: Moments[V]  # each sequence's weight; at token level its mean token weight
+    sequence: Moments[V]  # of sequence weights; at token level, of each sequence's mean token weight
 
 
 @dataclass(frozen=True, slots=True)
 class GapSums(Additive, Generic[V]):
-    """How far apart the policies are, whatever the rules."""
+    """Distances between the two policies, independent of the rules."""
 
     log_ratio: V  # Σ_tokens log ρ
     k3: V  # Σ_tokens ρ − 1 − log ρ
@@ -156,7 +160,7 @@ class GapSums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class ProbabilitySums(Additive, Generic[V]):
-    """Probabilities of the sampled tokens, as distances from 1, where those of a sharp policy lie."""
+    """Sums over sampled tokens of their probabilities p, stored as p − 1, which is precise near p = 1."""
 
     train: V
     train_squares: V
@@ -169,65 +173,66 @@ class ProbabilitySums(Additive, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class WeightSums(Additive, Generic[V]):
-    """Importance weights and what the bound does to them."""
+    """Sums of the importance weights and of the bound's effect on them."""
 
-    described: UnitMoments[V]  # after the bound and rejection, rejected and non-finite ones 0
+    described: UnitMoments[V]  # after bound and rejection; rejected and non-finite weights are 0
     above: V  # raw weights over the upper bound: tokens at token level, else sequences
     below: V
     sequences_above: V  # sequences whose mean raw weight is over the upper bound
     sequences_below: V
-    normalizer: V  # Σ of the weights that the factor is the mean of
+    normalizer: V  # Σ of the weights whose mean is the normalisation factor
     normalizer_count: V
 
     @property
     def normalizer_mean(self: WeightSums[float]) -> float:
-        """The mean weight; 0.0 of nothing."""
+        """Mean weight; 0.0 if the count is 0."""
         return ratio(self.normalizer, self.normalizer_count)
 
 
 @dataclass(frozen=True, slots=True)
 class CriterionSums(Additive, Generic[V]):
-    """One rejection criterion by itself."""
+    """Sums of one rejection criterion, independent of the other criteria."""
 
     values: Moments[V]  # of its statistic
     above: V
     below: V
-    masked_tokens: V  # what it alone rejects
+    masked_tokens: V  # rejected by this criterion
     masked_sequences: V
-    token_total: V  # Σ over tokens of the statistic, a sequence's counted for each of its tokens
-    held: V  # the same, of the statistic held within the bounds, if the convention needs it (else 0)
+    token_total: V  # Σ over tokens of the statistic; a sequence's statistic counts once per token
+    held: V  # the same with the statistic clamped to the bounds, if the convention needs it (else 0)
     held_squares: V
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums(Additive, Generic[V]):
-    """Everything that the metrics and denominators of a mini-batch follow from."""
+    """All sums from which the metrics and denominators of a mini-batch are computed."""
 
-    tokens: V  # those of non-finite sequences included
+    tokens: V  # including those of non-finite sequences
     sequences: V
     finite_tokens: V
     finite_sequences: V
     kept_tokens: V
     kept_sequences: V  # with a kept token
-    rejected_sequences: V  # with a rejected token, non-finite ones included
-    saturated: V  # |Σ log ρ| ≥ 20
+    rejected_sequences: V  # with a rejected token, including non-finite sequences
+    saturated: V  # sequences with |Σ log ρ| ≥ 20
     gap: GapSums[V]
     probabilities: ProbabilitySums[V]
-    raw: UnitMoments[V]  # weights before bound, rejection and normalisation; per token without a level
+    raw: UnitMoments[V]  # of weights before bound, rejection and normalisation; of ρ_t without a level
     weights: WeightSums[V] | None
     criteria: tuple[CriterionSums[V], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What correction does to one (part of a) mini-batch.
+    """Result of rollout correction on a mini-batch or a part of one.
 
     Attributes:
         weights: (B, T) float32, detached: after the bound, 0.0 where rejected, **not yet normalised** (the
-            factor belongs to the whole mini-batch, `normalization_factor`). None when the rule has no level.
-        keep_mask: (B, T) bool, response tokens that survive rejection.
+            factor is computed over the whole mini-batch, see `normalization_factor`). None if the rule has no
+            level.
+        keep_mask: (B, T) bool, response tokens that are not rejected.
         nonfinite: (B,) bool, sequences with a NaN or infinite log-prob (always rejected).
-        sums: what the metrics and denominators follow from.
+        sums: the sums from which metrics and denominators are computed.
     """
 
     weights: Tensor | None

@@ -1,8 +1,8 @@
-"""Importance weights: how the ratios ρ_t of a response become the weights of its tokens.
+"""Importance weights: compute token weights from the ratios ρ_t of a response.
 
 Every weight is `weight(log_ratio, params) -> log w`, registered by its name (`rlctl.registry`): (B, T) with
-`unit="token"`, (B, 1) float64 with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows depend on nothing but
-themselves. The core clamps to ±20, takes `exp`, applies bound and rejection, and normalises.
+`unit="token"`, (B, 1) float64 with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows are independent.
+`rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and normalises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     thresholds=("1.2", "1.5", "2.0", "3.0", "5.0"),
 )
 def token(log_ratio: LogRatio, params: Any) -> Tensor:
-    """w_t = ρ_t: low variance, and biased wherever earlier tokens of the response differ too."""
+    """w_t = ρ_t: low variance; biased if the policies also differ on earlier tokens of the response."""
     return log_ratio.token
 
 
@@ -37,7 +37,7 @@ def token(log_ratio: LogRatio, params: Any) -> Tensor:
     unbiased=True,
 )
 def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
-    """w = Π_t ρ_t, the same for all tokens: exact without a bound; its variance grows with the length."""
+    """w = Π_t ρ_t, the same for all tokens: unbiased without a bound; its variance grows with the length."""
     return log_ratio.sequence
 
 
@@ -49,7 +49,7 @@ def sequence(log_ratio: LogRatio, params: Any) -> Tensor:
     thresholds=("1.01", "1.1", "1.5"),
 )
 def geometric(log_ratio: LogRatio, params: Any) -> Tensor:
-    """w = (Π_t ρ_t)^(1/length), the same for all tokens: hardly any variance, and biased."""
+    """w = (Π_t ρ_t)^(1/length), the same for all tokens: very low variance, but biased."""
     return log_ratio.mean
 
 
@@ -61,8 +61,8 @@ def geometric(log_ratio: LogRatio, params: Any) -> Tensor:
     experimental=True,
 )
 def prefix(log_ratio: LogRatio, params: Any) -> Tensor:
-    """w_t = Π_{s≤t} ρ_s: exact where the advantage of token t is Q^π − V^π of its prefix, as from a critic.
+    """w_t = Π_{s≤t} ρ_s: unbiased if the advantage of token t is Q^π − V^π of its prefix, as from a critic.
 
-    With one advantage per response it is biased: the tokens after t remain π_rollout's.
+    With one advantage per response it is biased, because the tokens after t are sampled from π_rollout.
     """
     return log_ratio.token.cumsum(-1)

@@ -1,8 +1,8 @@
-"""Advantage estimators by their name in the spec, each registered with what it reads of the batch.
+"""Advantage estimators, registered by their name in the spec with the batch fields that each one reads.
 
-Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A tensor is the advantages: (B,)
-one per response, or (B, T) one per token. The formulas are `rlctl.algos.advantages` and
-`rlctl.algos.token_advantages`; here is what each is given.
+Every estimator is `estimator(inputs: AdvantageInputs) -> Tensor | Estimate`. A returned tensor holds the
+advantages: (B,) one per response, or (B, T) one per token. The formulas are implemented in
+`rlctl.algos.advantages` and `rlctl.algos.token_advantages`; this module passes them their inputs.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ _GAMMA, _LAM = "algorithm.gamma", "algorithm.lam"
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator may read.
+    """Inputs of an advantage estimator.
 
     Attributes:
         token_level_rewards: (B, T) float32, the score at the last token, minus any KL penalty.
         response_mask: (B, T) bool.
         group_ids: (B,) int64, equal for the responses to one prompt.
-        valid: (B,) bool, False where the grader failed: such a response counts nowhere and gets 0.
+        valid: (B,) bool, False where the grader failed: such a response is excluded and gets 0.
         gamma, lam: discount per token, and GAE's λ.
         divide_by_std: `algorithm.norm_adv_by_std_in_grpo`.
         whiten: (values (B, T), mask (B, T)) → (B, T) with zero mean and unit variance over the masked
             tokens of the whole batch, on all ranks.
-        total: figures of this rank → their sums over all ranks.
-        values: (B, T) the critic's before the updates; where `values` is needed.
-        baseline_scores: (B,) score of the prompt's greedy response; where `baseline_scores` is needed.
-        score_norms: (B, T) squared norm of ∇ log π in the logits; where `score_norms` is needed.
-        params: the estimator's own parameters; None: it has none.
+        total: numbers of this rank → their sums over all ranks.
+        values: (B, T) the critic's values before the updates; set if the estimator needs `values`.
+        baseline_scores: (B,) score of the prompt's greedy response; set if `baseline_scores` is needed.
+        score_norms: (B, T) squared norm of ∇ log π with respect to the logits; set if `score_norms` is
+            needed.
+        params: parameters of the estimator; None: it has none.
     """
 
     token_level_rewards: Tensor
@@ -67,7 +68,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Advantages, and for a critic what it should have predicted; both (B, T) float32, 0.0 off-mask."""
+    """Advantages and, with a critic, its target values; both (B, T) float32, 0.0 off-mask."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -122,7 +123,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     experimental=True,
 )
 def maxrl(inputs: AdvantageInputs) -> Tensor:
-    """For rewards ≥ 0: the rarer a success, the more it counts, as maximum likelihood would have it."""
+    """For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood."""
     from rlctl.algos import advantages
 
     return advantages.maxrl(inputs.rewards, inputs.group_ids, inputs.valid)
@@ -136,7 +137,7 @@ def maxrl(inputs: AdvantageInputs) -> Tensor:
     experimental=True,
 )
 def gpg(inputs: AdvantageInputs) -> Tensor:
-    """With the loss `reinforce` it is GPG."""
+    """One advantage per response; GPG is this estimator with the loss `reinforce`."""
     graded, paid = inputs.total(
         [float(inputs.valid.sum()), float((inputs.valid & (inputs.rewards != 0)).sum())]
     )
@@ -232,5 +233,5 @@ def gae(inputs: AdvantageInputs) -> Estimate:
 
 
 def spread(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """(B, T) from one advantage per response (B,): the same for each of its tokens, 0.0 off-mask."""
+    """Expands one advantage per response (B,) to (B, T): the same for each of its tokens, 0.0 off-mask."""
     return torch.where(response_mask, advantages[:, None], 0.0)

@@ -1,8 +1,8 @@
-"""The KL divergence to the reference policy: in the reward, in the loss, and its coefficient.
+"""KL divergence to the reference policy: estimators for reward and loss, and the coefficient's controller.
 
-Every figure is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the tokens before it, in nats;
+Every value is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the preceding tokens, in nats;
 shapes are (B, T). Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs) -> Tensor`,
-registered by its name (`rlctl.registry`); one that reads π_rollout serves as a loss only.
+registered by its name (`rlctl.registry`); one that reads π_rollout can be used as a loss only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 @KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
 def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
-    """Unbiased as a value, of either sign. As a loss its expected gradient is zero: it penalises nothing."""
+    """Unbiased as a value, of either sign. As a loss it has no effect: its expected gradient is zero."""
     return log_probs - ref_log_probs
 
 
 @KL_ESTIMATORS.register(label="squared log-ratio", formula="½ (log π − log π_ref)²", source=_SCHULMAN)
 def k2(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | None = None) -> Tensor:
-    """Biased as a value, of low variance while the policies are close. As a loss, for tokens sampled from
+    """Biased as a value, with low variance while the policies are close. As a loss, for tokens sampled from
     π_θ, its expected gradient is ∇ KL(π_θ ‖ π_ref), the reverse KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
@@ -50,9 +50,10 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor | Non
     needs={"rollout_log_probs"},
 )
 def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """With gradient through the ratio as well: ∇ KL(π_θ ‖ π_ref) of each token's distribution, whichever
-    policy π_rollout the token was sampled from. The tokens before it stay π_rollout's and carry no
-    gradient: of whole sequences it is not the KL's gradient. The log-ratio is clamped to ±20."""
+    """The gradient also flows through the ratio; its expectation is ∇ KL(π_θ ‖ π_ref) of each token's
+    distribution, for any policy π_rollout that sampled the token. The preceding tokens still follow π_rollout
+    and carry no gradient, so it is not the KL gradient of whole sequences. The log-ratio is clamped to
+    ±20."""
     return _exp(log_probs - rollout_log_probs) * k3(log_probs, ref_log_probs)
 
 
@@ -63,16 +64,17 @@ def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     needs={"rollout_log_probs"},
 )
 def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """With gradient through the product: summed over a sequence, ∇ KL(π_θ ‖ π_ref) of whole sequences,
-    whichever policy π_rollout they were sampled from, if none is rejected. Its variance grows with the
-    length, as that of sequence weights. Needs whole rows. The log of the product is clamped to ±20."""
+    """The gradient also flows through the product; its expectation, summed over a sequence, is
+    ∇ KL(π_θ ‖ π_ref) of whole sequences, for any policy π_rollout that sampled them, if none is rejected.
+    Its variance grows with the length, as with sequence weights. Needs complete rows. The log of the product
+    is clamped to ±20."""
     return _exp((log_probs - rollout_log_probs).cumsum(-1)) * k3(log_probs, ref_log_probs)
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Per-token estimate (B, T) of the KL of tokens sampled from π, for rewards and metrics.
 
-    Knows no mask: padding is the caller's.
+    Applies no mask; the caller masks padding.
 
     Args:
         kind: an estimator that needs no `rollout_log_probs`.
@@ -84,10 +86,10 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def kl_loss(
     kind: str, log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """Per-token penalty (B, T) with gradient through π_θ; 0.0 outside the mask, whatever is there.
+    """Per-token penalty (B, T) with gradient through π_θ; 0.0 outside the mask, whatever the inputs there.
 
-    That a value estimates the KL does not make its gradient estimate the KL's gradient: what each expects is
-    in its docstring.
+    The gradient of an unbiased KL estimate is not necessarily an unbiased estimate of the KL's gradient; see
+    the docstring of each estimator for its expected gradient.
     """
     given = (log_probs, ref_log_probs.detach(), rollout_log_probs.detach())
     found: Tensor = KL_ESTIMATORS[kind](*(torch.where(loss_mask, x, 0.0) for x in given))
@@ -100,12 +102,12 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """The coefficient of the KL penalty in the reward: fixed, or steered towards a target.
+    """The coefficient of the KL penalty in the reward: fixed, or adapted to a target KL.
 
     Attributes:
-        kl_coef: the coefficient in force.
-        target_kl: the KL to hold, in the unit of what `updated` is told; None: `kl_coef` is fixed.
-        horizon: sequences over which the coefficient moves by at most a fifth.
+        kl_coef: the current coefficient.
+        target_kl: target, in the unit of the KL passed to `updated`; None: `kl_coef` is fixed.
+        horizon: number of sequences over which the coefficient changes by at most 20 %.
     """
 
     kl_coef: float
@@ -116,9 +118,9 @@ class KLController:
         """The controller after a batch of `num_sequences` whose mean KL was `kl`.
 
         Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2:
-        coef ← coef · (1 + clip(kl/target − 1, ±0.2) · n/horizon). Two deviations: n counts as at most
-        `horizon` (five horizons at once could turn the coefficient negative, a reward for drifting), and
-        a batch whose KL is NaN changes nothing.
+        coef ← coef · (1 + clip(kl/target − 1, ±0.2) · n/horizon). Two deviations: n is limited to `horizon`
+        (more than five horizons at once could make the coefficient negative, which would reward drift), and
+        a batch with a NaN KL leaves the coefficient unchanged.
         """
         if self.target_kl is None or math.isnan(kl):
             return self

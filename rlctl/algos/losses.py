@@ -1,9 +1,9 @@
 """Policy losses: per-token values (B, T), to be aggregated by `rlctl.algos.aggregate`.
 
-Every loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). One that forms a
-ratio r = π_θ/π_old says so: `needs={"old_log_probs"}`. `policy_loss` calls it, multiplies the values by the
-importance weights w, which are constants, and drops what lies outside the mask. sg(·) passes its value and
-no gradient.
+Every loss is `loss(rule, inputs) -> TokenLoss`, registered by its name (`rlctl.registry`). A loss that uses
+the ratio r = π_θ/π_old declares `needs={"old_log_probs"}`. `policy_loss` calls the loss, multiplies its
+values by the importance weights w, which are constants, and sets values outside the mask to 0.0. sg(·) is the
+stop-gradient operator.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CLIP = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss may read; 0.0 outside the mask, so that NaN there reaches neither value nor gradient.
+    """Inputs of a loss; 0.0 outside the mask, so that NaN there affects neither value nor gradient.
 
     Attributes:
         log_probs: (B, T) log π_θ of the tokens, nats, with gradient.
-        old_log_probs: (B, T) log π_old, a constant; in bypass mode that of π_rollout.
+        old_log_probs: (B, T) log π_old, a constant; log π_rollout in bypass mode.
         advantages: (B, T), constants.
-        mask: (B, T) bool, the tokens that count.
+        mask: (B, T) bool, the tokens included in the loss.
     """
 
     log_probs: Tensor
@@ -55,9 +55,9 @@ class TokenLoss:
     """A loss before aggregation.
 
     Attributes:
-        values: (B, T) per-token loss; of what a registered loss returns, any number outside the mask.
-        clipped: (B, T) bool, where the clip was in force (None: the loss has no clip).
-        clipped_lower: (B, T) bool, where the second bound was: `ppo_clip`'s dual clip, `dppo`'s
+        values: (B, T) per-token loss; a registered loss may return any number outside the mask.
+        clipped: (B, T) bool, where the clip is active (None: the loss has no clip).
+        clipped_lower: (B, T) bool, where the second bound is active: `ppo_clip`'s dual clip, `dppo`'s
             truncated ratio (None: there is none).
     """
 
@@ -92,10 +92,10 @@ def policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch(LossInputs):
-    """What a loss can ask of the whole mini-batch: this rank's rows, all constants, and exchanges.
+    """Inputs of an `of_batch` function: this rank's rows as constants, and collectives over all ranks.
 
     Attributes:
-        total: figures of this rank → their sums over all ranks.
+        total: numbers of this rank → their sums over all ranks.
         everyones: (N,) values of this rank → those of all ranks, in any order.
     """
 
@@ -112,12 +112,12 @@ class WholeBatch(LossInputs):
         total: Callable[[list[float]], list[float]] = list,
         everyones: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> WholeBatch:
-        """Whatever lies outside the mask replaced, gradients left behind; by default of the only rank."""
+        """Detaches the tensors and sets them to 0.0 outside the mask; the defaults are for a single rank."""
         new, old, given = (torch.where(mask, x.detach(), 0.0) for x in (log_probs, old_log_probs, advantages))
         return cls(new, old, given, mask, total, everyones)
 
     def tell(self, rule: LossRule) -> LossRule:
-        """The rule with what its loss needs to know of this mini-batch."""
+        """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
         find = POLICY_LOSSES.part(rule.name).of_batch
         return rule if find is None else replace(rule, of_batch=find(self, rule))
 
@@ -130,7 +130,7 @@ class WholeBatch(LossInputs):
     needs_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """REINFORCE with importance weights: −w · A · log π_θ. Reads neither rule nor π_old.
+    """REINFORCE with importance weights: −w · A · log π_θ. Uses neither rule nor π_old.
 
     Source: Williams 1992; with w = π_θ/π_rollout the gradient is that of the expected reward under
     π_θ (the reference guide's bypass mode).
@@ -150,11 +150,11 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """PPO's clipped surrogate: −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
-    With `clip_c`, where A < 0 it is −w · max(that min, clip_c·A): a ratio that ran away upwards no
-    longer dominates the batch.
+    With `clip_c`, where A < 0 it is −w · max(that min, clip_c·A), so that a very large ratio does not
+    dominate the batch.
 
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020, "Mastering Complex Control in MOBA Games"
-    (dual clip); unequal halves: Yu et al. 2025, "DAPO", eq. 10.
+    (dual clip); asymmetric bounds: Yu et al. 2025, "DAPO", eq. 10.
     """
     return clipped_surrogate(
         inputs.ratio, inputs.advantages, 1.0 - rule.clip_low, 1.0 + rule.clip_high, rule.clip_c
@@ -176,7 +176,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
     that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
     GSPO-token's where they are not. The mean is over the row's tokens in `loss_mask`: prompts, tool
-    output and rejected tokens change neither s nor its length. Needs whole rows.
+    output and rejected tokens change neither s nor its length. Needs complete rows.
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eqs. 5, 7 and 13.
     """
@@ -202,7 +202,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     The clip bounds a token's weight; no token loses its gradient.
 
-    Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` binds).
+    Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5 (there only `clip_high` is active).
     """
     ratio = inputs.ratio.detach()
     held = ratio.clamp(1.0 - rule.clip_low, 1.0 + rule.clip_high)
@@ -221,7 +221,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """A smooth gate instead of a clip: −w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg.
 
-    At r = 1 the gate's slope is 1, the gradient that of REINFORCE; it fades on both sides.
+    At r = 1 the gate's slope is 1, which gives the gradient of REINFORCE; the slope decreases on both sides.
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (the objective and its gate).
     """
@@ -243,10 +243,10 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """REINFORCE in a trust region of divergence: −w · sg(M · min(r, clip_c)) · A · log π_θ.
 
-    M is 0 for a token that the update would push further out: A > 0 and π_θ above π_old by more than
-    `clip_high`, or A < 0 and below by more than `clip_low`; else 1. How far apart they are is measured
-    between the two-outcome distributions {sampled token, any other}: total variation |π_θ − π_old|, or
-    KL(π_old ‖ π_θ). Unlike r, these let rare tokens move and hold frequent ones.
+    M is 0 for a token that the update would move further out of the region: A > 0 and π_θ above π_old by
+    more than `clip_high`, or A < 0 and below by more than `clip_low`; else 1. The distance is that of the
+    two-outcome distributions {sampled token, any other}: total variation |π_θ − π_old|, or KL(π_old ‖ π_θ).
+    Unlike a bound on r, it lets rare tokens change more and restricts frequent ones.
 
     Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO-Binary).
     """
@@ -266,7 +266,7 @@ def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, lower: float, upper: float, clip_c: float | None = None
 ) -> TokenLoss:
-    """The pessimistic of −r·A and −clip(r, lower, upper)·A; with `clip_c` at most −clip_c·A where A < 0."""
+    """The larger of −r·A and −clip(r, lower, upper)·A; with `clip_c`, at most −clip_c·A where A < 0."""
     free, held = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
     values, clipped = torch.maximum(free, held), held > free
     if clip_c is None:
@@ -277,12 +277,12 @@ def clipped_surrogate(
 
 
 def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Between the distributions {sampled token, any other} of both policies, (B, T)."""
+    """Divergence between the distributions {sampled token, any other} of both policies, (B, T)."""
     prob, old = log_probs.exp(), old_log_probs.exp()
     if rule.divergence == "tv":
         return (prob - old).abs()
     rest, old_rest = (-x.expm1() for x in (log_probs, old_log_probs))
-    tiny = 1e-8  # a token of probability 1 leaves nothing to the others
+    tiny = 1e-8  # for tokens of probability 1, where the rest is 0
     return (
         old * (old_log_probs - log_probs) + old_rest * (old_rest.clamp(min=tiny) / rest.clamp(min=tiny)).log()
     )

@@ -1,8 +1,8 @@
-"""Sums that merge: reduce first, divide once.
+"""Additive sums for metrics: reduce first, divide once.
 
-A record of sums describes one part of a batch, on the device. Parts add up; two collectives merge ranks;
-one transfer brings everything to the host, as the same record of floats. Its figures are those of the
-whole, never an average of the parts' figures.
+A record of sums describes one part of a batch, on the device. Records of several parts are added; two
+collectives merge those of all ranks; one transfer copies everything to the host, as the same record of
+floats. Metrics are computed from the total, never as an average of the parts' metrics.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 V = TypeVar("V", Tensor, float)
 
 
-#: Metadata of a field that merges by taking the larger value; all others add up.
+#: Metadata of a field that merges by maximum; all other fields are added.
 LARGEST = {"largest": True}
 
 
 class Additive:
-    """Base of frozen dataclasses of sums: numbers, or tuples, dicts and records of them, or None."""
+    """Base of frozen dataclasses of sums: numbers, None, or tuples, dicts and records of these."""
 
     __slots__ = ()
 
     def __add__(self, other: Self) -> Self:
-        """The record of both parts together."""
+        """Merges the records of two parts."""
         pairs = zip(_leaves(self), _leaves(other), strict=True)
         merged = iter([_merge(a, b) if is_max else a + b for (a, is_max), (b, _) in pairs])
         return cast(Self, _rebuilt(self, merged))
 
     @classmethod
     def merged(cls, parts: Sequence[Self]) -> Self:
-        """The record of all parts together, each on the device."""
+        """Merges the records of all parts, which are on the device."""
         if len(parts) == 1:
             return parts[0]
         sums, maxima = zip(*(part.as_vectors() for part in parts), strict=True)
@@ -45,34 +45,34 @@ class Additive:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The record of the rows of all parts, in float64; fields are (B,)."""
+        """Concatenates the rows of all parts, in float64; fields are (B,)."""
         rows = torch.cat([torch.stack([x.double() for x, _ in _leaves(part)]) for part in parts], 1)
         return cast(Self, _rebuilt(parts[0], iter(rows.unbind())))
 
     def where(self, chosen: Tensor) -> Self:
-        """The record with 0.0 in all other rows; fields are (B,)."""
+        """The record with 0.0 in the rows where `chosen` (B,) is False; fields are (B,)."""
         rows = torch.where(chosen, torch.stack([x for x, _ in _leaves(self)]), 0.0)
         return cast(Self, _rebuilt(self, iter(rows.unbind())))
 
     def over_rows(self) -> Self:
-        """The record of a batch, from the one of its rows, whose fields are (B,)."""
+        """Reduces a per-row record, whose fields are (B,), to the record of the batch."""
         sums, maxima = self.as_vectors()
         return cast(Self, self.with_values(sums.sum(-1).unbind(), maxima.amax(-1).unbind()))
 
     def as_vectors(self) -> tuple[Tensor, Tensor]:
-        """All sums and all maxima, one float64 vector each (maxima may be none)."""
+        """All sums and all maxima, one float64 vector each (that of maxima may be empty)."""
         leaves = list(_leaves(self))
         sums = torch.stack([value for value, is_max in leaves if not is_max])
         maxima = [value for value, is_max in leaves if is_max]
         return sums, torch.stack(maxima) if maxima else sums.new_zeros(0)
 
     def with_values(self, sums: Sequence[Any], maxima: Sequence[Any]) -> Any:
-        """A record of this shape with other values, in the order of `as_vectors`."""
+        """A record of this structure with other values, in the order of `as_vectors`."""
         rest = (iter(sums), iter(maxima))
         return _rebuilt(self, iter([next(rest[is_max]) for _, is_max in _leaves(self)]))
 
     def to_host(self, vectors: tuple[Tensor, Tensor] | None = None) -> Any:
-        """The record as floats (of its vectors after reduction over ranks, if given): one transfer."""
+        """The record as floats, in one transfer; `vectors`: its `as_vectors` after reduction over ranks."""
         sums, maxima = vectors or self.as_vectors()
         values = torch.cat([sums, maxima]).tolist()
         return self.with_values(values[: len(sums)], values[len(sums) :])
@@ -108,8 +108,8 @@ def _merge(a: Any, b: Any) -> Any:
 class Moments(Additive, Generic[V]):
     """Moments of values x.
 
-    Summed twice: as they are, which keeps mean and effective sample size of values that are all tiny; and
-    as distances from 1, which keeps the variance of weights near 1.
+    Sums of both x and x − 1 are kept: the first preserve mean and effective sample size if all values are
+    tiny, the second preserve the variance if values are near 1.
     """
 
     count: V
@@ -122,12 +122,12 @@ class Moments(Additive, Generic[V]):
 
     @property
     def mean(self: Moments[float]) -> float:
-        """Mean; 0.0 of nothing."""
+        """Mean; 0.0 if there are no values."""
         return self.total / self.count if self.count else 0.0
 
     @property
     def mean_square(self: Moments[float]) -> float:
-        """Mean of x²; 0.0 of nothing."""
+        """Mean of x²; 0.0 if there are no values."""
         return self.squares / self.count if self.count else 0.0
 
     @property
@@ -142,7 +142,7 @@ class Moments(Additive, Generic[V]):
 
     def _variance(self: Moments[float]) -> float:
         if self.count == 1:
-            return 0.0  # exactly, whatever rounding left in the squares
+            return 0.0  # exact, without the rounding error of the squares
         sums = (self.total, self.squares) if self.mean < 0.5 else (self.offset, self.offset_squares)
         first, second = (value / self.count for value in sums)
         return max(second - first**2, 0.0)
@@ -155,17 +155,17 @@ class Moments(Additive, Generic[V]):
         """
         if not self.squares > 0:
             return 0.0
-        # Rounding could lift equal weights above 1.
+        # For equal weights, rounding could make it exceed 1.
         return min(self.total**2 / (self.count * self.squares), 1.0)
 
     @property
     def max(self: Moments[float]) -> float:
-        """Largest value; 0.0 of nothing."""
+        """Largest value; 0.0 if there are no values."""
         return self.highest if self.count else 0.0
 
     @property
     def min(self: Moments[float]) -> float:
-        """Smallest value; 0.0 of nothing."""
+        """Smallest value; 0.0 if there are no values."""
         return -self.negated_lowest if self.count else 0.0
 
     def divided(self: Moments[float], factor: float) -> Moments[float]:
@@ -173,7 +173,7 @@ class Moments(Additive, Generic[V]):
         n = self.count
         first = self.offset + n * (1.0 - factor)  # Σ(x − factor)
         second = self.offset_squares + 2.0 * (1.0 - factor) * self.offset + n * (1.0 - factor) ** 2
-        if factor < 0.5:  # sums of distances from 1 would cancel
+        if factor < 0.5:  # the sums of x − 1 would lose precision by cancellation
             first = self.total - n * factor
             second = self.squares - 2.0 * factor * self.total + n * factor**2
         return Moments(
@@ -190,11 +190,11 @@ class Moments(Additive, Generic[V]):
 def moments_of(
     values: Tensor, where: Tensor, counts: Tensor | None = None, offset: Tensor | None = None
 ) -> Moments[Tensor]:
-    """Moments of the values where `where` (bool, of their shape) holds, in float64.
+    """Moments in float64 of the values where `where` (bool, of their shape) is True.
 
     Args:
-        counts: how often each value counts; None: once.
-        offset: values − 1, where it is known more exactly than by subtraction.
+        counts: multiplicity of each value; None: 1.
+        offset: values − 1, if known more precisely than by subtraction.
     """
     n = where.double() if counts is None else torch.where(where, counts.double(), 0.0)
     chosen = n > 0
@@ -207,13 +207,13 @@ def moments_of(
 
 @dataclass(frozen=True, slots=True)
 class MetricSums(Additive, Generic[V]):
-    """Sums and moments under names, for metrics whose names are known only at run time."""
+    """Named sums and moments, for metrics whose names are known only at run time."""
 
     sums: dict[str, V] = field(default_factory=dict)
     moments: dict[str, Moments[V]] = field(default_factory=dict)
 
     def per(self: MetricSums[float], name: str, count: str) -> float:
-        """A sum divided by a count; 0.0 of nothing."""
+        """A sum divided by a count; 0.0 if the count is 0."""
         return ratio(self.sums[name], self.sums[count])
 
 
@@ -222,5 +222,5 @@ ReducedSums = MetricSums[float]
 
 
 def ratio(total: float, count: float) -> float:
-    """A sum divided by a count; 0.0 of nothing."""
+    """A sum divided by a count; 0.0 if the count is 0."""
     return total / count if count else 0.0

@@ -1,7 +1,7 @@
-"""Policy losses of 2025 and 2026 that are not yet proven on real runs; each row depends on itself only.
+"""Recent policy losses that are not yet validated on real runs; rows are independent.
 
-Symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In
-bypass mode π_old is π_rollout, μ in the papers. "From NAME's code" says that the formula was read there.
+Symbols as in `rlctl.algos.losses`: r = π_θ/π_old per token, W = Π r over the response. In bypass mode π_old
+is π_rollout, μ in the papers. "From NAME's code" means that the formula was taken from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LossParams(BaseModel, extra="forbid"):
 
 
 class VespoParams(LossParams):
-    """Exponents for advantages ≥ 0 and < 0."""
+    """Exponents k and λ for advantages ≥ 0 (`pos`) and < 0 (`neg`)."""
 
     k_pos: float = Field(2.0, ge=0)
     lambda_pos: float = Field(3.0, ge=0)
@@ -45,7 +45,7 @@ class VespoParams(LossParams):
     experimental=True,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The weight is 1 at W = 1 and falls to 0 on both sides: as W^k below, exponentially above."""
+    """The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞."""
     p: VespoParams = rule.params
     log_w, advantages = _log_product(inputs), inputs.advantages
     k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
@@ -64,9 +64,9 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     experimental=True,
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Good responses are imitated whatever π_θ thinks of them; bad ones count less as they become unlikely.
+    """Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
 
-    The paper's sign is that of the reward, here of the advantage.
+    The paper uses the sign of the reward; this loss uses the sign of the advantage.
     """
     log_w, is_bad = _log_product(inputs), inputs.advantages < 0
     tapered = torch.where(is_bad, log_w.clamp(max=0.0).exp(), 1.0)
@@ -93,7 +93,7 @@ class DispoParams(LossParams):
     experimental=True,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Four regimes, each with its own bound: reinforced or discouraged, more or less likely than before."""
+    """Separate bounds for four cases: advantage positive or not, token more or less likely than before."""
     p: DispoParams = rule.params
     ratio = inputs.ratio.detach()
     good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
@@ -103,7 +103,7 @@ def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 class CtpoParams(LossParams):
-    """Bounds of the log of the cumulative ratio at the first token, and how they grow with its place t."""
+    """Bounds of the log cumulative ratio at the first token, and the power of position t they grow with."""
 
     low: float = Field(0.025, gt=0)
     high: float = Field(0.05, gt=0)
@@ -123,7 +123,7 @@ class CtpoParams(LossParams):
     experimental=True,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The gradient of R_t is that of token t alone. The dual clip of negative advantages grows as well."""
+    """R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well."""
     p: CtpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     own = token - token.detach()
@@ -155,7 +155,7 @@ class GmpoParams(LossParams):
     experimental=True,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Under `seq-mean-token-mean` it is GMPO's. As in `gspo`, token t carries its share of the gradient."""
+    """Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient."""
     p: GmpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
@@ -165,7 +165,7 @@ def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 class DrpoParams(LossParams):
-    """Strength of the regularisation; larger is weaker."""
+    """Scale ε of the regularisation; larger is weaker."""
 
     epsilon: float = Field(12.5, gt=0)
 
@@ -181,14 +181,14 @@ class DrpoParams(LossParams):
     experimental=True,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Where the gradient changes its sign, π_θ differs from π_old by ε in probability, not by a ratio."""
+    """The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio."""
     ratio = inputs.ratio
     distance = inputs.old_log_probs.exp() * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
     return TokenLoss(inputs.advantages.abs() * distance - inputs.advantages * ratio)
 
 
 class DroParams(LossParams):
-    """Strength of the penalty; the source has no default."""
+    """Coefficient of the penalty; the source gives no default."""
 
     beta: float = Field(gt=0, examples=[0.1])
 
@@ -203,7 +203,7 @@ class DroParams(LossParams):
     experimental=True,
 )
 def dro(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """No ratio multiplies the advantage: off-policy it pulls back to π_old instead."""
+    """The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead."""
     penalty = 0.5 * rule.params.beta * inputs.log_ratio.square()
     return TokenLoss(penalty - inputs.advantages * inputs.log_probs)
 
@@ -229,7 +229,7 @@ class SamplerPenaltyParams(LossParams):
     experimental=True,
 )
 def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The penalty holds for masked tokens too: it draws them back."""
+    """The penalty also applies to masked tokens and pulls them back to π_old."""
     p: SamplerPenaltyParams = rule.params
     gap, advantages = inputs.log_ratio, inputs.advantages
     new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
@@ -245,7 +245,7 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
-    """The larger of both KLs between {sampled token, any other} of two policies' probabilities, (B, T)."""
+    """The larger of both KLs between {sampled token, any other} of two policies; probabilities, (B, T)."""
     new, old = (x.clamp(1e-6, 1.0 - 1e-6) for x in (new, old))
     odds, others = (new / old).log(), ((1.0 - new) / (1.0 - old)).log()
     return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)

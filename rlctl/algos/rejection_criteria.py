@@ -1,8 +1,8 @@
-"""Rejection criteria: the statistics that are compared with a threshold.
+"""Rejection criteria: statistics that are compared with thresholds.
 
 Every criterion is `criterion(log_ratio, params) -> values`, registered by its name (`rlctl.registry`): (B, T)
-with `unit="token"`, (B, 1) with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows depend on nothing but
-themselves. The core compares the values with the bounds and rejects the token or the sequence.
+with `unit="token"`, (B, 1) with `unit="sequence"`. `log_ratio` is a `LogRatio`; rows are independent.
+`rlctl.algos.correction` compares the values with the bounds and rejects the token or the sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ratio(log_ratio: LogRatio, params: Any) -> Tensor:
     label="k1 of each token", formula="−log ρ_t", source=_SCHULMAN, thresholds=["0.5_2.0"]
 )
 def k1(log_ratio: LogRatio, params: Any) -> Tensor:
-    """−log ρ_t; 0 where the policies agree, of either sign."""
+    """−log ρ_t, of either sign; 0 where the policies agree."""
     return -log_ratio.token
 
 
@@ -60,7 +60,7 @@ def k3(log_ratio: LogRatio, params: Any) -> Tensor:
     experimental=True,
 )
 def kpop(log_ratio: LogRatio, params: Any) -> Tensor:
-    """Wide in ρ for rare tokens, narrow for those that are nearly certain."""
+    """Accepts a wide range of ρ for rare tokens, a narrow range for tokens of probability near 1."""
     return symmetric_binary_kl(log_ratio.train.exp(), log_ratio.rollout.exp())
 
 
@@ -85,7 +85,7 @@ def probability_gap(log_ratio: LogRatio, params: Any) -> Tensor:
     experimental=True,
 )
 def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
-    """1 where the policies agree, whichever of the two is higher."""
+    """1 where the policies agree; larger if they differ in either direction."""
     errors = log_ratio.token.abs().exp() - 1.0  # 0 on padding
     return 1.0 + errors.sum(-1, keepdim=True) / log_ratio.length.clamp(min=1)
 
@@ -100,6 +100,6 @@ def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
     experimental=True,
 )
 def age(log_ratio: LogRatio, params: Any) -> Tensor:
-    """Every engine here samples a whole response with one version, so a response has one age."""
+    """One age per response, because every engine samples a whole response with one weight version."""
     assert log_ratio.age is not None
     return log_ratio.age.double()[:, None]

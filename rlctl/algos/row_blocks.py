@@ -1,11 +1,11 @@
-"""The fast form of rollout correction: rows in blocks, and operations with a mask that PyTorch has slow.
+"""Fast implementation of rollout correction: blocks of rows, and masked operations that PyTorch does slowly.
 
-Every row is corrected by itself and sums add up, so any division into rows gives the same result. Blocks
-small enough to stay in a core's cache are several times faster on a CPU than whole batches, and need no
-temporary tensors of the batch's size. Tested against the plain form on whole batches.
+Rows are corrected independently and sums are additive, so any division into blocks of rows gives the same
+result. On a CPU, blocks that fit in a core's cache are several times faster than whole batches and need no
+temporary tensors of the batch's size. Tested against the plain implementation on whole batches.
 
 On a CPU `where`, `any` and the conversion of bool to float take 10 times as long as arithmetic of the same
-size; the functions below do the same with bytes and bits.
+size; the functions below compute the same with bytes and bits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rlctl.algos.correction_records import LogRatio, RowSums
 from rlctl.algos.rules import BASIC_STATISTICS, LOG_RATIO_CLAMP, CorrectionRules
 from rlctl.registry import Registry
 
-#: Elements per block: a quarter of a MiB of float32 stays in a core's cache; a GPU wants large kernels.
+#: Elements per block: on a CPU 256 KiB of float32, which fit in a core's cache; GPUs need large kernels.
 BLOCK_CPU = 1 << 16
 BLOCK_CUDA = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What only some rules read of a batch (`needs`); None: the batch does not have it."""
+    """Batch fields that only some rules read (`needs`); None: the batch does not have the field."""
 
     advantages: Tensor | None = None  # (B, T)
     age: Tensor | None = None  # (B,) optimizer updates since the weights that sampled the response
 
     def rows(self, which: slice) -> Extras:
-        """Some rows, as views."""
+        """The rows of a slice, as views."""
         return Extras(*(None if x is None else x[which] for x in (self.advantages, self.age)))
 
 
@@ -49,12 +49,12 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
 
 
 def as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers of the size of `dtype`: every bit where True, else none."""
+    """Integers of the size of `dtype`: all bits set where True, none where False."""
     return mask.view(torch.int8).to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
 
 
 def zero_outside(values: Tensor, mask: Tensor, bits: Tensor | None = None) -> Tensor:
-    """`torch.where(mask, values, 0.0)`, of NaN and infinity too; all (B, T), `bits` those of the mask."""
+    """`torch.where(mask, values, 0.0)`, NaN and infinity included; all (B, T), `bits`: `as_bits(mask)`."""
     bits = as_bits(mask, values.dtype) if bits is None else bits
     return (bits & values.view(bits.dtype)).view(values.dtype)
 
@@ -65,7 +65,7 @@ def as_float(mask: Tensor) -> Tensor:
 
 
 def count(mask: Tensor) -> Tensor:
-    """(B, 1) int32: how many are True in each row."""
+    """(B, 1) int32: number of True values in each row."""
     return mask.sum(-1, keepdim=True, dtype=torch.int32)
 
 
@@ -77,7 +77,7 @@ def in_row_blocks(
     extras: Extras,
     rules: CorrectionRules,
 ) -> CorrectedRows:
-    """`correct_rows` of each block, joined; all tensors (B, T).
+    """Applies `correct_rows` to each block and joins the results; all tensors (B, T).
 
     Raises:
         ValueError: as `check_inputs`.
@@ -109,11 +109,11 @@ def check_inputs(
     extras: Extras,
     rules: CorrectionRules,
 ) -> None:
-    """Refuse what cannot be corrected.
+    """Checks that a batch can be corrected.
 
     Raises:
-        ValueError: shapes differ, log-probs are in half precision, nothing is in the batch, or it lacks what
-            a rule needs.
+        ValueError: shapes differ, the mask is not bool, log-probs are in half precision, the batch is empty,
+            or it lacks a field that a rule needs.
     """
     if not log_probs.shape == rollout_log_probs.shape == mask.shape:
         raise ValueError(
@@ -133,13 +133,12 @@ def check_inputs(
 
 
 def evaluated(registry: Registry, name: str, log_ratio: LogRatio, params: Any) -> Tensor:
-    """What a registered weight or criterion computes: (B, T), or (B, 1) float64.
+    """Values of a registered weight or criterion: (B, T), or (B, 1) float64.
 
-    Nothing that another part than the basic ones computes is used outside the mask or of rows that are not
-    finite: it is 0.0 there.
+    Except for the basic statistics, values outside the mask and in rows that are not finite are set to 0.0.
 
     Raises:
-        ValueError: it has another shape than its `unit` says.
+        ValueError: the shape of the values does not match the registered `unit`.
     """
     part = registry.part(name)
     values: Tensor = part.function(log_ratio, params)

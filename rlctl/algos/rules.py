@@ -1,7 +1,7 @@
-"""The correction rules in the one internal form the mathematics understands.
+"""Correction rules in the internal form that the algorithms use.
 
-`rlctl.spec` translates what the user wrote (either dialect) into these records; nothing below
-the spec knows that dialects exist. No torch here, so that a dry run can print bands of ρ.
+`rlctl.spec` translates the user's settings (either dialect) into these records; code below the spec does not
+depend on dialects. Imports no torch, so that a dry run can print bands of ρ.
 
 Notation: ρ_t = π_train(t) / π_rollout(t), per token; r = log ρ.
 """
@@ -22,7 +22,7 @@ Reduction = Literal["none", "sum", "mean", "max", "given"]
 Scope = Literal["token", "sequence"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
 
-#: The statistics of which a bound is known as a bound on ρ.
+#: Statistics whose bounds can be expressed as bounds on ρ.
 BASIC_STATISTICS = frozenset({"ratio", "k1", "k2", "k3"})
 
 
@@ -32,16 +32,16 @@ class WeightRule:
 
     Attributes:
         level: a registered correction weight: `token` w = ρ_t; `sequence` w = Π ρ_t; `geometric`
-            w = (Π ρ_t)^(1/len); …; None: no weight reaches the loss, metrics are still computed (per token).
+            w = (Π ρ_t)^(1/len); …; None: the loss is not weighted, metrics are still computed (per token).
         bound: `clip` to [lower, upper]; `truncate` to at most upper; `mask`: zero outside
             [lower, upper].
         lower: lower bound on w (ignored by `truncate`), > 0.
         upper: upper bound on w.
         normalize: divide by the mean weight of the whole mini-batch, after the bound.
-        normalize_over: whose mean: `survivors` of rejection (weights that reach the loss then
-            average 1), or `all` units.
+        normalize_over: weights that the mean covers: `survivors` of rejection (the weights applied to the
+            loss then average 1), or `all`.
         metrics: a registered metric convention; None: `rollout_is_*` describe the applied weights.
-        params: the registered parameters of a weight that has some, validated.
+        params: validated parameters of a weight that has any.
     """
 
     level: str | None
@@ -55,12 +55,12 @@ class WeightRule:
 
     @property
     def by_token(self) -> bool:
-        """Whether each token has its own weight; without a level True, ratios are then described by token."""
+        """Whether weights are per token; True without a level: metrics then describe ρ per token."""
         return self.level is None or CORRECTION_WEIGHTS.part(self.level).unit == "token"
 
     @property
     def lower_edge(self) -> float:
-        """Where `ratio_fraction_low` starts: the lower bound, or 1/c for a truncation at c."""
+        """Threshold of `ratio_fraction_low`: the lower bound, or 1/c for a truncation at c."""
         return 1.0 / self.upper if self.bound == "truncate" else self.lower
 
     def band(self) -> tuple[float, float]:
@@ -73,22 +73,22 @@ class RejectRule:
     """One rejection criterion = statistic → reduction → bounds → scope.
 
     Attributes:
-        name: what the user called it; metrics are `rollout_rs_<name>_*`.
+        name: the user's name of the criterion; metrics are `rollout_rs_<name>_*`.
         statistic: a registered criterion, per token `ratio` ρ; `k1` = −log ρ; `k2` = ½ log² ρ;
             `k3` = ρ − 1 − log ρ; ….
-        reduction: `none` compares each token; `sum`, `mean`, `max` compare the sequence's; `given`: the
-            statistic is one value per sequence. A `ratio` is summed and averaged in log space (a product, a
-            geometric mean).
+        reduction: `none` compares each token's value; `sum`, `mean`, `max` compare that reduction over the
+            sequence; `given`: the statistic is already one value per sequence. `ratio` is summed and averaged
+            in log space (product, geometric mean).
         lower: smallest accepted value (None: no lower bound).
         upper: largest accepted value (None: no upper bound).
         scope: what one violation rejects: the token or its whole sequence. A reduced
             statistic always rejects the sequence.
         negative_advantage_only: reject only where the sequence's advantage is negative
             (off-policy sequence masking of DeepSeek-V3.2).
-        params: the registered parameters of a statistic that has some, validated.
+        params: validated parameters of a statistic that has any.
 
     Raises:
-        ValueError: a scope of `token` where whole sequences are compared.
+        ValueError: the scope is `token`, but the criterion compares whole sequences.
     """
 
     name: str
@@ -106,7 +106,7 @@ class RejectRule:
 
     @property
     def bounds_ratio(self) -> bool:
-        """Whether `band` is known: the statistic's bounds follow from those of ρ."""
+        """Whether the statistic's bounds can be expressed as bounds on ρ, see `band`."""
         return self.statistic in BASIC_STATISTICS
 
     def band(self) -> tuple[float, float]:
@@ -114,8 +114,8 @@ class RejectRule:
 
         For `none` and `max` it bounds each token's ρ_t; for `sum` with `ratio`/`k1` the product
         Π ρ; for `mean` with `ratio`/`k1` the geometric mean. For sums and means of k2 and k3 it
-        is the band one token would have to stay in if the others contributed nothing (`sum`), or
-        if all tokens were alike (`mean`). Of a statistic that does not bound ρ, it is any ρ.
+        bounds a single token's ρ_t, assuming that the other tokens contribute 0 (`sum`) or that all
+        tokens are equal (`mean`). For a statistic that does not bound ρ it is (0, ∞).
         """
         if not self.bounds_ratio:
             return 0.0, math.inf
@@ -131,10 +131,10 @@ class RejectRule:
         return _k3_band(upper)
 
     def implies(self, other: RejectRule, horizon: int) -> bool:
-        """Whether `other` accepts whatever this criterion accepts, and so rejects nothing more.
+        """Whether `other` accepts everything that this criterion accepts, and so rejects nothing more.
 
-        Never wrongly True, for responses of 1 to `horizon` tokens. Not every implication is found: those
-        between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
+        True is always correct, for responses of 1 to `horizon` tokens. Not every implication is detected:
+        those between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
         """
         removes_less = self.scope == "token" and other.scope == "sequence"
         if removes_less or (self.negative_advantage_only and not other.negative_advantage_only):
@@ -144,9 +144,10 @@ class RejectRule:
             return False
         factors = horizon if others == "product" and mine != "product" else 1
         if mine != others:
-            # k2 and k3 are never negative: no token's exceeds their sum, so these bound every token.
+            # k2 and k3 are never negative, so a bound on their sum also bounds each token's value.
             bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
-            # The geometric mean: k2 and k3 are convex in log ρ, of its mean at most their mean (Jensen).
+            # k2 and k3 are convex in log ρ: at the mean of log ρ they are at most their mean (Jensen), so
+            # a bound on their mean bounds the geometric mean.
             from_tokens = others in ("token", "mean of k2", "mean of k3")
             follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
             if not follows or not _within((1.0, 1.0), self.band()):
@@ -154,7 +155,7 @@ class RejectRule:
         return _within(self.band(), other.band(), factors)
 
     def _subject(self) -> str | None:
-        """What `band` is an interval of; None: of nothing (a lower bound on k2, on k3 or on a maximum)."""
+        """The quantity that `band` bounds; None: there is none (a lower bound on k2, k3 or a maximum)."""
         if not self.bounds_ratio:
             return None
         if self.lower is not None and (self.statistic in ("k2", "k3") or self.reduction == "max"):
@@ -168,7 +169,7 @@ class RejectRule:
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """The policy loss and its numbers; each loss reads those it knows.
+    """The policy loss and its parameters; each loss reads only its own.
 
     Attributes:
         name: which loss, as registered in `rlctl.registry.POLICY_LOSSES`.
@@ -178,8 +179,8 @@ class LossRule:
             `dppo`: upper bound of the ratio. None: neither.
         tau_pos, tau_neg: `sapo`: temperature of the gate for positive and negative advantages.
         divergence: `dppo`: total variation or KL of the binary distribution (sampled token, all others).
-        params: the registered parameters of a loss that has some, validated; None: it has none.
-        of_batch: what a loss that reads the whole mini-batch has found there; None before that.
+        params: validated parameters of a loss that has any; None: it has none.
+        of_batch: for a loss that reads the whole mini-batch, its statistics; None until they are computed.
     """
 
     name: str
@@ -199,13 +200,13 @@ class LossRule:
 
     @property
     def reads_batch(self) -> bool:
-        """Whether the loss needs figures of the whole mini-batch that depend on π_θ."""
+        """Whether the loss needs statistics of the whole mini-batch that depend on π_θ."""
         return POLICY_LOSSES.part(self.name).of_batch is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionRules:
-    """Everything the update needs to know about rollout correction."""
+    """All settings of rollout correction that the update uses."""
 
     weight: WeightRule
     reject: tuple[RejectRule, ...] = ()
@@ -213,7 +214,7 @@ class CorrectionRules:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What weights and criteria read beside the log-probs: fields of `Extras`."""
+        """Fields of `Extras` that weights and criteria read in addition to the log-probs."""
         parts = [REJECTION_CRITERIA.part(rule.statistic) for rule in self.reject]
         parts += [CORRECTION_WEIGHTS.part(self.weight.level)] if self.weight.level else []
         by_sign = any(rule.negative_advantage_only for rule in self.reject)
@@ -221,7 +222,7 @@ class CorrectionRules:
 
 
 def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:
-    """Whether a product of `factors` numbers of one band is always in the other, up to rounding."""
+    """Whether a product of `factors` numbers from one band always lies in the other, up to rounding."""
     (low, high), (least, most) = (tuple(_log(edge) for edge in edges) for edges in (band, other))
     return factors * low >= least - 1e-9 and factors * high <= most + 1e-9
 

@@ -1,8 +1,7 @@
-"""What rollout correction measures: sums on the device, metrics on the host.
+"""Metrics of rollout correction: sums on the device, metrics on the host.
 
-Ratios are summed as they are and as distances from 1 (expm1): variances near ρ = 1 survive rounding, and
-effective sample sizes are right at any magnitude. Tokens add up in float32, all else in float64: first
-within each row, then over the rows.
+Both ρ and ρ − 1 (expm1) are summed, so that variances near ρ = 1 survive rounding and effective sample sizes
+are correct at any magnitude. The tokens of a row are summed in float32, the rows in float64.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from rlctl.registry import METRIC_CONVENTIONS
 
 
 class MetricConvention(Protocol):
-    """Other formulas behind the names of weights' and criteria's metrics.
+    """Alternative formulas for the metrics of weights and criteria, under the same names.
 
-    With one, weights are described after the bound, before rejection and normalisation.
+    With a convention, metrics describe weights after the bound and before rejection and normalisation.
     """
 
     def held_rows(
         self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
     ) -> tuple[Tensor, Tensor]:
-        """(B,) Σx and Σx² over a sequence's tokens, x the statistic held within the bounds."""
+        """(B,) Σx and Σx² over a sequence's tokens, x being the statistic clamped to the bounds."""
 
     def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
         """Mean and standard deviation of a criterion."""
 
     def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
-        """`rollout_is_*` figures that replace ours."""
+        """`rollout_is_*` metrics that replace the default ones."""
 
 
 def _convention(rule: WeightRule) -> MetricConvention | None:
@@ -69,7 +68,7 @@ def row_sums(
     weights: Weights | None,
     rules: CorrectionRules,
 ) -> RowSums:
-    """What the metrics need of each row. Overwrites the log-probs in `log_ratio`."""
+    """Per-row sums from which metrics are computed. Overwrites the log-probs in `log_ratio`."""
     tokens = _Tokens(log_ratio)
     return RowSums(
         finite=log_ratio.finite[:, 0],
@@ -91,11 +90,11 @@ def row_sums(
 
 
 class _Tokens:
-    """What several statistics share.
+    """Intermediate results that several statistics share.
 
     Attributes:
-        response: (B, T) float32, 1 on response tokens, else 0: multiplying by it is fast.
-        excess, excess_squares: (B,) sums of ρ − 1.
+        response: (B, T) float32, 1 on response tokens, else 0; multiplying by it is faster than masking.
+        excess, excess_squares: (B,) Σ (ρ − 1) and Σ (ρ − 1)².
     """
 
     def __init__(self, log_ratio: LogRatio) -> None:
@@ -105,17 +104,17 @@ class _Tokens:
 
     @cached_property
     def padding(self) -> Tensor:
-        """(B, T) float32: 0 on response tokens, else a number beyond all others."""
+        """(B, T) float32: 0 on response tokens, else a number larger than any value."""
         return (1.0 - self.response).mul_(1e38)
 
     @cached_property
     def ratio(self) -> TokenSums:
-        """Of ρ."""
+        """Sums of ρ."""
         ratios = self.log_ratio.ratio * self.response
         return self.sums(ratios, (self.excess, self.excess_squares))
 
     def sums(self, values: Tensor, offset: tuple[Tensor, Tensor] | None = None) -> TokenSums:
-        """Of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
+        """Sums of values (B, T), 0.0 on padding; `offset`: the sums of (value − 1) and of its square."""
         total, squares = (x.double() for x in _powers(values))
         n = self.log_ratio.length[:, 0]
         low, high = (values + self.padding).amin(-1), (values - self.padding).amax(-1)
@@ -123,7 +122,7 @@ class _Tokens:
 
 
 def _powers(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) Σ x and Σ x² over tokens, exact for ones."""
+    """(B,) Σ x and Σ x² over tokens; exact if every x is 1."""
     return values.sum(-1), values.square().sum(-1)
 
 
@@ -133,7 +132,7 @@ def _excess(log_weight: Tensor) -> Tensor:
 
 
 def _probability_rows(train: Tensor, rollout: Tensor) -> tuple[Tensor, ...]:
-    """In the order of `ProbabilitySums`, of log-probs (B, T) that are 0 on padding and no longer needed."""
+    """Per-row sums in the order of `ProbabilitySums`; overwrites the log-probs (B, T), 0 on padding."""
     train, rollout = train.expm1_(), rollout.expm1_()
     found = (*_powers(train), *_powers(rollout))
     gap = train.sub_(rollout).abs_()
@@ -190,7 +189,7 @@ def _criterion_rows(
 
 
 def correction_sums(found: RowSums, rules: CorrectionRules) -> CorrectionSums[Tensor]:
-    """The sums over rows. Of rows that are not finite only the lengths count, unless a comment says so."""
+    """Sums over rows. Rows that are not finite contribute only lengths, unless a comment says otherwise."""
     rows = _Rows(found)
     length, kept, product = found.length, found.kept, rows.sums.sequence
     raw = _raw_moments(rows, rules.weight)
@@ -215,7 +214,7 @@ def correction_sums(found: RowSums, rules: CorrectionRules) -> CorrectionSums[Te
 
 
 class _Rows:
-    """The sums of the rows, all (B,) float64 and 0.0 of rows that are not finite."""
+    """Per-row sums, all (B,) float64, and 0.0 in rows that are not finite."""
 
     def __init__(self, found: RowSums) -> None:
         self.is_finite = found.finite
@@ -225,13 +224,13 @@ class _Rows:
         self.divisor = self.length.clamp(min=1)
 
     def moments(self, sums: TokenSums) -> Moments[Tensor]:
-        """Over tokens."""
+        """Moments over tokens."""
         extremes = _extremes(sums.low, sums.high, self.finite)
         return Moments(self.length, sums.total, sums.squares, sums.offset, sums.offset_squares, *extremes)
 
 
 def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments[Tensor]:
-    """Of values (B,) that count n times each; `offset`: value − 1, where it is known more exactly."""
+    """Moments of values (B,) with multiplicity n; `offset`: value − 1, if known more precisely."""
     offset = values - 1.0 if offset is None else offset
     total, distance = values * n, offset * n
     extremes = _extremes(values, values, n > 0)
@@ -239,13 +238,13 @@ def _moments(values: Tensor, n: Tensor, offset: Tensor | None = None) -> Moments
 
 
 def _extremes(low: Tensor, high: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value and the negated lowest, of some rows."""
+    """Highest and negated lowest value of each row, −∞ in rows outside `where`."""
     highest, negated_lowest = torch.where(where, torch.stack([high, -low]), -math.inf).unbind()
     return highest, negated_lowest
 
 
 def _raw_moments(rows: _Rows, rule: WeightRule) -> UnitMoments[Tensor]:
-    """Of the weights before bound, rejection and normalisation; of ρ_t without a level."""
+    """Moments of the weights before bound, rejection and normalisation; of ρ_t without a level."""
     weights = rows.sums.weights
     if isinstance(weights, SequenceWeightRows):
         raw, offset = weights.raw, weights.excess
@@ -278,9 +277,9 @@ def _gap_sums(rows: _Rows) -> GapSums[Tensor]:
 def _weight_sums(
     rows: _Rows, length: Tensor, raw_moments: UnitMoments[Tensor], rule: WeightRule
 ) -> WeightSums[Tensor] | None:
-    """Weights by token and by sequence, what the bound does, and the normaliser.
+    """Sums of weights per token and per sequence, of the bound's effect, and of the normaliser.
 
-    A row that is not finite has the weight 0. `length`: (B,), that of such rows included.
+    Rows that are not finite have weight 0. `length`: (B,), including such rows.
     """
     weights, kept, over_all = rows.sums.weights, rows.sums.kept, rule.normalize_over == "all"
     if weights is None:
@@ -321,7 +320,7 @@ def _weight_sums(
 
 
 def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> CriterionSums[Tensor]:
-    """Its statistic, what is out of bounds, and what it rejects by itself."""
+    """Sums of one criterion's statistic, of its bound violations, and of what it rejects."""
     if found.tokens is not None:
         moments, token_total = rows.moments(found.tokens), found.tokens.total
     else:
@@ -345,7 +344,7 @@ def _criterion_sums(rows: _Rows, found: CriterionRows, rule: RejectRule) -> Crit
 
 
 def normalized(sums: CorrectionSums[float], factor: float, rules: CorrectionRules) -> CorrectionSums[float]:
-    """The described weights' moments after dividing every weight of this mini-batch by its factor."""
+    """The sums after dividing every described weight of this mini-batch by the normalisation factor."""
     if sums.weights is None or factor == 1.0 or rules.weight.metrics is not None:
         return sums
     described = sums.weights.described
@@ -402,8 +401,8 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
         n * found.train_squares - found.train**2,
         n * found.rollout_squares - found.rollout**2,
     ]
-    # The squares were summed in float32: a smaller spread than this is their rounding. A constant
-    # column has no correlation, and 0.0 would look like disagreement.
+    # The squares were summed in float32, so a smaller spread than this is rounding error. A constant has
+    # no correlation; 1.0 is reported because 0.0 would look like disagreement.
     constant = any(
         spread <= 1e-6 * n * squares
         for spread, squares in zip(spreads, (found.train_squares, found.rollout_squares), strict=True)
@@ -418,7 +417,7 @@ def _probability_metrics(sums: CorrectionSums[float]) -> dict[str, float]:
 
 
 def _unit_metrics(moments: UnitMoments[float], rule: WeightRule, prefix: str) -> dict[str, float]:
-    """mean … seq_max_deviation; n counts tokens at token level, else sequences."""
+    """Metrics `mean` to `seq_max_deviation`; over tokens at token level, else over sequences."""
     token, sequence = moments.token, moments.sequence
     unit = token if rule.by_token else sequence
     deviation = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0)) if sequence.count else 0.0

@@ -1,7 +1,7 @@
-"""Advantages per token, and what is said of them over the whole batch: whitening, explained variance.
+"""Advantages per token, and operations over the whole batch: whitening, explained variance.
 
-All tensors are (B, T); results are float32 and 0.0 outside the mask, whatever the inputs hold there.
-A mask may have holes: tool output is skipped over, as if the tokens on both sides were neighbours.
+All tensors are (B, T); results are float32 and 0.0 outside the mask, whatever the inputs contain there.
+A mask may have gaps: tool output is skipped, as if the tokens before and after it were adjacent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def gae(
     Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16.
 
     Args:
-        token_level_rewards: after KL penalty and shaping; what lies outside the mask is not counted.
+        token_level_rewards: after KL penalty and shaping; values outside the mask are ignored.
         values: V(s_t), the critic's prediction before token t.
         gamma: discount per response token.
-        lam: λ; 1 trusts the rewards only, 0 the next value only.
+        lam: λ; 1 uses all later rewards and no later value, 0 uses the next value only.
 
     Returns:
-        advantages, not whitened; and returns A_t + V_t, what the critic should have predicted.
+        advantages, not whitened; and returns A_t + V_t, the critic's target values.
     """
     rewards, known = (torch.where(response_mask, x.double(), 0.0) for x in (token_level_rewards, values))
     advantages = torch.zeros_like(rewards)
@@ -55,10 +55,10 @@ def reward_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
 
 
 def score_norms(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """‖∇ log π‖² of each sampled token in its logits, (B, T): 1 − 2π + Σ_v π(v)².
+    """‖∇ log π‖² of each sampled token with respect to the logits, (B, T): 1 − 2π + Σ_v π(v)².
 
     Args:
-        log_probs: of the sampled tokens.
+        log_probs: log-probs of the sampled tokens.
         sum_pi_squared: Σ_v π(v)² over the vocabulary, at each token.
     """
     return 1.0 - 2.0 * log_probs.exp() + sum_pi_squared
@@ -75,10 +75,10 @@ def optimal_token_baseline(
     """A_t = G_t − B_t, with one baseline per prompt and timestep: B_t = Σ G_t·W_t / Σ W_t over siblings.
 
     W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_j(v)²) is the squared norm of the gradient of log π with respect to
-    the logits, summed over the response so far: the responses whose gradients are large have most to
-    gain from a baseline close to their return. A sibling has a say at t if it is valid and t is one of its
-    tokens. Where nobody else has one the baseline is 0, as in the authors' code: the longest response's
-    tail keeps its plain return. A response without a valid sibling gets 0, as in every group estimator.
+    the logits, summed over the response so far: a baseline close to a response's return reduces the variance
+    most where its gradient is large. A sibling contributes at t if it is valid and t is one of its tokens.
+    Where no other sibling does, the baseline is 0, as in the authors' code: the tail of the longest response
+    keeps its plain return. A response without a valid sibling gets 0, as in every group estimator.
 
     Source: Li et al. 2026, "The Optimal Token Baseline" (logit-gradient proxy).
 
@@ -88,7 +88,7 @@ def optimal_token_baseline(
     """
     present = response_mask & valid[:, None]
     returns = reward_to_go(token_level_rewards, present, 1.0).double()
-    energy = torch.where(present, norms.double().clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0, but for rounding
+    energy = torch.where(present, norms.double().clamp(min=0.0), 0.0).cumsum(-1)  # ≥ 0 except for rounding
 
     _, index = torch.unique(group_ids, return_inverse=True)
     energy = torch.where(present, energy, 0.0)
@@ -107,7 +107,7 @@ def optimal_token_baseline(
 
 @torch.no_grad()
 def whitening_sums(values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
-    """This part's moments `whitened`, to be merged over ranks."""
+    """Moments of this part, named `whitened`, to be merged over ranks."""
     return MetricSums(moments={"whitened": moments_of(values, mask)})
 
 
@@ -115,8 +115,8 @@ def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
     """(x − mean) / √(std² + 1e-8), float32, 0.0 outside the mask.
 
     Args:
-        mean, std: of the whole batch, on all ranks: `mean` and `sample_std` (n − 1) of the moments that
-            `whitening_sums` leads to.
+        mean, std: of the whole batch, on all ranks: `mean` and `sample_std` (n − 1) of the merged
+            `whitening_sums`.
     """
     whitened = (values.double() - mean) / math.sqrt(std * std + 1e-8)
     return torch.where(mask, whitened, 0.0).float()
@@ -124,17 +124,17 @@ def whiten(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
 
 @torch.no_grad()
 def explained_variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> MetricSums[Tensor]:
-    """This part's moments behind `explained_variance`."""
+    """Moments of this part from which `explained_variance` is computed."""
     residuals = moments_of(returns.double() - values.double(), mask)
     return MetricSums(moments={"returns": moments_of(returns, mask), "residuals": residuals})
 
 
 def explained_variance(reduced: ReducedSums) -> float:
-    """1 − Var(returns − values)/Var(returns): 1 is a perfect critic, 0 one that says a constant.
+    """1 − Var(returns − values)/Var(returns): 1 for a perfect critic, 0 for a constant prediction.
 
-    0.0 where the returns do not vary: there is nothing to explain.
+    0.0 if the returns do not vary.
     """
     returns, residuals = reduced.moments["returns"], reduced.moments["residuals"]
-    if returns.std**2 <= 1e-12 * returns.mean_square:  # no more than rounding
+    if returns.std**2 <= 1e-12 * returns.mean_square:  # rounding error only
         return 0.0
     return 1.0 - (residuals.std / returns.std) ** 2

@@ -1,8 +1,8 @@
-"""verl 0.9's formulas behind the names that both log: the metric convention `verl`.
+"""The metric convention `verl`: verl 0.9's formulas for the metric names that both frameworks log.
 
-They differ from ours in three ways: weights are described after the bound but before rejection and
-normalisation; at every level over tokens, so that a sequence counts by its length; and the standard
-deviation of a criterion is that of its statistic held within the bounds.
+They differ from the default formulas in three ways: metrics describe weights after the bound but before
+rejection and normalisation; they are taken over tokens at every level, so that a sequence counts by its
+length; and the standard deviation of a criterion is that of its statistic clamped to the bounds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class VerlMetrics:
     def held_rows(
         self, values: Tensor, response: Tensor, length: Tensor, rule: RejectRule
     ) -> tuple[Tensor, Tensor]:
-        """(B,) Σx and Σx² per sequence over its tokens, x the statistic held within the bounds.
+        """(B,) Σx and Σx² per sequence over its tokens, x being the statistic clamped to the bounds.
 
         Args:
-            values: (B, T), or for a reduced statistic (B, 1): it counts for each of the `length` (B,) tokens.
+            values: (B, T), or (B, 1) for a reduced statistic, which counts once per token (`length`, (B,)).
             response: (B, T) float32, 1 on response tokens, else 0.
         """
         held = values.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
@@ -40,12 +40,12 @@ class VerlMetrics:
         return held.sum(-1), held.square_().sum(-1)
 
     def criterion_moments(self, sums: CriterionSums[float], tokens: float) -> tuple[float, float]:
-        """Mean of the statistic over tokens, and the standard deviation of the held one."""
+        """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
         held, squares = ratio(sums.held, tokens), ratio(sums.held_squares, tokens)
         return ratio(sums.token_total, tokens), math.sqrt(max(squares - held**2, 0.0))
 
     def weight_metrics(self, sums: CorrectionSums[float], rule: WeightRule) -> dict[str, float]:
-        """`rollout_is_*` figures; extremes of sequence weights are those before the bound."""
+        """`rollout_is_*` metrics; extremes of sequence weights are those before the bound."""
         if sums.weights is None:
             return {}
         token = sums.weights.described.token

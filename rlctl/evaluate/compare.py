@@ -1,4 +1,4 @@
-"""Two evaluations of the same questions: is one model better, and how sure is that."""
+"""Compares two evaluations on their shared questions: paired differences with confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ from rlctl.evaluate.scores import OVERALL, Question, questions_of
 from rlctl.spec.reward import RewardSpec
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
-#: Difference in shares for which the number of questions needed is reported.
+#: Difference of shares for which the number of questions needed is reported.
 WORTH_SEEING = 0.02
 
-#: Data source, hash of the conversation, and which of its occurrences it is.
+#: Data source, hash of the conversation, and occurrence number of that conversation (from 0).
 _Identity = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of both evaluations over the questions they share."""
+    """One metric of both evaluations over their shared questions."""
 
     name: str  # `avg`, `pass@4`, `maj@8` …
-    #: a, b: the means
+    #: a, b: means of A and B
     a: float
     b: float
     difference: Difference  # B − A, paired by question
-    is_share: bool  # whether all values lie in [0, 1], so that differences are points
-    #: a_stderr, b_stderr: their standard errors over the shared questions; None for one question
+    is_share: bool  # whether all values lie in [0, 1], so that differences are percentage points
+    #: a_stderr, b_stderr: standard errors of `a` and `b` over the shared questions; None for one question
     a_stderr: float | None
     b_stderr: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One data source, or all questions together."""
+    """Comparison over one data source or over all questions."""
 
-    data_source: str  # its name, or `overall`
-    #: num_shared, num_only_a, num_only_b: questions of both, and those left out
+    data_source: str  # name of the source, or `overall`
+    #: num_shared, num_only_a, num_only_b: questions in both evaluations, only in A (excluded), only in B
+    #: (excluded)
     num_shared: int
     num_only_a: int
     num_only_b: int
-    figures: list[Figure]  # of those with a value on both sides
+    figures: list[Figure]  # metrics with a value in both evaluations
     verdict: str  # the conclusion from the mean rewards, in one sentence
 
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """Everything `compare` found: one comparison per source (the last of all), and warnings."""
+    """Result of `compare`: a comparison per data source, last one over all questions if there are several."""
 
     a: str
     b: str
@@ -65,13 +66,13 @@ class CompareReport:
     warnings: list[str]
 
     def as_document(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Returns a JSON-serializable dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two: `results.json`, questions by identity, ungraded responses allowed (a share)."""
+    """One evaluation: `results.json`, questions by identity, allowed share of ungraded responses."""
 
     about: Mapping[str, Any]
     questions: Mapping[_Identity, Question]
@@ -84,19 +85,19 @@ class _Side:
         return cls(about, _by_identity(samples), limit)
 
     def of(self, source: str) -> _Side:
-        """The questions of one source."""
+        """The same evaluation restricted to one data source."""
         chosen = {key: value for key, value in self.questions.items() if value.data_source == source}
         return _Side(self.about, chosen, self.limit)
 
 
 def compare(a: Path, b: Path, ks: Sequence[int] | None = None) -> CompareReport:
-    """Compare two evaluations by the questions they share.
+    """Compares two evaluations on their shared questions.
 
-    Questions are paired by their conversation, so neither order nor chat template matters; one that
-    occurs twice is paired first with first and second with second.
+    Questions are paired by their conversation, so order and chat template do not matter. Repeated questions
+    are paired in order of occurrence.
 
     Raises:
-        UsageError: not evaluations, no question in common, or k > n.
+        UsageError: a directory is not an evaluation, no question is shared, or k > n.
     """
     sides = _Side.read(a), _Side.read(b)
     n = min(int(side.about["sampling"]["n"]) for side in sides)
@@ -128,7 +129,7 @@ def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
 
 
 def _num_ungraded(questions: Sequence[Question]) -> tuple[int, int]:
-    """Responses without a grade, and all."""
+    """Number of responses without a grade, and of all responses."""
     total = sum(len(question.samples) for question in questions)
     return total - sum(len(question.graded) for question in questions), total
 
@@ -207,7 +208,7 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
 
 
 def difference_rows(comparison: Comparison) -> list[TableRow]:
-    """The figures of both evaluations and their differences."""
+    """Table rows with the metrics of both evaluations and their differences."""
     rows = []
     for figure in comparison.figures:
         found = figure.difference
@@ -234,7 +235,7 @@ def shared_questions(comparison: Comparison) -> str:
 
 
 def comparison_page(report: CompareReport) -> str:
-    """A comparison of two evaluations as HTML."""
+    """Renders a comparison of two evaluations as an HTML page."""
     tables = []
     for comparison in report.comparisons:
         found = difference_rows(comparison)

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a directory: `results.json`, `samples.parquet`, `samples.html`."""
+"""The directory of an evaluation: `results.json`, `samples.parquet`, `samples.html`, `lm_eval/`."""
 
 from __future__ import annotations
 
@@ -29,35 +29,37 @@ _PACKAGES = ("rlctl", "torch", "transformers", "math-verify", "scipy", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found."""
+    """Settings and results of an evaluation."""
 
-    #: what was sampled, and how: `model`, `data` and `sampling`, as in `results.json`
+    #: model, data and sampling settings: `model`, `data` and `sampling` as in `results.json`
     about: Mapping[str, Any]
-    reward: RewardSpec  # who graded
-    scores: list[Score]  # one per data source; with several, the last is of all together
-    grader_errors: list[str]  # the first few failures, as text
-    seconds: float  # of sampling and grading
-    num_stored: int = 0  # responses that were sampled by an earlier evaluation
-    #: kind (time-out, memory, crash) → responses that ended their own grading; they are wrong
+    reward: RewardSpec  # the reward that graded the responses
+    scores: list[Score]  # one per data source; if there are several, the last is over all questions
+    grader_errors: list[str]  # messages of the first few grader failures
+    seconds: float  # duration of sampling and grading
+    num_stored: int = 0  # responses taken from the store
+    #: kind (time-out, memory, crash) → responses that stopped their grader; they are scored as wrong
     timeouts: Mapping[str, int] = field(default_factory=dict)
-    #: what it was graded from, and what changed; None: it was sampled
+    #: for `regrade`: the source evaluation and the changed grades; None: responses were sampled
     regraded: Mapping[str, Any] | None = None
-    notes: Sequence[str] = field(default_factory=tuple)  # what the user should know
+    notes: Sequence[str] = field(default_factory=tuple)  # messages for the user
 
     @property
     def n(self) -> int:
-        """Responses per question."""
+        """Number of responses per question."""
         return int(self.about["sampling"]["n"])
 
 
 def write_evaluation(
     out: Path, evaluation: Evaluation, samples: Sequence[EvalSample], *, page: bool = True
 ) -> None:
-    """Write the directory: complete, or not at all.
+    """Writes the directory of an evaluation atomically.
+
+    `page`: also write `samples.html` and the files for lm-evaluation-harness.
 
     Raises:
-        UsageError: the place lies below a file.
-        EnvironmentFailure: the disk is full, or the place cannot be written to.
+        UsageError: a parent of `out` is a file.
+        EnvironmentFailure: the disk is full, or `out` cannot be written.
     """
     clear_leftovers(out)
     document = results_document(evaluation)
@@ -73,12 +75,12 @@ def write_evaluation(
 def read_evaluation(
     directory: Path, *, without: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Any], list[EvalSample]]:
-    """`results.json` and the samples of an evaluation.
+    """Reads `results.json` and the samples of an evaluation.
 
-    Columns of text in `without` are left unread, see `read_samples`.
+    Text columns in `without` are not read, see `read_samples`.
 
     Raises:
-        UsageError: it is no evaluation, or damaged; says what is wrong.
+        UsageError: the directory is not an evaluation or is damaged.
     """
     path = directory / RESULTS_FILE
     if not path.is_file():
@@ -99,7 +101,7 @@ def read_evaluation(
 
 
 def default_out(parent: Path) -> Path:
-    """A new directory in `parent`, named after the time."""
+    """Path of a new directory in `parent`, named after the current time."""
     name = time.strftime("%Y%m%d-%H%M%S")
     candidates = (parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000)))
     out = next(path for path in candidates if not path.exists())
@@ -108,9 +110,9 @@ def default_out(parent: Path) -> Path:
 
 
 def results_document(evaluation: Evaluation) -> dict[str, Any]:
-    """The content of `results.json`; JSON, null where there is no figure."""
+    """The JSON content of `results.json`; metrics without a value are null."""
     scores, n = [], evaluation.n
-    for score in evaluation.scores:  # `pass@k` and `maj@n` under their own names
+    for score in evaluation.scores:  # store `pass@k` and `maj@n` as separate keys
         values = asdict(score)
         passed, majority = values.pop("pass_at"), values.pop("majority")
         values |= {f"pass@{k}": value for k, value in passed.items()}

@@ -1,11 +1,11 @@
-"""`evaluate`: questions → n responses each → grades → figures with intervals; `regrade`: the grades only.
+"""`evaluate`: questions → n responses each → grades → metrics with intervals; `regrade`: grades only.
 
     request ─▶ Plan ─▶ model ─▶ responses ─────────▶ EvalSample ─▶ Score
-    options    checked  local or  stored, or sampled   graded        figures
+    options    checked  local or  stored, or sampled   graded        metrics
                no torch served    and stored
 
-Rendering, sampling and graders are those of training. A response is stored when it arrives, so what
-was sampled once is never sampled again, and a model is loaded only if something is missing.
+Prompt rendering, sampling and graders are the same as in training. Each response is stored on arrival, so no
+response is sampled twice, and the model is loaded only if responses are missing.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root
 from rlctl.spec.reward import RewardSpec
 
-#: Called with what is going on (`sampling`, `grading`), and the number of responses done and of all.
+#: Called with the phase (`sampling`, `grading`), the number of responses done, and their total.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RegradeRequest:
-    """What to grade again."""
+    """Options of `regrade`."""
 
-    directory: Path  # of the evaluation
-    ks: Sequence[int] | None = None  # of pass@k; None: those of 1, 4, 8 that n allows
-    reward: str | None = None  # a grader's name or `file.py:function`; None: the evaluation's own
-    #: directory to write, new or empty; None: next to the evaluation, named after the time
+    directory: Path  # directory of the evaluation
+    ks: Sequence[int] | None = None  # values of k for pass@k; None: those of 1, 4, 8 up to n
+    reward: str | None = None  # name of a grader or `file.py:function`; None: the reward of the evaluation
+    #: output directory, new or empty; None: next to the evaluation, named after the current time
     out: Path | None = None
 
 
 def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evaluation]:
-    """Sample what is not stored, grade, and write the evaluation's directory.
+    """Samples the responses that are not stored, grades all, and writes the directory of the evaluation.
 
     Raises:
-        UsageError: k > n, no such model or run, no data, or `out` is taken.
-        RunFailure: another process samples the same, a stored response is damaged, or a server fails.
-        EnvironmentFailure: the model or a benchmark cannot be had, or a disk is full.
+        UsageError: k > n, the model or run does not exist, there is no data, or `out` is not empty.
+        RunFailure: another process uses the same response store, a stored response is damaged, or a server
+            fails.
+        EnvironmentFailure: the model or a benchmark is not available, or a disk is full.
     """
     plan = check_request(request)
     model: AskedModel
-    if request.engine == "openai":  # it is asked before torch is imported
+    if request.engine == "openai":  # connect to the server before torch is imported
         from rlctl.evaluate.served_model import ServedModel
 
         model = ServedModel(request, plan.questions.rows)
@@ -92,7 +93,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
 def _responses(
     request: EvaluateRequest, model: AskedModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
-    """The responses in order, and how many of them were stored before; without questions that lack any."""
+    """Returns the responses in order, and how many were stored; drops questions with missing responses."""
     keys = {
         (prompt_hash(identity), question, sample, request.seed): (question, sample)
         for question, identity in enumerate(model.identities)
@@ -123,11 +124,11 @@ def _responses(
 
 
 def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluation]:
-    """Grade the samples of an evaluation and write one of its own.
+    """Grades the samples of an evaluation again and writes a new evaluation.
 
     Raises:
-        UsageError: no evaluation, k > n, no such reward, or `out` is taken.
-        EnvironmentFailure: a reward model cannot be had, or a disk is full.
+        UsageError: `directory` is not an evaluation, k > n, the reward does not exist, or `out` is not empty.
+        EnvironmentFailure: a reward model is not available, or a disk is full.
     """
     document, before = read_evaluation(request.directory)
     about = {name: document[name] for name in ("model", "data", "sampling")}
@@ -137,7 +138,7 @@ def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluati
         check_vacant(request.out)
     reward_before = RewardSpec.model_validate(document["reward"])
     reward_spec = chosen_reward(reward_before, request.reward)
-    from rlctl.evaluate.grading import grade, grading  # from here on torch is needed
+    from rlctl.evaluate.grading import grade, grading  # imports torch
 
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as reward:
@@ -162,7 +163,7 @@ def regrade(request: RegradeRequest, progress: Progress) -> tuple[Path, Evaluati
 
 
 def changes(before: Sequence[EvalSample], after: Sequence[EvalSample]) -> dict[str, int]:
-    """How many rewards differ, and how many of these became right, wrong, failures, or no failures."""
+    """Counts changed rewards, and those now right, now wrong, now failed, or no longer failed."""
     counts = dict.fromkeys(("num_changed", "now_right", "now_wrong", "now_failed", "no_longer_failed"), 0)
     for old, new in zip(before, after, strict=True):
         if old.reward == new.reward:

@@ -1,4 +1,4 @@
-"""Grading of responses that exist: no model, no sampling."""
+"""Grades existing responses, without the policy model."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlctl.reward.build import MAX_ERRORS_KEPT, build_reward
 from rlctl.reward.protocol import Reward
 from rlctl.spec.reward import RewardSpec
 
-#: Samples graded between two reports of progress.
+#: Samples graded between two progress reports.
 _AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Grades:
-    """What `grade` found."""
+    """Result of `grade`."""
 
     samples: list[EvalSample]  # with rewards and answers
-    errors: list[str]  # the first few failures of the grader, as text
-    timeouts: dict[str, int]  # kind → responses that ended their own grading, which are wrong
+    errors: list[str]  # messages of the first few grader failures
+    timeouts: dict[str, int]  # kind → responses that stopped their grader; they are scored as wrong
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:
-    """Grade samples.
+    """Grades samples.
 
-    Rewards are without the overlong penalty, which shapes training only.
+    Rewards do not include the overlong penalty, which applies only in training.
     """
     graded: list[EvalSample] = []
     errors: list[str] = []
@@ -56,10 +56,10 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
 
 @contextmanager
 def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[], Reward]]:
-    """A function that gives the reward; leaving ends its processes.
+    """Yields a function that returns the reward; on exit, closes the reward and its processes.
 
-    It is built at once, so that nothing is sampled for a reward that cannot be used; one with a reward
-    model when first asked for, so that the model need not share the device with what is evaluated.
+    The reward is built immediately, so that no response is sampled for an unusable reward. A reward with a
+    reward model is built on the first call, so that it does not share the device with the evaluated model.
     """
     build = partial(build_reward, spec, max_response_length=max_response_length, device=sampling_device())
     built = [] if any(term.name == "model" for term in spec.all_terms) else [build()]
@@ -77,7 +77,7 @@ def grading(spec: RewardSpec, max_response_length: int) -> Iterator[Callable[[],
 
 
 def _as_rollouts(samples: Sequence[EvalSample]) -> Rollouts:
-    """As graders get them: the texts, and no tokens."""
+    """Rollouts as input for graders: texts only, no tokens."""
     ids = torch.zeros((len(samples), 0), dtype=torch.int64)
     mask = ids.bool()
     return Rollouts(

@@ -1,9 +1,9 @@
 """Standard errors and 95 % confidence intervals of a mean over questions.
 
-Responses to one question resemble each other, so the question is the observation: the estimators take one
-value per question, the mean over its responses. The standard error is s / √N, s the standard deviation of the
-N values with N − 1 in its denominator. It is the standard error clustered by question, with the small-sample
-factor N / (N − 1), of a mean in which each question has the same weight (Miller 2024, arXiv 2411.00640).
+Responses to one question are correlated, so the question is the unit of observation: the estimators take one
+value per question, the mean over its responses. The standard error is s / √N, where s is the standard
+deviation of the N values with denominator N − 1. It equals the standard error clustered by question, with the
+small-sample factor N / (N − 1), of a mean that weights all questions equally (Miller 2024, arXiv 2411.00640).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 LEVEL = 0.95
-#: Chance to see a difference that exists.
+#: Statistical power: probability to detect an existing difference.
 POWER = 0.8
-#: Values no further apart than this are alike: 0.1 + 0.1 + 0.1 is not three times 0.1 in floating point.
+#: Values that differ by less count as equal: in floating point, 0.1 + 0.1 + 0.1 ≠ 3 · 0.1.
 _ALIKE = 1e-9
 
 
@@ -27,17 +27,17 @@ class IntervalFigure:
     #: low, high: the interval; None for one question, and for equal values outside [0, 1]
     low: float | None
     high: float | None
-    num_questions: int  # values it is made of
+    num_questions: int  # number of values
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
 def estimate(per_question: Sequence[float], *, is_share: bool = True) -> IntervalFigure | None:
-    """Mean and interval of one value per question; None without any.
+    """Mean and interval of one value per question; None without values.
 
-    Values that are shares, and in [0, 1], get Wilson's interval with the effective sample size of the
-    clustered mean, p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015): close to its level
-    for ten questions and near 0 and 1, where mean ± t·error is not (tests/unit/evaluate simulates it).
-    Others get mean ± t·error.
+    Shares in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
+    p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). Its coverage is close to the level
+    even with ten questions and near 0 and 1, unlike that of mean ± t·error (simulated in
+    tests/unit/evaluate). Other values get mean ± t·error.
     """
     count = len(per_question)
     if count == 0:
@@ -62,15 +62,15 @@ def estimate(per_question: Sequence[float], *, is_share: bool = True) -> Interva
 
 @dataclass(frozen=True, slots=True)
 class Difference(IntervalFigure):
-    """A mean of per-question differences, its interval (None for equal ones), and Student's paired test."""
+    """Mean of per-question differences, its interval (None if all are equal), and Student's paired test."""
 
-    #: chance of a mean this far from 0 if there were no difference; None without interval
+    #: p-value: probability of a mean at least this far from 0 under no difference; None without interval
     p_value: float | None = None
     deviation: float | None = None  # standard deviation of the differences; None for a single question
 
 
 def paired(differences: Sequence[float]) -> Difference | None:
-    """Mean, interval and test of one difference per question; None without any."""
+    """Mean, interval and test of one difference per question; None without values."""
     found = estimate(differences, is_share=False)
     if found is None:
         return None
@@ -84,9 +84,9 @@ def paired(differences: Sequence[float]) -> Difference | None:
 
 
 def questions_needed(deviation: float, difference: float) -> int:
-    """Questions with which a paired test sees this difference in 80 % of cases, at the level above.
+    """Number of questions with which a paired test at `LEVEL` detects this difference with power 0.8.
 
-    The usual normal approximation, ((z₀.₉₇₅ + z₀.₈) · deviation / difference)².
+    Uses the normal approximation ((z₀.₉₇₅ + z₀.₈) · deviation / difference)².
     """
     from scipy.stats import norm
 
@@ -95,9 +95,9 @@ def questions_needed(deviation: float, difference: float) -> int:
 
 
 def _wilson(mean: float, variance: float, count: int, quantile: float) -> tuple[float, float]:
-    """Wilson's interval for a share estimated with this variance from so many questions."""
+    """Wilson's interval for a share estimated with this variance of the mean from `count` questions."""
     spread = max(0.0, mean * (1.0 - mean))
-    # Without any spread the questions themselves are all that is known.
+    # Without variance between questions: N − 1, the effective size for independent binary values.
     size = spread / variance if variance > 0.0 else count - 1
     square = quantile**2 / size
     centre = (mean + square / 2.0) / (1.0 + square)

@@ -1,8 +1,8 @@
-"""An evaluation as lm-evaluation-harness stores one, so that its tables and viewers read it.
+"""Writes an evaluation in the format of lm-evaluation-harness, for its tables and viewers.
 
-`<model>/results_<time>.json` and one `samples_<task>_<time>.jsonl` per data source, one line per question.
-The layout is that of lm_eval 0.4.9 and later: metrics are keyed `metric,filter`, their standard errors
-`metric_stderr,filter`, and the only filter is `none`.
+The files are `<model>/results_<time>.json` and one `samples_<task>_<time>.jsonl` per data source, with one
+line per question. The layout is that of lm_eval 0.4.9 and later: metrics have the key `metric,filter`,
+standard errors `metric_stderr,filter`, and the only filter is `none`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rlctl.evaluate.scores import OVERALL, Question, Score, questions_of
 
 DIRECTORY = "lm_eval"
 _FILTER = "none"
-#: Bytes of a task's name, which becomes part of a file name.
+#: Maximum bytes of a task name, which becomes part of a file name.
 _LONGEST_NAME = 150
-#: Figures of which less is better.
+#: Metrics for which lower is better.
 _LOWER_IS_BETTER = ("truncated", "response_length")
 
 
 def write_lm_eval(
     directory: Path, document: Mapping[str, Any], scores: Sequence[Score], samples: Sequence[EvalSample]
 ) -> None:
-    """Write both kinds of file below `directory`."""
+    """Writes the results file and the samples files below `directory`."""
     name = str(document["model"]["path"])
     sanitized = re.sub(r'["<>:/|\\?*\[\]]+', "__", name).lstrip(".")[-200:] or "model"
     place = directory / sanitized
@@ -60,7 +60,7 @@ def write_lm_eval(
 
 
 def _tasks(document: Mapping[str, Any], scores: Sequence[Score]) -> dict[str, str]:
-    """Data source → the task's name: a benchmark's own, else the source's, fit for file names and unique."""
+    """Data source → task name: the benchmark or source name, made unique and valid in file names."""
     known = {entry["dataset"]: entry["name"] for entry in document["data"].get("benchmarks", [])}
     tasks: dict[str, str] = {}
     for score in scores:
@@ -148,7 +148,7 @@ def _results(
 
 
 def _metrics(score: Score, n: int) -> dict[str, float | str]:
-    """`metric,filter` and `metric_stderr,filter` of the figures that have a value."""
+    """`metric,filter` and `metric_stderr,filter` of the metrics that have a value."""
     figures = score.figures(n)
     figures |= {"truncated": score.truncated_fraction, "response_length": score.mean_length}
     found: dict[str, float | str] = {}
@@ -160,7 +160,7 @@ def _metrics(score: Score, n: int) -> dict[str, float | str]:
 
 
 def _line(question: Question, sampling: Mapping[str, Any], n: int, ks: Sequence[int]) -> dict[str, Any]:
-    """One question as a sample of lm-eval's; figures it has no value for are null."""
+    """One question as an lm-eval sample; metrics without a value are null."""
     samples = question.samples
     first = samples[0]
     doc = {
@@ -189,7 +189,7 @@ def _line(question: Question, sampling: Mapping[str, Any], n: int, ks: Sequence[
 
 
 def _generation(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """As `generation_kwargs`."""
+    """Sampling settings as `generation_kwargs`."""
     return {
         "do_sample": not sampling["greedy"],
         "temperature": 0.0 if sampling["greedy"] else sampling["temperature"],

@@ -1,4 +1,4 @@
-"""A model on this machine: its tokenizer and identity at once, its weights only when needed; sampling."""
+"""A local model: loads tokenizer and file hash immediately, weights only for sampling."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
 Dtype = Literal["fp32", "bf16"]
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: Files of a model directory that say nothing of how it answers.
+#: Files of a model directory that do not affect its responses.
 _IRRELEVANT = re.compile(r"\..*|.*\.(md|png|gitattributes)|LICENSE.*", re.IGNORECASE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-#: Questions whose random numbers are drawn together.
+#: Number of questions that share one random seed.
 BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine: where it is, what it is, and what it runs in."""
+    """A local model: its files, their hash, and its engine settings."""
 
-    directory: Path  # its files
+    directory: Path  # directory of the model files
     tokenizer: Any
-    context: int | None  # tokens of prompt and response it can read together; None: no limit is known
-    sha256: str  # of its files, see `files_hash`
-    #: engine, dtype: what it runs in
+    context: int | None  # maximum tokens of prompt and response together; None: unknown
+    sha256: str  # hash of its files, see `files_hash`
+    #: engine, dtype: rollout engine and precision used for sampling
     engine: EngineName
     dtype: Dtype
-    #: trust_remote_code, attn_implementation, engine_kwargs: as in the spec; the last one is vLLM's
+    #: trust_remote_code, attn_implementation, engine_kwargs: as in the spec; `engine_kwargs` are for vLLM
     trust_remote_code: bool
     attn_implementation: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def sampling_engine(self, max_length: int, batch_size: int) -> Iterator[ResponseSampler]:
-        """Load the weights; leaving frees the memory. Prompt and response have at most `max_length` tokens.
+        """Loads the weights; frees the memory on exit. `max_length` is in tokens of prompt and response.
 
         Raises:
-            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
+            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
         """
         if self.engine == "vllm":
             from rlctl.rollout.vllm import VLLMRollout
@@ -92,12 +92,12 @@ class ModelFiles:
 
 
 def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
-    """Files, tokenizer and identity of the target's model.
+    """Finds files, tokenizer and hash of the target's model.
 
-    Without `engine`: the run's own if it is vLLM, else `hf`.
+    `engine=None` selects vLLM if the run uses it, otherwise `hf`.
 
     Raises:
-        UsageError: no such model, or its tokenizer cannot be read.
+        UsageError: the model does not exist, or its tokenizer cannot be read.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
     spec = target.spec
@@ -124,10 +124,10 @@ def find_model(target: Target, engine: EngineName | None) -> ModelFiles:
 
 
 class LocalModel(AskedModel):
-    """A model on this machine and the questions it is asked.
+    """A local model and its questions.
 
     Raises:
-        UsageError: the model cannot be read, has no room for a response, or no question fits.
+        UsageError: the model cannot be read, its context has no room for a response, or no question fits.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
 
@@ -164,7 +164,7 @@ class LocalModel(AskedModel):
         request, length = self._request, self.sampling.max_response_length
         longest = max(self._questions.prompts([question], [0]).prompt_ids.shape[1] for question, _ in pairs)
         with self._files.sampling_engine(longest + length, request.batch_size) as engine:
-            # An engine that forms its own batches is the faster, the more it is given at once.
+            # An engine that forms its own batches is faster with more sequences per call.
             forms_batches = ROLLOUT_ENGINES.part(self._files.engine).capabilities.forms_batches
             size = BLOCK * request.n if forms_batches else request.batch_size
             yield from sample_responses(
@@ -173,9 +173,9 @@ class LocalModel(AskedModel):
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:
-    """SHA-256 over names and contents of a model's files, independent of the directory's name.
+    """SHA-256 over names and contents of a model's files, independent of the directory name.
 
-    Files in `known` (file → SHA-256) are not read again.
+    Files in `known` (file → SHA-256) are not read.
     """
     digests = {}
     for file in sorted(directory.iterdir()):
@@ -188,12 +188,12 @@ def files_hash(directory: Path, known: Mapping[str, str]) -> str:
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of the chat template that prompts are rendered with (one of several); None: there is none."""
+    """SHA-256 of the (default) chat template that renders the prompts; None if there is no template."""
     return template_sha256(tokenizer.get_chat_template() if tokenizer.chat_template else None)
 
 
 def sampling_device() -> torch.device:
-    """Where models sample."""
+    """Device used for sampling."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -206,16 +206,16 @@ def sample_responses(
     seed: int,
     batch_size: int,
 ) -> Iterator[dict[Pair, Response]]:
-    """Sample these responses, a batch at a time; each depends on its question's place and its number only.
+    """Samples responses in batches; each depends only on the seed, its question index and its sample index.
 
-    Random numbers are drawn in blocks of `BLOCK` questions, each block with a seed of its own, the first
-    samples of its questions before the second ones. So the same seed gives the same response number i to
-    question q whatever n, the number of questions, the batch size, the ranks, and what is stored already.
+    Each block of `BLOCK` questions has a separate seed. Within a block, random numbers are assigned first to
+    sample 0 of every question, then to sample 1, and so on. Sample i of question q is therefore the same for
+    any n, number of questions, batch size, number of ranks and set of stored responses.
 
-    Pairs are ascending. `batch_size` is in sequences; the siblings of a question stay together.
+    `pairs` are ascending. `batch_size` is in sequences; responses to one question stay in one batch.
     """
     for batch in _batches(pairs, batch_size, block=len(questions) if sampling.greedy else BLOCK):
-        if sampling.greedy:  # nothing is drawn
+        if sampling.greedy:  # no random numbers
             block, places = 0, list(range(len(batch)))
         else:
             block = batch[0][0] // BLOCK
@@ -233,7 +233,7 @@ def sample_responses(
 
 
 def _batches(pairs: Sequence[Pair], size: int, block: int) -> Iterator[list[Pair]]:
-    """Cut into batches of about `size`: never across blocks, and only between questions."""
+    """Splits pairs into batches of about `size` sequences, never across blocks or within a question."""
     for _, of_block in groupby(pairs, key=lambda pair: pair[0] // block):
         batch: list[Pair] = []
         for _, siblings in groupby(of_block, key=lambda pair: pair[0]):

@@ -22,18 +22,18 @@ _PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What is asked."""
+    """The questions of an evaluation."""
 
     rows: list[Row]  # prompts with ground truths, in the order of `--data`
-    files: list[str]  # what they were read from
-    #: entries of the table with the file read and its SHA-256; JSON-able
+    files: list[str]  # the files read
+    #: the `Benchmark` fields of each benchmark and the SHA-256 of its file; JSON-serializable
     benchmarks: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what the user should know
+    notes: list[str] = field(default_factory=list)  # messages for the user
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How files of other layouts than verl's are read; None: recognised by the first row."""
+    """How to read files that do not have verl's layout; None: determined from the first row."""
 
     recipe: RecipeName | None = None  # the column layout
     #: prompt_key, answer_key, data_source, instruction: as in `Recipe`
@@ -46,18 +46,19 @@ class Columns:
 def load_questions(
     names: Sequence[str], columns: Columns | None = None, *, benchmarks_dir: Path | None = None
 ) -> Questions:
-    """The questions of every name in `names`: a benchmark, or files.
+    """Loads the questions of benchmarks and files.
 
     Args:
-        names: as `--data` gives them. A benchmark's name wins over a file of that name; `./gsm8k` is a file.
-        columns: of files that are not in verl's row schema.
+        names: values of `--data`. A benchmark name takes precedence over a file of that name; `./gsm8k` is a
+            file.
+        columns: how to read files that are not in verl's row schema.
         benchmarks_dir: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub and its cache.
 
     Raises:
-        UsageError: a file is missing, broken or empty, a row does not fit, or a benchmark's file is
-            not the one it should be.
-        EnvironmentFailure: a benchmark is neither in the directory nor on a hub that answers; says what to
-            download and where to put it.
+        UsageError: a file is missing, broken or empty, a row cannot be used, or the file of a benchmark does
+            not have the expected columns or number of rows.
+        EnvironmentFailure: a benchmark is not in the directory, and the hub cannot be reached; the fix names
+            the file to download and where to put it.
     """
     columns = columns or Columns()
     found = Questions([], [])
@@ -101,7 +102,7 @@ def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | Non
 
 
 def _is_prepared(name: str) -> bool:
-    """Whether a name stands for Parquet in verl's row schema, files or directories of them."""
+    """Whether a name refers only to Parquet files in verl's row schema, or directories of them."""
     if name.startswith(HUB):
         return False
     paths = matches(name)
@@ -127,12 +128,12 @@ def _has_row_schema(file: Path) -> bool:
     try:
         names = pq.read_schema(file).names
     except (pa.ArrowException, OSError):
-        return True  # `load_rows` says what is wrong with it
+        return True  # `load_rows` reports the problem
     return "reward_model" in names or {"data_source", "prompt"} <= set(names)
 
 
 def _rows(source: Source, recipe: Recipe) -> list[Row]:
-    """The rows of a file of any layout."""
+    """Reads the rows of a file with a recipe; raises a UsageError if any row cannot be used."""
     read = list(read_rows(source, recipe))
     problems = [f"{record.where}: {problem}" for record, row, problem in read if row is None]
     if problems:

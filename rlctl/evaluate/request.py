@@ -1,4 +1,4 @@
-"""What to evaluate, a run's newest checkpoint or any model; what can be refused before torch is imported."""
+"""The request for an evaluation, and its checks before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,78 +26,79 @@ from rlctl.tiny.embedded import ensure_embedded
 
 EngineName = Literal["hf", "vllm", "openai"]
 
-#: Environment variable of a server's API key; it is sent to the server and kept nowhere else.
+#: Environment variable of the server's API key; the key is sent to the server and not stored.
 KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_KS = (1, 4, 8)
-#: Logits of some hundreds divided by less leave float32.
+#: Dividing logits of some hundreds by a smaller temperature overflows float32.
 MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateRequest:
-    """What to evaluate, and how."""
+    """Model, data and options of an evaluation."""
 
-    #: run directory, model directory or hub id; with the engine `openai` the server's name for the model, or
-    #: None: the only one it serves
+    #: run directory, model directory or hub id; with the engine `openai`, the model name on the server, or
+    #: None: the only model it serves
     model_or_run: str | None
-    #: benchmarks by name, and files; empty: the run's own validation files
+    #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
-    columns: Columns = field(default_factory=Columns)  # how files are read that are not in verl's row schema
+    columns: Columns = field(default_factory=Columns)  # for files not in verl's row schema
     #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
     n: int = 8  # responses per question
-    ks: Sequence[int] | None = None  # of pass@k; None: those of 1, 4, 8 that n allows
-    temperature: float = 1.0  # of sampling; 0: the likeliest token, which takes n = 1
+    ks: Sequence[int] | None = None  # values of k for pass@k; None: those of 1, 4, 8 up to n
+    temperature: float = 1.0  # sampling temperature; 0: greedy, requires n = 1
     top_p: float = 1.0  # nucleus sampling
-    #: tokens; None: the run's own, or 512, at most half of the model's context
+    #: in tokens; None: the value of the run, else 512 or half of the model's context if that is less
     max_response_length: int | None = None
-    limit: int | None = None  # questions at most, the first ones; None: all
-    seed: int = 1  # of sampling
-    #: a grader's name or `file.py:function`; None: by data source if a benchmark is among the data, else the
-    #: run's own, or by data source
+    limit: int | None = None  # use only the first `limit` questions; None: all
+    seed: int = 1  # sampling seed
+    #: name of a grader or `file.py:function`; None: the reward of the run, or a grader by data source if
+    #: there is no run or the data includes a benchmark
     reward: str | None = None
-    engine: EngineName | None = None  # who samples; None: the run's own, or `hf`
-    base_url: str | None = None  # of the server behind the engine `openai`
-    concurrency: int = 32  # requests open at once at that server
-    timeout: float = 600.0  # seconds that server may take for one response
+    engine: EngineName | None = None  # rollout engine; None: vLLM if the run uses it, else `hf`
+    base_url: str | None = None  # address of the server for the engine `openai`
+    concurrency: int = 32  # maximum concurrent requests to the server
+    timeout: float = 600.0  # seconds allowed for one response of the server
     fresh: bool = False  # replace stored responses
-    #: directory to write, new or empty; None: `evaluations/<time>` in the run, or here
+    #: output directory, new or empty; None: `evaluations/<time>` in the run or in the current directory
     out: Path | None = None
-    batch_size: int = 256  # sequences generated at once
+    batch_size: int = 256  # sequences per generation batch
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model and the data to ask it."""
+    """A model, its run if it has one, and the data to evaluate it on."""
 
     model_path: str  # Hugging Face directory or hub id
-    data_files: list[str]  # Parquet in verl's row schema
-    #: run_dir, step, spec: of the run it comes from, if it comes from one
+    data_files: list[str]  # as in `EvaluateRequest.data`; without these, the validation files of the run
+    #: run_dir, step, spec: the run and checkpoint step the model comes from; None without a run
     run_dir: Path | None = None
     step: int | None = None
     spec: RunSpec | None = None
-    #: file of the model → SHA-256, where they are known
+    #: model file → SHA-256, for files with a known hash
     checksums: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what the user should know, such as damaged checkpoints passed over
+    notes: tuple[str, ...] = ()  # messages for the user, such as skipped damaged checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A request that has been checked."""
+    """A checked request."""
 
-    request: EvaluateRequest  # as given
-    ks: list[int]  # of pass@k, ascending
-    target: Target  # the model; its `model_path` is "" where a server is asked for its only model
-    reward: RewardSpec  # who grades
-    questions: Questions  # what is asked, cut to the request's limit
+    request: EvaluateRequest  # the original request
+    ks: list[int]  # values of k for pass@k, ascending
+    target: Target  # the model; `model_path` is "" for the only model of a server
+    reward: RewardSpec  # grades the responses
+    questions: Questions  # truncated to the limit of the request
 
 
 def check_request(request: EvaluateRequest) -> Plan:
-    """Refuse what cannot work, reading the data and the names of models. Loads no torch.
+    """Checks a request; reads the data but loads neither model nor torch.
 
     Raises:
-        UsageError: k > n, no such model or run, no data, a wrong option, or `out` is taken.
-        EnvironmentFailure: vLLM is not installed, or a benchmark cannot be had here.
+        UsageError: k > n, the model or run does not exist, there is no data, an option is invalid, or `out`
+            is not empty.
+        EnvironmentFailure: vLLM is not installed, or a benchmark is not available.
     """
     ks = checked_ks(request.ks, request.n)
     _check_sampling(request)
@@ -120,11 +121,11 @@ def check_request(request: EvaluateRequest) -> Plan:
 
 
 def find_target(model_or_run: str, data_files: list[str]) -> Target:
-    """Decide whether a name is a run directory or a model, and find what belongs to it.
+    """Determines whether a name is a run directory or a model, and finds its checkpoint and data.
 
     Raises:
-        UsageError: a model without data, or a run without a checkpoint, a readable spec, or
-            validation files when it needs them.
+        UsageError: a model is given without data, or the run has no checkpoint or no readable spec, or no
+            data is given and the run has no validation files.
     """
     path = Path(model_or_run).expanduser()
     if (path / RUN_SPEC_FILE).is_file():
@@ -169,10 +170,10 @@ def _run_target(run_dir: Path, data_files: list[str]) -> Target:
 
 
 def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
-    """The k of pass@k in ascending order; None: those of `DEFAULT_KS` that n allows.
+    """Values of k for pass@k in ascending order; for None, those of `DEFAULT_KS` up to n.
 
     Raises:
-        UsageError: one is not between 1 and n.
+        UsageError: a k is not between 1 and n.
     """
     if ks is None:
         return [k for k in DEFAULT_KS if k <= n]
@@ -187,15 +188,18 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
 
 
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
-    """The reward to grade with.
+    """The reward that grades the responses.
 
-    That is `own`, of the run or the earlier evaluation, or the grader or `file.py:function` called `name`.
+    Args:
+        own: reward of the run or of the earlier evaluation.
+        name: a grader or `file.py:function` to use instead.
 
     Returns:
-        Without the overlong penalty, which shapes training only; a function's path is absolute.
+        The reward without the overlong penalty, which applies only in training; the path of a function is
+        absolute.
 
     Raises:
-        UsageError: `name` is neither, or the function's file is not there.
+        UsageError: `name` is neither a grader nor a function, or the file of a function does not exist.
     """
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
@@ -215,9 +219,9 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
 
 
 def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tuple[Sampling, int]:
-    """How to sample, and the longest prompt that leaves room for a response, in tokens.
+    """Returns the sampling settings and the maximum prompt length in tokens.
 
-    `context`: tokens of prompt and response the model can read together; None: no limit is known.
+    `context`: maximum tokens of prompt and response together; None: unknown.
 
     Raises:
         UsageError: the model's context has no room for the response.
@@ -244,10 +248,11 @@ def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tu
 
 
 def check_url(url: str | None) -> str:
-    """The server's address without a slash at the end.
+    """Returns the server address without a trailing slash.
 
     Raises:
-        UsageError: there is none, it is no HTTP address, or it holds a key, which would be stored.
+        UsageError: the address is missing, is not HTTP, or contains more than host and path (such as a key),
+            which would be stored.
     """
     if url is None:
         fix = "add --base-url, for example http://localhost:8000/v1"
@@ -301,7 +306,7 @@ def _check_engine(request: EvaluateRequest) -> None:
 
 
 def _context_in(directory: Path) -> int | None:
-    """Tokens the model can read, as its config.json says; None: it is not here, or does not say."""
+    """Context length in tokens from the model's config.json; None if the file or the value is missing."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         found = config.get("text_config", config).get("max_position_embeddings")

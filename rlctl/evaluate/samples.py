@@ -1,4 +1,4 @@
-"""Responses to questions and what the grader said of them; on disk `samples.parquet`."""
+"""Responses to questions with their grades; stored in `samples.parquet`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlctl.rollout.protocol import Sampling
 
 SAMPLES_FILE = "samples.parquet"
 
-#: (question, sample): the question's place in the data, from 0, and the response's number, from 0.
+#: (question index in the data, sample index of the response), both from 0.
 Pair = tuple[int, int]
 _ROWS_AT_ONCE = 4096
-#: Kept as JSON text: their shape is the data's own.
+#: Columns stored as JSON text, because their structure depends on the data.
 _AS_JSON = ("messages", "extra_info")
 
 
@@ -29,25 +29,25 @@ _AS_JSON = ("messages", "extra_info")
 class EvalSample:
     """One response to one question."""
 
-    question_index: int  # the question's place among those asked, from 0
+    question_index: int  # index of the question, from 0
     sample_index: int  # 0 … n − 1
-    data_source: str  # the question's source
-    prompt: str  # as the model reads it
-    response: str  # what the model said
-    ground_truth: str  # what the grader compares with
+    data_source: str  # data source of the question
+    prompt: str  # rendered as the model reads it
+    response: str  # text of the response
+    ground_truth: str  # reference that the grader compares with
     truncated: bool  # cut off at the length limit
-    num_tokens: int  # of the response, end of sequence included
-    #: the question as a conversation, before any chat template; () where it is not known
+    num_tokens: int  # response tokens, including the end of sequence
+    #: the question as a conversation, before the chat template; () if unknown
     messages: Sequence[Mapping[str, str]] = ()
-    extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the data, for graders
-    reward: float | None = None  # None where the grader failed, and before grading
-    #: what the response answers, for majority votes; None: no answer, or none is read
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # extra fields of the data, for graders
+    reward: float | None = None  # None before grading and if the grader failed
+    #: extracted answer, for majority votes; None: no answer, or the reward extracts none
     answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a model said."""
+    """Response of a model."""
 
     text: str
     truncated: bool  # cut off at the length limit
@@ -55,28 +55,30 @@ class Response:
 
 
 class AskedModel:
-    """A model, on this machine or behind a server, and the questions it is asked."""
+    """A local or served model and its questions."""
 
-    rows: list[Row]  # those questions that may fit
-    prompts: list[str]  # each as the model reads it; of a server without any chat template
-    identities: list[str]  # of each question, what its responses depend on
-    num_overlong: int = 0  # questions left out for their length, before sampling
-    settings: dict[str, Any]  # what responses depend on, question and seed excepted; JSON
+    rows: list[Row]  # questions, without those excluded for their length
+    prompts: list[str]  # rendered prompts; for a server, without the chat template
+    identities: list[str]  # per question, the text that identifies its stored responses
+    num_overlong: int = 0  # questions excluded for their length before sampling
+    settings: dict[str, Any]  # everything else that responses depend on, except the seed; JSON-serializable
     model: dict[str, Any]  # as in `results.json`
-    sampling: Sampling  # the distribution to draw from
-    about_sampling: dict[str, Any]  # who samples, and in which arithmetic (None: not known)
+    sampling: Sampling  # sampling distribution
+    about_sampling: dict[str, Any]  # engine and dtype (None: unknown)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the sampling."""
+        """Messages for the user about the sampling."""
         return []
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
-        """Yield these responses, ascending pairs, as they arrive; a question too long may have none.
+        """Yields responses as they arrive. A question that is too long may get none.
+
+        `pairs` are ascending.
 
         Raises:
-            UsageError, EnvironmentFailure: the model or the engine cannot be used here.
-            RunFailure: a server refuses a request, or fails again and again.
+            UsageError, EnvironmentFailure: the model or the engine cannot be used on this machine.
+            RunFailure: a server rejects a request, or fails repeatedly.
         """
         raise NotImplementedError
 
@@ -86,7 +88,7 @@ def as_samples(
 ) -> list[EvalSample]:
     """Ungraded samples, in the order of `responses`.
 
-    Responses and prompts (as the model reads them) are by place in `rows`.
+    `prompts` (rendered) and the question indices of `responses` refer to `rows`.
     """
     return [
         EvalSample(
@@ -111,7 +113,7 @@ _REQUIRED = {
     **{"response": _TEXT, "ground_truth": _TEXT, "truncated": pa.bool_(), "num_tokens": pa.int64()},
     **{"messages": _TEXT, "extra_info": _TEXT},
 }
-#: One row per response, the siblings of a question adjacent.
+#: One row per response; responses to one question are adjacent.
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=False) for name, kind in _REQUIRED.items()]
     + [pa.field("reward", pa.float64()), pa.field("answer", _TEXT)],
@@ -120,7 +122,7 @@ SCHEMA = pa.schema(
 
 
 def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
-    """Write them as Parquet."""
+    """Writes samples as Parquet."""
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for start in range(0, len(samples), _ROWS_AT_ONCE):
             rows = [_row(sample) for sample in samples[start : start + _ROWS_AT_ONCE]]
@@ -128,10 +130,10 @@ def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
 
 
 def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[EvalSample]:
-    """What `write_samples` wrote. Columns of text in `without` are left unread, "" instead.
+    """Reads a file of `write_samples`. Text columns in `without` are not read and set to "".
 
     Raises:
-        UsageError: it cannot be read, or is another kind of file.
+        UsageError: the file cannot be read or has other columns.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -150,7 +152,7 @@ def read_samples(path: Path, *, without: frozenset[str] = frozenset()) -> list[E
 
 
 def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
-    """The samples of one question after the other, in the order they come."""
+    """Yields the samples of each question, in order of first occurrence."""
     groups: dict[int, list[EvalSample]] = {}
     for sample in samples:
         groups.setdefault(sample.question_index, []).append(sample)
@@ -160,7 +162,7 @@ def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
 def _row(sample: EvalSample) -> dict[str, Any]:
     values = {each.name: getattr(sample, each.name) for each in fields(EvalSample)}
     values |= {name: json.dumps(values[name]) for name in _AS_JSON}
-    # Lone surrogates, which a tokenizer may produce, cannot be stored as UTF-8.
+    # A tokenizer may produce lone surrogates, which cannot be encoded as UTF-8.
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     return values | {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
 

@@ -1,4 +1,4 @@
-"""From graded samples to figures per data source. No torch."""
+"""Computes metrics per data source from graded samples. No torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from rlctl.evaluate.intervals import IntervalFigure, estimate
 from rlctl.evaluate.samples import EvalSample, by_question
 
-#: A response is right, for pass@k, at this reward or more.
+#: Minimum reward of a right response, for pass@k.
 RIGHT = 1.0
 OVERALL = "overall"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of the n responses, drawn without replacement, hold a right one.
+    """Probability that k of n responses, drawn without replacement, contain one of the c right ones.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 − C(n−c, k) / C(n, k), as the
-    product of the chances that each further draw is wrong too: exact, no factorials, no overflow.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 − C(n−c, k) / C(n, k), computed as a
+    product of the probabilities that each draw is wrong too, which avoids factorials and overflow.
 
     Raises:
         ValueError: not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n. There is no unbiased estimate for k > n.
@@ -34,13 +34,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
-    """Mean reward of the responses with the most frequent answer; the mean over answers that tie.
+    """Mean reward of the responses with the most frequent answer, averaged over tied answers.
 
-    The majority vote of Wang et al. 2022 (arXiv 2203.11171). Responses without an answer (None) vote together
-    for "no answer", which may win like any other. Answers are text that is equal for equal answers.
+    The majority vote of Wang et al. 2022 (arXiv 2203.11171). Responses without an answer (None) count as
+    votes for one common answer, which can win. Answers must be normalised so that equal answers are equal
+    strings.
 
     Raises:
-        ValueError: there are no responses, or not as many rewards.
+        ValueError: there are no responses, or the number of rewards differs.
     """
     if not answers:
         raise ValueError("no response has a vote")
@@ -56,16 +57,16 @@ def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> 
 class Question:
     """The samples of one question."""
 
-    data_source: str  # the question's source
-    samples: list[EvalSample]  # all of them
-    graded: list[EvalSample]  # those the grader did not fail on
-    has_votes: bool  # whether any response of its source gives an answer; without, maj@n means nothing
+    data_source: str  # data source of the question
+    samples: list[EvalSample]  # all samples
+    graded: list[EvalSample]  # samples on which the grader did not fail
+    has_votes: bool  # whether any response of the source has an answer; otherwise maj@n is undefined
 
     def figures(self, ks: Sequence[int], n: int) -> dict[str, float | None]:
-        """Its figures by name, None where it has no value.
+        """Metrics by name; None if a metric has no value.
 
-        `avg`: mean reward of the graded samples. `pass@k` among them, if there are k. `maj@n`, for n above 1:
-        reward of the most frequent answer among the first n of them.
+        `avg`: mean reward of the graded samples. `pass@k`: over the graded samples, if there are at least k.
+        `maj@n` (n > 1): reward of the most frequent answer among the first n graded samples.
         """
         rewards = _rewards(self.graded)
         count, right = len(rewards), sum(reward >= RIGHT for reward in rewards)
@@ -80,29 +81,29 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The figures of one data source, or of all questions together. Every mean is over questions."""
+    """Metrics of one data source or of all questions. Every mean is over questions."""
 
-    data_source: str  # its name, or `overall`
-    #: num_questions, num_samples: how much was evaluated
+    data_source: str  # name of the source, or `overall`
+    #: num_questions, num_samples: numbers of questions and responses
     num_questions: int
     num_samples: int
-    num_grader_errors: int  # samples the grader failed on; they are left out, not scored 0
+    num_grader_errors: int  # samples on which the grader failed; they are excluded, not scored 0
     num_short: int  # questions with fewer than n graded samples
-    avg: IntervalFigure | None  # mean reward (avg@n) of the graded samples; None when nothing could be graded
+    avg: IntervalFigure | None  # mean reward (avg@n) of the graded samples; None if none was graded
     pass_at: dict[int, IntervalFigure | None]  # k → pass@k, over the questions with at least k graded samples
-    #: maj@n, by the votes of the graded samples; None where the reward reads no answers
+    #: maj@n over the graded samples; None if the reward extracts no answers
     majority: IntervalFigure | None
-    truncated_fraction: IntervalFigure | None  # samples cut off at the length limit
+    truncated_fraction: IntervalFigure | None  # share of samples cut off at the length limit
     mean_length: IntervalFigure | None  # response tokens per sample
-    grader_error_fraction: IntervalFigure | None  # samples the grader failed on
-    #: worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples the grader failed on were wrong, or
-    #: all right. Given in the place of `avg`, `pass_at` and `majority`, which are then None, where the grader
-    #: failed on too many; else None
+    grader_error_fraction: IntervalFigure | None  # share of samples on which the grader failed
+    #: worst_case, best_case: `avg`, `pass@k` and `maj@n` if all samples on which the grader failed were
+    #: wrong, or right. Set if the grader failed on too many samples; `avg`, `pass_at` and `majority` are then
+    #: None
     worst_case: dict[str, float] | None = None
     best_case: dict[str, float] | None = None
 
     def figures(self, n: int) -> dict[str, IntervalFigure | None]:
-        """`avg@n`, `pass@k` and, for n above 1, `maj@n`."""
+        """`avg@n`, `pass@k` and, for n > 1, `maj@n`."""
         found = {f"avg@{n}": self.avg} | {f"pass@{k}": passed for k, passed in self.pass_at.items()}
         return found | ({f"maj@{n}": self.majority} if n > 1 else {})
 
@@ -110,16 +111,14 @@ class Score:
 def summarise(
     samples: Sequence[EvalSample], ks: Sequence[int], n: int, max_error_fraction: float = 1.0
 ) -> list[Score]:
-    """One `Score` per data source, by name, and a last one of all questions together.
-
-    With a single source that one would repeat it, and is left out.
+    """One `Score` per data source, by name, and if there are several sources a last one over all questions.
 
     Args:
-        samples: graded, n of each question.
-        ks: of pass@k.
-        n: responses asked for per question.
-        max_error_fraction: where the grader failed on more of a score's samples, the worst and the best case
-            take the place of the figures.
+        samples: graded samples, n per question.
+        ks: values of k for pass@k.
+        n: requested responses per question.
+        max_error_fraction: if the grader failed on a larger share of the samples of a score, the worst and
+            best case replace its metrics.
     """
     by_source: dict[str, list[Question]] = {}
     for question in questions_of(samples):
@@ -133,7 +132,7 @@ def summarise(
 
 
 def questions_of(samples: Sequence[EvalSample]) -> list[Question]:
-    """The samples by question, in the order they come."""
+    """Groups samples by question, in order of first occurrence."""
     with_votes = {sample.data_source for sample in samples if sample.answer is not None}
     return [
         Question(
@@ -178,9 +177,10 @@ def _score(
 
 
 def _case(questions: list[Question], reward: float, ks: Sequence[int], n: int) -> dict[str, float]:
-    """The figures if every sample the grader failed on had this reward.
+    """Metrics under the assumption that every sample on which the grader failed has this reward.
 
-    For majority votes they give the most frequent answer that is right, or wrong, as the reward is.
+    For majority votes, these samples get the most frequent right (or wrong, depending on the reward) answer
+    of their question.
     """
     means = _means([_assumed(question, reward) for question in questions], ks, n)
     if not any(question.has_votes for question in questions):
@@ -197,14 +197,14 @@ def _assumed(question: Question, reward: float) -> Question:
         replace(sample, reward=reward, answer=answer) if sample.reward is None else sample
         for sample in question.samples
     ]
-    # Whether the answers of a question are read does not show where none of its samples was graded.
+    # Without graded samples, it is unknown whether answers can be extracted: assume they can.
     return replace(
         question, samples=samples, graded=samples, has_votes=question.has_votes or not question.graded
     )
 
 
 def _means(questions: list[Question], ks: Sequence[int], n: int) -> dict[str, IntervalFigure | None]:
-    """Each figure over the questions that have it."""
+    """Each metric, averaged over the questions that have a value."""
     found = [question.figures(ks, n) for question in questions]
     return {
         name: estimate([value for values in found if (value := values[name]) is not None])

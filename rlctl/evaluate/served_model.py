@@ -1,8 +1,8 @@
 """A model behind an OpenAI-compatible server (vLLM, SGLang, llama.cpp …): chat completions. No torch.
 
-One request per response, so that each is stored, retried and seeded by itself. The server applies its own
-chat template, and its weights cannot be hashed: responses are stored under its address and what it says of
-the model.
+Each response is a separate request with its own seed, storage and retries. The server applies its own chat
+template and its weights cannot be hashed, so the key of stored responses is the server address and the model
+attributes that the server reports.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rlctl.evaluate.request import KEY_VARIABLE, EvaluateRequest, Target, check_
 from rlctl.evaluate.samples import AskedModel, Pair, Response
 from rlctl.rollout.protocol import step_seed
 
-#: Tries of one request, and the seconds between them: doubled each time, with up to a quarter more by chance.
+#: Attempts per request, and seconds between them: doubled each time, plus up to 25 % random jitter.
 TRIES = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: A server that asks for a longer pause than this is not waited for.
+#: Maximum `Retry-After` in seconds; a longer one is an error.
 LONGEST_RETRY_AFTER_S = 300.0
 _CONNECT_S = 10.0
-#: Seconds until an interruption is noticed.
+#: Seconds between checks for an interruption.
 _STOP_S = 0.5
 _RETRIED = {408, 409, 425, 429}
-#: Finish reasons of answers that are incomplete.
+#: Finish reasons of incomplete responses.
 _UNFINISHED = {None, "abort", "error"}
-#: Switches off a server's own defaults: vLLM takes generation_config.json's, llama.cpp has top-k 40.
+#: Disables the server's sampling defaults: vLLM reads generation_config.json, llama.cpp uses top-k 40.
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _KEY_FIX = f"put a valid key into the environment variable {KEY_VARIABLE}"
 _FIXES = {
@@ -53,11 +53,11 @@ _CONTEXT_EXCEEDED = re.compile(r"context.{0,3}(length|size|window)", re.IGNORECA
 
 
 class ServedModel(AskedModel):
-    """A server's model and the questions it is asked; the server counts the tokens.
+    """A model on a server and its questions; token counts come from the server.
 
     Raises:
-        UsageError: the server does not serve this model, or several and none is named.
-        EnvironmentFailure: it does not answer, or refuses the key.
+        UsageError: the server does not have this model, or has several and none was named.
+        EnvironmentFailure: the server cannot be reached, or rejects the key.
     """
 
     def __init__(self, request: EvaluateRequest, rows: Sequence[Row]) -> None:
@@ -79,7 +79,7 @@ class ServedModel(AskedModel):
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the sampling."""
+        """Messages for the user about the sampling."""
         if self._neutral:
             return []
         return [f"the server takes no {', '.join(_NEUTRAL)}: its own defaults for them apply"]
@@ -88,7 +88,7 @@ class ServedModel(AskedModel):
         """See `AskedModel.sample`."""
         arrived: SimpleQueue[dict[Pair, Response] | None] = SimpleQueue()
         stopping = threading.Event()
-        with ThreadPoolExecutor(1) as thread:  # with a loop of its own: a notebook's is running already
+        with ThreadPoolExecutor(1) as thread:  # a separate event loop: in a notebook one is already running
             work = thread.submit(lambda: asyncio.run(self._ask_all(pairs, arrived, stopping)))
             work.add_done_callback(lambda _: arrived.put(None))
             try:
@@ -104,7 +104,7 @@ class ServedModel(AskedModel):
         arrived: SimpleQueue[dict[Pair, Response] | None],
         stopping: threading.Event,
     ) -> None:
-        """Put every response into `arrived`, until the first failure or until it is to stop."""
+        """Puts every response into `arrived`, until the first failure or until `stopping` is set."""
         limits = httpx.Limits(max_connections=self._request.concurrency)
         async with httpx.AsyncClient(limits=limits, **self._options()) as client:
             open_requests: dict[asyncio.Task[Response | None], Pair] = {}
@@ -129,7 +129,7 @@ class ServedModel(AskedModel):
                 await asyncio.gather(*open_requests, return_exceptions=True)
 
     async def _response(self, client: httpx.AsyncClient, pair: Pair) -> Response | None:
-        """One response; None: the question is too long for the model's context."""
+        """Requests one response; None if the question is too long for the model's context."""
         question, sample = pair
         sampling = self.sampling
         body = {
@@ -179,7 +179,7 @@ class ServedModel(AskedModel):
         )
 
     def _find_model(self, name: str | None) -> Mapping[str, Any]:
-        """What the server says of the model; where it lists none, the name alone."""
+        """Model entry of the server's `/models` list; only the name if the server lists no models."""
         try:
             with httpx.Client(**self._options()) as client:
                 answer = client.get(f"{self._url}/models")
@@ -214,7 +214,7 @@ class ServedModel(AskedModel):
     def _options(self) -> dict[str, Any]:
         key = os.environ.get(KEY_VARIABLE)
         if key and not (key.isascii() and key.isprintable() and key.strip() == key):
-            raise UsageError(  # the key is not shown
+            raise UsageError(  # the message must not contain the key
                 "the key holds spaces, line ends or other characters that no HTTP header can hold",
                 where=f"the environment variable {KEY_VARIABLE}",
                 fix="set it again, without a line end",
@@ -223,7 +223,7 @@ class ServedModel(AskedModel):
         return {
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(self._request.timeout, connect=_CONNECT_S),
-            "trust_env": not is_local,  # proxies are for servers elsewhere
+            "trust_env": not is_local,  # no proxy for a local server
         }
 
 
@@ -233,16 +233,16 @@ def _without_key(text: str) -> str:
 
 
 def _said(answer: httpx.Response) -> str:
-    """Status and the beginning of the body, without the key."""
+    """Status and start of the response body, without the key."""
     text = " ".join(_without_key(answer.text).split())[:300]
     return f"HTTP {answer.status_code}" + (f", {text}" if text else "")
 
 
 def _read(answer: Any) -> Response:
-    """A chat completion.
+    """Parses a chat completion.
 
     Raises:
-        ValueError, KeyError, IndexError, TypeError: it is not one, or was not finished.
+        ValueError, KeyError, IndexError, TypeError: it is not a chat completion, or is unfinished.
     """
     choice = answer["choices"][0]
     reason = choice["finish_reason"]
@@ -256,7 +256,11 @@ def _read(answer: Any) -> Response:
 
 
 def _retry_after(answer: httpx.Response, where: str) -> float:
-    """Seconds that the server asks to wait; 0: it does not say."""
+    """Seconds of the `Retry-After` header; 0 without one.
+
+    Raises:
+        RunFailure: the time exceeds `LONGEST_RETRY_AFTER_S`.
+    """
     given = answer.headers.get("Retry-After", "").strip()
     try:
         seconds = float(given) if given else 0.0

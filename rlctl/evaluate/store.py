@@ -1,8 +1,9 @@
-"""Responses kept as they arrive, so that no evaluation samples one twice.
+"""Stores responses on arrival, so that no evaluation samples one twice.
 
-`<cache>/evaluations/<key>/` holds `settings.json`, what the key is made of (model, engine, sampling),
-and `responses.jsonl`, one line per response. A killed process leaves at most half a last line, which
-is cut off when the next one comes. One process at a time may have the store open.
+`<cache>/evaluations/<key>/` contains `settings.json`, the settings that the key is computed from (model,
+engine, sampling), and `responses.jsonl`, one line per response. A killed process leaves at most one
+incomplete last line, which is removed when the store is opened again. Only one process at a time can open a
+store.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ DIRECTORY = "evaluations"
 RESPONSES_FILE = "responses.jsonl"
 SETTINGS_FILE = "settings.json"
 
-#: SHA-256 of the rendered prompt, the question's place, the response's number, the seed: what a response
-#: depends on, in addition to the settings. Two places in the data are two questions, also with equal text.
+#: SHA-256 of the rendered prompt, question index, sample index, seed: everything a response depends on
+#: besides the settings. Equal texts at different indices are different questions.
 Key = tuple[str, int, int, int]
-#: Of a line: those of the key, then those of the response.
+#: Fields of a line: first those of the key, then those of the response.
 _FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed": int} | {
     "text": str,
     "truncated": bool,
@@ -39,18 +40,20 @@ _FIELDS: dict[str, type] = {"prompt": str, "question": int, "sample": int, "seed
 
 
 def prompt_hash(text: str) -> str:
-    """Of a rendered prompt."""
+    """SHA-256 of a rendered prompt."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class ResponseStore:
-    """The responses of one model under one way of sampling; a context manager that holds its lock.
+    """Stored responses for one model and one set of sampling settings; a context manager that holds a lock.
 
-    `settings` (JSON): what responses depend on, question and seed excepted. `root` is the cache's.
+    Args:
+        root: root directory of the cache.
+        settings: everything that responses depend on except question and seed; JSON-serializable.
 
     Raises:
-        RunFailure: another process has it open.
-        EnvironmentFailure: it cannot be written.
+        RunFailure: another process has the store open.
+        EnvironmentFailure: the store cannot be written.
     """
 
     def __init__(self, root: Path, settings: Mapping[str, Any]) -> None:
@@ -79,7 +82,7 @@ class ResponseStore:
                     json.dumps(self._settings, indent=1, sort_keys=True) + "\n",
                 )
                 if self._file.exists() and self._file.stat().st_size:
-                    with self._file.open("rb+") as file:  # drop what follows the last newline
+                    with self._file.open("rb+") as file:  # remove an incomplete last line
                         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                             end = content.rfind(b"\n") + 1
                         file.truncate(end)
@@ -95,18 +98,18 @@ class ResponseStore:
         self._lock.release()
 
     def find(self, wanted: Mapping[Key, Pair]) -> dict[Pair, Response]:
-        """Those of the wanted responses that are here.
+        """Returns the wanted responses that are stored.
 
         Raises:
-            RunFailure: a line is not what this program writes.
+            RunFailure: a line is damaged.
         """
         return {wanted[key]: response for key, response, _ in self._lines() if key in wanted}
 
     def forget(self, unwanted: Mapping[Key, Pair]) -> None:
-        """Remove these responses atomically; the others stay.
+        """Removes these responses atomically.
 
         Raises:
-            RunFailure: a line is not what this program writes.
+            RunFailure: a line is damaged.
             EnvironmentFailure: the disk is full.
         """
         with self._writing():
@@ -117,7 +120,7 @@ class ResponseStore:
             self._append = self._file.open("a", encoding="utf-8")
 
     def add(self, responses: Mapping[Key, Response]) -> None:
-        """Append these; they outlive this process from here on.
+        """Appends and flushes responses, so that they survive if this process is killed.
 
         Raises:
             EnvironmentFailure: the disk is full.

@@ -1,4 +1,4 @@
-"""Figures as rows of text, for the terminal and for pages; the frame of the pages."""
+"""Metrics as table rows, for the terminal and for HTML pages; rendering of the pages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One figure."""
+    """One row of a table of metrics."""
 
     name: str  # `avg@8`, `pass@4`, …
-    cells: tuple[str, ...]  # its texts, one for each heading
-    #: value, low and high to draw; low and high are None without an interval; None: nothing to draw
+    cells: tuple[str, ...]  # cell texts, one per heading
+    #: value, low and high to draw; low and high are None without an interval; None: no plot
     range: tuple[float, float | None, float | None] | None = None
 
 
 def score_rows(score: Mapping[str, Any], n: int) -> list[TableRow]:
-    """The figures of one data source.
+    """Table rows with the metrics of one data source.
 
-    `score` is an entry of `scores` in `results.json`, `n` the responses per question.
+    `score` is an entry of `scores` in `results.json`; `n` is the number of responses per question.
     """
     rows = []
     worst, best = score.get("worst_case"), score.get("best_case") or {}
@@ -61,7 +61,7 @@ def _figure_row(
 
 
 def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader of the figures must know; `document` is `results.json`."""
+    """Yields notes on how to read the metrics; `document` is `results.json`."""
     scores, n = document["scores"], document["sampling"]["n"]
     if any(score["data_source"] == DATA_SOURCE for score in scores):
         yield WRITTEN
@@ -102,18 +102,18 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def stderr_text(stderr: float | None, number: str = ".3f") -> str:
-    """A standard error; — where it is not known."""
+    """Formats a standard error; — if it is unknown."""
     return "—" if stderr is None else f"{stderr:{number}}"
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page of this directory with its style; see `rlctl.html_page.render`."""
+    """Renders a template of this directory with its style; see `rlctl.html_page.render`."""
     style = (_HERE / "samples.css").read_text(encoding="utf-8")
     return render(_HERE / template, style=style, **values)
 
 
 def drawn(row: TableRow, *, left: float, scale: float, zero: bool = False) -> dict[str, Any]:
-    """A row with the places of its value and interval on a line; `left` is where 0 lies."""
+    """Template values of a row, with plot coordinates `left + scale * x` for its value and interval."""
     plot = None
     if row.range is not None:
         value, low, high = (None if end is None else round(left + scale * end, 2) for end in row.range)

@@ -1,4 +1,4 @@
-"""`samples.html`: the figures and the samples on one page that needs nothing else."""
+"""`samples.html`: metrics and samples on one self-contained page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlctl.evaluate.samples import EvalSample, by_question
 from rlctl.evaluate.scores import RIGHT
 
 PAGE_FILE = "samples.html"
-#: Bytes of text on the page, so that a browser still opens it.
+#: Maximum bytes of text on the page, so that browsers can open it.
 MAX_TEXT = 20_000_000
 _HERE = Path(__file__).parent
 
@@ -21,9 +21,9 @@ _HERE = Path(__file__).parent
 def write_page(
     path: Path, document: Mapping[str, Any], samples: Sequence[EvalSample], *, max_text: int = MAX_TEXT
 ) -> None:
-    """Write the page.
+    """Writes the page.
 
-    `document` is `results.json`. Of samples with more than `max_text` bytes some are left out, see `chosen`.
+    `document` is `results.json`. If the samples exceed `max_text` bytes, some are omitted, see `chosen`.
     """
     kept = chosen(samples, max_text)
     model, n = document["model"], document["sampling"]["n"]
@@ -47,10 +47,10 @@ def write_page(
 
 
 def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
-    """The samples that go onto the page, in their order.
+    """Selects the samples for the page, in their original order.
 
-    If all are too much: first what failed, was cut off or is wrong, then the others, each in an order drawn
-    from a fixed seed, until `max_text` bytes are reached.
+    If all exceed `max_text` bytes, samples are added up to that size: first those that failed, were truncated
+    or are wrong, then right ones, each group in random order with a fixed seed.
     """
     if sum(map(_size, samples)) <= max_text:
         return list(samples)
@@ -67,7 +67,7 @@ def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
 
 
 def _size(sample: EvalSample) -> int:
-    """Bytes of text, the prompt counted with each response."""
+    """Bytes of prompt, response and ground truth."""
     texts = (sample.prompt, sample.response, sample.ground_truth)
     return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
@@ -79,7 +79,7 @@ def _verdict(sample: EvalSample) -> str:
 
 
 def _questions(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> list[dict[str, Any]]:
-    """The kept samples by question, with counts of all of its samples."""
+    """The kept samples by question, with counts over all samples of the question."""
     everything = Counter(sample.question_index for sample in samples)
     right = Counter(sample.question_index for sample in samples if _verdict(sample) == "right")
     questions = []

@@ -1,4 +1,4 @@
-"""A rollout engine of your own: sampling with PyTorch, from a copy of the policy, without a key-value cache.
+"""A custom rollout engine: samples with PyTorch from a copy of the policy, without a key-value cache.
 
     rlctl train model.path=embedded rollout.name=examples/custom_engine.py:plain_sampling \
         rollout.engine_params.max_rows=64
@@ -26,7 +26,7 @@ class Options(BaseModel, extra="forbid"):
 
 
 class PlainSampling:
-    """Samples token by token; every row has its own random generator."""
+    """Samples token by token; every row has a separate random generator."""
 
     def __init__(self, context: EngineContext) -> None:
         self.model = copy.deepcopy(context.model).to(context.device).eval().requires_grad_(False)
@@ -36,8 +36,8 @@ class PlainSampling:
         self.version: int | None = 0
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
-        """Take over every weight, by its name; of tied weights one name is enough."""
-        self.version = None  # until it has finished
+        """Copies all weights by name; for tied weights, one of the names is enough."""
+        self.version = None  # until the sync has finished
         for name, tensor in policy.weights():
             if name in self.weights:
                 self.weights[name].copy_(tensor)
@@ -47,8 +47,8 @@ class PlainSampling:
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:
-        """Sample n responses per prompt; a response depends on its seed and its prompt only."""
-        version = synced(self.version)  # a RunFailure if the last sync did not finish
+        """Samples n responses per prompt; a response depends only on its seed and its prompt."""
+        version = synced(self.version)  # raises RunFailure if the last sync did not finish
         ids = prompts.prompt_ids.to(self.device).repeat_interleave(n, dim=0)
         mask = prompts.prompt_mask.to(self.device).repeat_interleave(n, dim=0)
         seeds = [step_seed % 2**31 + place for place in sample_ids(prompts.group_ids, n).tolist()]
@@ -83,7 +83,7 @@ class PlainSampling:
         return assemble(prompts, sampled, n=n, tokenizer=self.tokenizer, policy_version=version)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         del self.model, self.weights
 
 

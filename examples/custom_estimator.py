@@ -1,4 +1,4 @@
-"""An advantage estimator in one file: the reward minus the best sibling's.
+"""An advantage estimator in one file: the reward minus the best reward of the other responses to the prompt.
 
 rlctl train --preset rloo-seq-is algorithm.adv_estimator=examples/custom_estimator.py:minus_best
 """

@@ -1,4 +1,4 @@
-"""A grader with a parameter of its own: full score up to a length, then less.
+"""A grader with a parameter: full score up to a given length, less beyond it.
 
 rlctl reward test examples/custom_grader.py:brevity --data data/train.parquet
 rlctl train --preset rloo-seq-is reward.name=examples/custom_grader.py:brevity reward.params.scale=20

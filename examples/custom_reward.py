@@ -8,6 +8,6 @@ from __future__ import annotations
 
 
 def agreement(response: str, ground_truth: str) -> float:
-    """A score in [0, 1]; parameters are filled by their names, see docs/how-to/rewards.md."""
+    """A score in [0, 1]; arguments are passed by parameter name, see docs/how-to/rewards.md."""
     same = sum(a == b for a, b in zip(response, ground_truth, strict=False))
     return same / max(len(response), len(ground_truth), 1)

@@ -1,4 +1,4 @@
-"""A diagnosis rule of your own: responses that are shorter than the task needs.
+"""A custom diagnosis rule: responses that are shorter than the task needs.
 
 rlctl diagnose RUN --rules examples/custom_rule.py:short_answers
 """

@@ -1,8 +1,8 @@
-"""Prompts for a small language model: sums of two numbers to 20, asked in words.
+"""Writes prompts for a small language model: questions about sums of two numbers, at most 20.
 
     python examples/sums.py data/sums
 
-writes `train.parquet`, and `held_out.parquet` with sums that training never sees in either order.
+writes `train.parquet`, and `held_out.parquet` with sums that do not occur in training in either order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlctl.data.schema import Message, Row
 from rlctl.data.write import write_rows
 
 HIGHEST = 20
-#: Of the hundred unordered pairs.
+#: Held-out pairs among the 100 unordered pairs.
 NUM_HELD_OUT = 20
 
 
 def rows(pairs: list[tuple[int, int]]) -> list[Row]:
-    """One row per pair, in verl's row schema; `maths` grades the answer."""
+    """One row per pair, in verl's row schema; `maths` grades the answers."""
     asked = [(f"What is {a} + {b}? Reply with the number only.", str(a + b)) for a, b in pairs]
     return [
         Row("sums", (Message("user", question),), answer, ability="maths", index=index, question=question)
@@ -29,7 +29,7 @@ def rows(pairs: list[tuple[int, int]]) -> list[Row]:
 
 
 def split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All ordered pairs as (training, held out); both orders of a pair are on the same side."""
+    """Splits all ordered pairs into (training, held out); both orders of a pair are in the same split."""
     unordered = [(a, b) for a in range(1, HIGHEST) for b in range(a, HIGHEST) if a + b <= HIGHEST]
     unordered.sort(key=lambda pair: hashlib.sha256(str(pair).encode()).digest())
     held_out = set(unordered[:NUM_HELD_OUT])

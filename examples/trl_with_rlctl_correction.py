@@ -1,8 +1,8 @@
 """rlctl's rollout correction inside TRL's GRPOTrainer.
 
-TRL hands each batch to the loss with the trainer's log-probs and those of vLLM. The subclass replaces TRL's
-importance ratio by rlctl's weights: sequence or token level, clipped, normalised, with rejection. It logs the
-metrics that `rlctl diagnose` reads.
+TRL passes each batch to the loss with the log-probs of the trainer and of vLLM. The subclass replaces TRL's
+importance ratio with rlctl's weights: sequence or token level, clipped, normalised, with rejection. It logs
+the metrics that `rlctl diagnose` reads.
 
     trainer = CorrectedGRPOTrainer(model=…, args=GRPOConfig(use_vllm=True, …), …)
     trainer.rollout_correction = {"rollout_is": "token", "rollout_is_threshold": "2.0"}

@@ -1,4 +1,4 @@
-"""Call a function in a separate process, so that a crash or a hang becomes a line of the report.
+"""Calls a function in a separate process, so that a crash or a hang becomes a line of the report.
 
 The child runs `python -m rlctl.doctor.attempt MODULE:FUNCTION FILE`: it calls the function and writes the
 outcome to the file.
@@ -21,26 +21,26 @@ import rlctl
 from rlctl.errors import RlctlError
 from rlctl.leftovers import temporary_directory
 
-#: Set by a launcher. With them the child would wait for other ranks.
+#: Environment variables set by launchers; with them the child would wait for other ranks.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Characters of an error that are shown.
+#: Maximum characters shown of an error.
 _LONGEST = 300
 
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """Outcome of a trial."""
 
     works: bool  # whether it succeeded
     found: str  # its result, or how it failed
-    fix: str | None = None  # the fix that its own error names, if any
+    fix: str | None = None  # fix given by the error, if any
 
 
 def attempt(target: str, limit_s: float) -> TrialOutcome:
-    """Call `target`, a `module:function` that returns a string, in a child process.
+    """Calls `target` in a child process.
 
     Args:
-        target: what to call.
+        target: `module:function` that returns a string.
         limit_s: seconds until the child and all its processes are killed.
     """
     started = time.monotonic()
@@ -62,7 +62,7 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
                 code = child.wait(limit_s)
             except subprocess.TimeoutExpired:
                 return TrialOutcome(False, f"hangs: nothing after {limit_s:g} s{_last_line(log)}")
-            finally:  # engines start processes of their own
+            finally:  # engines start child processes
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
@@ -97,12 +97,12 @@ def _call(target: str) -> TrialOutcome:
 
 
 def main(target: str, result: Path) -> None:
-    """In the child: call `target` and write its outcome to `result`, complete or not at all."""
+    """Entry point of the child: calls `target` and writes its outcome to `result` atomically."""
     partial = result.with_suffix(".part")
     partial.write_text(json.dumps(asdict(_call(target))), encoding="utf-8")
     partial.replace(result)
     sys.stdout.flush()
-    os._exit(0)  # the trial is over; a thread or destructor that hangs must not change its outcome
+    os._exit(0)  # a hanging thread or destructor must not change the outcome
 
 
 if __name__ == "__main__":

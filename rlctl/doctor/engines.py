@@ -1,8 +1,8 @@
 """The trials, each in a separate process (`attempt`): torch, both rollout engines, DeepSpeed, Liger.
 
-Every trial runs the code of a training run on a random model of the embedded one's shape, in seconds. It
-returns what it found, or raises an `RlctlError`. Imports are inside the functions, so that one trial
-does not fail because of another's package.
+Every trial runs training code on a random model with the shape of the embedded model, in seconds. It returns
+its result as text, or raises an `RlctlError`. Imports are inside the functions, so that one trial does not
+fail because of a package that only another trial needs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _PROMPTS = ("12+34=", "5+67=")
 _RESPONSE_LENGTH = 8
-#: Share of a GPU's memory for the vLLM engine of a trial.
+#: Share of GPU memory for the vLLM engine of a trial.
 _GPU_SHARE = 0.2
-#: Largest relative difference of a float32 gradient that rounding explains, TF32 included.
+#: Maximum relative error of a gradient that float32 or TF32 rounding can cause.
 _LIGER_GAP = 1e-2
 
 
 def torch_computes() -> str:
-    """A product of matrices on every device, which must be the CPU's."""
+    """Multiplies matrices on every GPU and compares the product with that of the CPU."""
     import torch
 
     from rlctl.engine.ranks import refuse_idle_gpu
@@ -45,7 +45,7 @@ def torch_computes() -> str:
 
 
 def hf_samples() -> str:
-    """A few tokens by Hugging Face generation."""
+    """Samples a few tokens by Hugging Face generation."""
     import torch
 
     from rlctl.rollout.hf import HFRollout
@@ -55,7 +55,7 @@ def hf_samples() -> str:
 
 
 def vllm_samples() -> str:
-    """vLLM starts, loads weights as it does in training, samples a few tokens and stops."""
+    """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
     from rlctl.rollout.vllm import TrainedVLLMRollout
     from rlctl.rollout.weights import ExpectedWeights, PlainWeights
     from rlctl.spec.embedded import RECIPE
@@ -80,7 +80,7 @@ def vllm_samples() -> str:
 
 
 def deepspeed_steps() -> str:
-    """One optimizer step in bf16, which must change the weights."""
+    """Runs one optimizer step in bf16 and checks that it changes the weights."""
     import torch
 
     from rlctl.engine.deepspeed import DeepSpeedEngine
@@ -109,7 +109,7 @@ def deepspeed_steps() -> str:
 
 
 def liger_computes() -> str:
-    """Liger's kernels give the gradients of the layers that they replace. Skipped where they cannot run."""
+    """Compares gradients of Liger's kernels with those of the replaced layers. Skipped if they cannot run."""
     import torch
 
     from rlctl.engine.liger import refuse_liger_here, run_liger
@@ -129,7 +129,7 @@ def liger_computes() -> str:
 
 
 def _gradient(model: Any) -> Any:
-    """The gradient of a random sequence's log-probs, all parameters in one tensor."""
+    """Gradient of the log-probs of a random sequence, for all parameters in one tensor."""
     import torch
 
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def _gradient(model: Any) -> Any:
 
 
 def _tiny() -> tuple[Any, Any]:
-    """A random model of the embedded one's shape, and its tokenizer."""
+    """A random model with the shape of the embedded model, and its tokenizer."""
     import torch
 
     from rlctl.spec.embedded import RECIPE
@@ -151,7 +151,7 @@ def _tiny() -> tuple[Any, Any]:
 
 
 def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
-    """Sample two responses to each of two prompts and check their log-probs."""
+    """Samples two responses to each of two prompts and checks their log-probs."""
     from rlctl.data.prompts import PromptDataset
     from rlctl.data.schema import Message, Row
     from rlctl.rollout.protocol import Sampling
@@ -172,7 +172,7 @@ def _sampled(engine: ResponseSampler, tokenizer: Any) -> str:
 
 
 def _batch(model: Any, device: Any) -> Any:
-    """Random tokens as a batch of four responses."""
+    """A batch of four responses with random tokens."""
     import torch
 
     from rlctl.batch import ModelInputs

@@ -1,4 +1,4 @@
-"""All checks of `rlctl doctor`, in order, and the engines that it tries."""
+"""All checks of `rlctl doctor`, in order, and the list of engine trials."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlctl.doctor.checks import Check, installed, machine_checks, package_checks
 
 
 class EngineTrial(NamedTuple):
-    """A function that is called in a separate process."""
+    """A function that tests an engine in a separate process."""
 
-    name: str  # what it is called in the report
-    module: str  # without this package nothing is tried
+    name: str  # name in the report
+    module: str  # package that the trial requires; without it, the trial does not run
     target: str  # `module:function` to call
-    limit_s: float  # seconds it may take; the first start of an engine compiles
-    fix: str  # what to do if the failure itself names no fix
-    absent: str | None = None  # how to install an optional engine; None: every run needs it
+    limit_s: float  # time limit in seconds; includes compilation at the first start of an engine
+    fix: str  # recommended action if the failure gives no fix
+    absent: str | None = None  # how to install an optional engine; None: the engine is required
 
 
 _REINSTALL = "reinstall it together with torch: pip install --force-reinstall"
@@ -51,7 +51,7 @@ TRIALS = (
 
 
 def examine(*, quick: bool, announce: Callable[[str], None]) -> list[Check]:
-    """Check packages, machine and, unless `quick`, engines; `announce` is told what is being checked."""
+    """Checks packages, machine and, unless `quick`, engines; calls `announce` with the name of each step."""
     announce("packages and machine")
     python = Check("packages", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
     checks = [python, *package_checks(installed()), *machine_checks()]

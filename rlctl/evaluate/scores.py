@@ -15,7 +15,7 @@ OVERALL = "overall"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n responses, drawn without replacement, contain one of the c right ones.
+    """Probability that k of n responses, drawn without replacement, include one of the c right ones or more.
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 − C(n−c, k) / C(n, k), computed as a
     product of the probabilities that each draw is wrong too, which avoids factorials and overflow.

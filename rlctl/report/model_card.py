@@ -1,4 +1,4 @@
-"""A model card for a checkpoint of a run: spec, data, figures, findings."""
+"""Model card for a checkpoint of a run: data, metrics, findings, spec, versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIGURES = {
 
 
 def model_card(run_dir: Path, step: int) -> str:
-    """The card of the model after `step`, as a Hub's `README.md`; figures are those up to that step.
+    """The card of the model after `step`, as `README.md` of the hub; metrics are those up to that step.
 
     Raises:
         UsageError: not a run directory.
@@ -74,7 +74,7 @@ def _figures(rows: Sequence[dict[str, object]]) -> list[list[str]]:
 
 
 def _data(run_dir: Path, train: list[str], val: list[str]) -> str:
-    """File names without their directories, and the fingerprints of their rows."""
+    """File names without directories, and hashes of the rows."""
     prints = known_data(run_dir)
     lines = []
     for what, key, files in (("training", "data.train_files", train), ("validation", "data.val_files", val)):
@@ -85,7 +85,7 @@ def _data(run_dir: Path, train: list[str], val: list[str]) -> str:
 
 
 def _findings(run_dir: Path) -> str:
-    """What `rlctl diagnose` finds in the whole run."""
+    """Findings of `rlctl diagnose` over the whole run, as Markdown."""
     try:
         found = examine(read_run(run_dir, metrics_read())).findings
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""One self-contained page about one run or several: curves, findings, spec, validation, samples, what-if."""
+"""Self-contained HTML page about one or more runs: curves, findings, spec, validation, samples, what-if."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HERE = Path(__file__).parent
 
 
 def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
-    """The page as text; several runs share each plot.
+    """Renders the page as HTML text; each plot shows all runs.
 
     Args:
         runs: run directories.
-        with_what_if: replay the rollouts that were kept under other corrections; takes seconds per run.
+        with_what_if: evaluate the saved rollouts under other corrections; takes seconds per run.
 
     Raises:
-        UsageError: one is no run directory, or has logged nothing.
+        UsageError: a path is not a run directory, or the run has logged nothing.
         EnvironmentFailure: plotly is not installed.
     """
     records = [open_run(path) for path in runs]
@@ -40,7 +40,7 @@ def run_page(runs: Sequence[Path], *, with_what_if: bool = True) -> str:
     for path in runs if with_what_if else ():
         try:
             replays.append((visible(str(path)), what_if(path)))
-        except UsageError:  # it kept no responses
+        except UsageError:  # the run saved no responses
             continue
     values["style"] += what_if_page.section_style() + (_HERE / "run_page.css").read_text(encoding="utf-8")
     details: list[dict[str, Any]] = []

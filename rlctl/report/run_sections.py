@@ -1,4 +1,4 @@
-"""What the page of a run shows beside its diagnosis: spec against preset, validation, sampled responses."""
+"""Sections of the run page besides the diagnosis: spec against preset, validation, sampled responses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlctl.track.run_state import read_state
 from rlctl.train.resume import changes
 from rlctl.user_code import visible
 
-#: Steps and responses per step that a page shows, and tokens of each response.
+#: Maximum steps on a page, responses per step, and tokens per response.
 STEPS, PER_STEP, TOKENS = 10, 4, 400
-#: |log ρ| from which a token is shaded one level stronger, nats.
+#: Thresholds of |log ρ| in nats for the shading levels of a token.
 SHADES = (0.02, 0.1, 0.5, 2.0)
 
 
@@ -27,10 +27,10 @@ class Token:
     """One token of a response.
 
     Attributes:
-        text: what it adds to the response.
-        shade: style class: `p1` to `p4` where training finds it likelier than the rollout did, `n1` … where
-            less likely.
-        about: its figures, in words.
+        text: text that the token adds to the response.
+        shade: style classes: `p1` to `p4` if the training policy gives it a higher probability than the
+            rollout policy, `n1` to `n4` if lower, and `out` if the token was rejected.
+        about: its log ρ, rollout log-prob and weight, as text.
     """
 
     text: str
@@ -39,14 +39,14 @@ class Token:
 
 
 def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
-    """What the run's spec is compared with, and the values that differ: key, there, here."""
+    """The base of the comparison (presets or defaults), and (key, base value, own value) per difference."""
     spec = record.spec
     state = read_state(record.path)
     presets = [name for name in state.preset.split("+") if name]
     base = ["model.path=embedded"] if spec.is_embedded else [f"model.path={spec.model.path}"]
     try:
         before, than = load_spec(presets, [], base).spec, " + ".join(presets) or "the defaults"
-    except RlctlError:  # presets of files that are gone, or that are complete only with the run's own values
+    except RlctlError:  # preset files were removed, or are incomplete without the overrides of the run
         before, than = load_spec(overrides=["model.path=embedded"]).spec, "the defaults"
     own = {"trainer.run_dir"}
     rows = [
@@ -58,7 +58,7 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Validation metric → its value first, best and last, with the steps of these."""
+    """Validation metric, and its first, best and last value with their steps."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for key, value in row.items():
@@ -75,7 +75,7 @@ def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
 
 
 def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
-    """Steps spread over the run, with some responses of each, token by token; empty where none were kept."""
+    """Evenly spaced steps of the run with some responses each, token by token; empty if none were saved."""
     try:
         kept = record.rollout_steps()
     except UsageError:
@@ -90,7 +90,7 @@ def sample_steps(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def sample_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """What a reader must know to read the responses of `sample_steps`."""
+    """Note on how to read the responses of `sample_steps`; "" if none is needed."""
     sources = {sample["source"] for step in steps for sample in step["samples"]}
     return WRITTEN if DATA_SOURCE in sources else ""
 
@@ -141,7 +141,7 @@ def _about(ratio: float, log_prob: float, weight: float, *, kept: bool) -> str:
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """What each token adds to the text; one that ends inside a character adds nothing, the next one all."""
+    """Text that each token adds. A token that ends within a character adds ""; the next one adds it all."""
     texts, start, shown = [], 0, ""
     for place in range(len(ids)):
         text = decode(ids[start : place + 1])
@@ -150,15 +150,13 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
             continue
         texts.append(text[len(shown) :])
         shown = text
-        if (
-            place - start >= 16
-        ):  # the last token stays as context: how it decodes may depend on the one before
+        if place - start >= 16:  # keep the last token as context: decoding may depend on the previous token
             start, shown = place, decode(ids[place : place + 1])
     return texts
 
 
 def _decoder(record: RunRecord) -> Callable[[Sequence[int]], str] | None:
-    """The tokenizer's, from a checkpoint or the model's directory; None where there is no such file."""
+    """Decoder of the tokenizer of a checkpoint or the model directory; None without a `tokenizer.json`."""
     from tokenizers import Tokenizer
 
     folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]

@@ -1,4 +1,4 @@
-"""`ensure_embedded`: the embedded model and task on disk, built once and cached."""
+"""`ensure_embedded`: builds the embedded model and task once and caches them on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.files import cache_root, cached_directory
 from rlctl.spec.embedded import RECIPE, EmbeddedRecipe
 from rlctl.tiny.task import split, write_parquet
 
-#: Called with the fraction done in [0, 1] and a line saying what is going on.
+#: Called with the completed fraction in [0, 1] and a status line.
 Progress = Callable[[float, str], None]
 
 _TYPICAL_STEPS = 270  # of a warm start, for the progress bar
@@ -18,12 +18,12 @@ _TYPICAL_STEPS = 270  # of a warm start, for the progress bar
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTask:
-    """Where the embedded model and its data lie.
+    """Paths of the embedded model and its data.
 
     Attributes:
         model_dir: Hugging Face directory (config, safetensors, tokenizer with chat template).
-        train_file: Parquet in verl's row schema.
-        val_file: the same; shares no prompt with `train_file`.
+        train_file: training data, Parquet in verl's row schema.
+        val_file: validation data in the same schema; shares no prompt with `train_file`.
     """
 
     model_dir: Path
@@ -37,12 +37,12 @@ def ensure_embedded(
     progress: Progress | None = None,
     recipe: EmbeddedRecipe = RECIPE,
 ) -> EmbeddedTask:
-    """Build the embedded model and task for `seed` unless the cache has them (about 10 s once).
+    """Builds the embedded model and task for `seed` unless they are cached (about 10 s once).
 
     Args:
-        seed: seeds initialisation and warm start; each seed is its own model.
+        seed: seed of initialisation and warm start; each seed gives a different model.
         cache_dir: root of the cache; None: `cache_root()`.
-        progress: is told how far the build is; never called when the cache has everything.
+        progress: receives the progress of the build; not called on a cache hit.
         recipe: what to build; tests pass a smaller one.
 
     Raises:
@@ -62,7 +62,7 @@ def ensure_embedded(
 
 
 def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: EmbeddedRecipe) -> None:
-    """Initialise, warm-start and save the model; torch's global random state is left as it was."""
+    """Initialises, warm-starts and saves the model; restores torch's global random state."""
     progress(0.0, "building the embedded model")
     import torch
 
@@ -74,8 +74,8 @@ def _build_model(model_dir: Path, seed: int, progress: Progress, recipe: Embedde
         progress(min(0.99, step / _TYPICAL_STEPS), f"warm start: step {step + 1}, {goal}")
 
     num_threads = torch.get_num_threads()
-    # Matrices this small gain little from a second thread, and on busy cores two threads spend
-    # minutes waiting for each other. One also makes the result the same on every number of cores.
+    # Such small matrices gain little from a second thread, and on busy cores two threads spend minutes
+    # waiting for each other. One thread also makes the result independent of the number of cores.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The embedded model and its tokenizer: ordinary Hugging Face objects, built from nothing."""
+"""Builds the embedded model and its tokenizer as standard Hugging Face objects, without downloads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from rlctl.spec.embedded import EOS, PAD, UNK, VOCABULARY, EmbeddedRecipe
 
-#: The prompt as the model reads it is the user's words and nothing else.
+#: Renders only the message contents.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def build_tokenizer(recipe: EmbeddedRecipe) -> Any:
-    """One token per character; other characters become `<unk>`; decoding puts nothing in between."""
+    """Character-level tokenizer: unknown characters become `<unk>`; decoding inserts no separators."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -34,11 +34,11 @@ def build_tokenizer(recipe: EmbeddedRecipe) -> Any:
 
 
 def build_model(recipe: EmbeddedRecipe) -> Any:
-    """A randomly initialised Llama, float32, from torch's global random state.
+    """A Llama model in float32, initialised from torch's global random state.
 
-    Llama because every engine runs it and because transformers then loads the tokenizer as it was
-    saved (a Qwen2 directory gets Qwen2's own byte-level class, which drops unknown characters).
-    Embeddings are untied: vLLM on CPU keeps a stale output head after a weight sync of tied ones.
+    Llama, because every engine supports it and transformers loads the saved tokenizer unchanged (for a Qwen2
+    directory it uses Qwen2's byte-level class, which drops unknown characters). Embeddings are untied,
+    because vLLM on CPU keeps a stale output head after a weight sync of tied embeddings.
     """
     special = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(EOS)}
     config = LlamaConfig(
@@ -62,7 +62,7 @@ def build_model(recipe: EmbeddedRecipe) -> Any:
 
 
 def save_model(model: Any, model_dir: Path) -> None:
-    """Write config and weights as `save_pretrained` would, without its progress bar on the terminal."""
+    """Writes config and weights like `save_pretrained`, but without its progress bar."""
     model.config.save_pretrained(model_dir)
     model.generation_config.save_pretrained(model_dir)
     save_file(model.state_dict(), model_dir / "model.safetensors", metadata={"format": "pt"})

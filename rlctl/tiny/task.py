@@ -1,7 +1,7 @@
-"""The embedded task: two-digit addition, the sum's digits least significant first.
+"""The embedded task: two-digit addition, with the digits of the sum least significant first.
 
-`12+34=` asks for `640`: 46, reversed, padded with zeros to three digits. Least significant first
-makes each digit depend on what is already written, which a model of two layers can learn.
+The answer to `12+34=` is `640`: 46 padded with zeros to three digits and reversed. With the least significant
+digit first, each carry comes from digits already written, which a two-layer model can learn.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from rlctl.data.schema import Message, Row
 from rlctl.data.write import write_rows
 
 DATA_SOURCE = "embedded/addition"
-#: For whoever reads a response of the task.
+#: Note shown with responses of the task.
 WRITTEN = "The built-in task writes sums lowest digit first, padded to three digits: 71+63= → 431 means 134."
 
 Problem = tuple[str, str]  # prompt, right answer
 
 
 def problem(a: int, b: int) -> Problem:
-    """Prompt and answer of a + b, both of two digits: `problem(12, 34) == ("12+34=", "640")`."""
+    """Prompt and answer of a + b for two-digit a and b: `problem(12, 34) == ("12+34=", "640")`."""
     return f"{a:02d}+{b:02d}=", f"{a + b:03d}"[::-1]
 
 
 def split(num_val: int) -> tuple[list[Problem], list[Problem]]:
-    """All 8,100 problems as (training, validation), disjoint, in an order that looks random.
+    """Splits all 8,100 problems into (training, validation), disjoint, in pseudo-random order.
 
-    The order is that of the prompts' SHA-256, so it is the same with every library and seed.
+    Problems are ordered by the SHA-256 of the prompt, independent of library versions and seed.
     """
     everything = [problem(a, b) for a in range(10, 100) for b in range(10, 100)]
     everything.sort(key=lambda item: hashlib.sha256(item[0].encode()).digest())
@@ -35,7 +35,7 @@ def split(num_val: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def write_parquet(problems: list[Problem], split_name: str, path: Path) -> None:
-    """Write one split in verl's row schema."""
+    """Writes one split as Parquet in verl's row schema."""
     rows = [
         Row(DATA_SOURCE, (Message("user", prompt),), answer, ability="maths", index=index)
         for index, (prompt, answer) in enumerate(problems)

@@ -1,9 +1,9 @@
-"""Supervised warm start: teach the embedded model most of the answers, then make it unsure of them.
+"""Supervised warm start: trains the embedded model to a high accuracy, then flattens its output distribution.
 
-A model stopped in the middle of its lessons is often confidently wrong: whole groups of responses
-repeat one mistake and there is nothing to compare. So it is taught further than it shall start, and
-its output head is then scaled down until the accuracy of sampling is the one wanted: every prompt has
-right answers to be found and wrong ones to be unlearnt, whatever the seed.
+A model from early-stopped training is often confidently wrong: whole groups of responses repeat one mistake,
+and the group has no reward variance. Therefore the model is trained beyond the target accuracy, and its
+output head is then scaled down until the accuracy of samples matches the target. For any seed, every prompt
+then has right and wrong responses with sufficient probability.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlctl.errors import RunFailure
 from rlctl.spec.embedded import EOS, RESPONSE_LENGTH, VOCABULARY, EmbeddedRecipe
 from rlctl.tiny.task import Problem
 
-#: Problems on which the stopping accuracy is measured: a standard error of about 0.01.
+#: Problems that the accuracy is measured on, for a standard error of about 0.01.
 _NUM_MEASURED = 1024
 
 OnStep = Callable[[int, float], None]  # step, accuracy
@@ -29,16 +29,16 @@ OnStep = Callable[[int, float], None]  # step, accuracy
 def warm_start(
     model: Any, problems: list[Problem], recipe: EmbeddedRecipe, seed: int, on_step: OnStep
 ) -> float:
-    """Train `model` in place on right answers up to `recipe.taught_accuracy`, then soften it.
+    """Trains `model` in place up to `recipe.taught_accuracy`, then flattens it to `recipe.target_accuracy`.
 
-    The accuracy of sampling at temperature 1 needs no sampling here: it is the mean probability of
-    the one right answer, end of sequence included.
+    The accuracy of samples at temperature 1 is computed without sampling, as the mean probability of the only
+    right answer, including the end of sequence.
 
     Returns:
-        The accuracy it is left at, `recipe.target_accuracy`.
+        The final accuracy, close to `recipe.target_accuracy`.
 
     Raises:
-        RunFailure: `recipe.max_steps` were not enough.
+        RunFailure: the accuracy was not reached in `recipe.max_steps`.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = _tokens(problems)
@@ -54,7 +54,7 @@ def warm_start(
         optimizer.step()
         warmup.step()
         accuracy = _accuracy(nll)
-        # The batch's own figure is free but noisy and one update old: near the goal, measure.
+        # The batch accuracy is free but noisy and one update old: near the goal, measure.
         if accuracy > 0.8 * recipe.taught_accuracy:
             accuracy = _measure(model, measured)
             if accuracy >= recipe.taught_accuracy:
@@ -72,10 +72,10 @@ def warm_start(
 
 @torch.no_grad()
 def _soften(model: Any, measured: Tensor, target: float) -> float:
-    """Scale the output head by the factor in (0, 1) that brings the accuracy down to `target`."""
+    """Scales the output head by the factor in (0, 1) that lowers the accuracy to `target`, by bisection."""
     head = model.get_output_embeddings().weight
     taught = head.clone()
-    low, high = 0.0, 1.0  # at 0 every token is equally likely, at 1 the model is as taught
+    low, high = 0.0, 1.0  # 0: uniform distribution, 1: the trained model
     for _ in range(20):
         middle = 0.5 * (low + high)
         head.copy_(taught * middle)
@@ -85,22 +85,22 @@ def _soften(model: Any, measured: Tensor, target: float) -> float:
 
 @torch.no_grad()
 def _measure(model: Any, tokens: Tensor) -> float:
-    """Accuracy of sampling at temperature 1 on these problems."""
+    """Accuracy of samples at temperature 1 on these problems."""
     return _accuracy(_answer_nll(model, tokens))
 
 
 def _tokens(problems: list[Problem]) -> Tensor:
-    """(N, P + T) int64: prompt, answer, end of sequence; all rows are of one length."""
+    """(N, P + T) int64: prompt, answer, end of sequence; all rows have the same length."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     return torch.tensor([[*(ids[char] for char in prompt + answer), ids[EOS]] for prompt, answer in problems])
 
 
 def _answer_nll(model: Any, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the answer's tokens, (N, T), nats."""
+    """Cross-entropy of the answer tokens, (N, T), in nats."""
     logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=RESPONSE_LENGTH).logits
     return functional.cross_entropy(logits.transpose(1, 2), tokens[:, -RESPONSE_LENGTH:], reduction="none")
 
 
 def _accuracy(nll: Tensor) -> float:
-    """Mean probability of the whole right answer."""
+    """Mean probability of the complete right answer."""
     return float(nll.detach().sum(1).neg().exp().mean())

@@ -12,6 +12,7 @@ from rich.text import Text
 from rlctl.cli.messages import print_problems
 from rlctl.errors import Problem
 from rlctl.registry import GRADERS
+from rlctl.spec.check_rollout import slow_on_a_gpu
 from rlctl.spec.explain import BatchArithmetic, bands, notes
 from rlctl.spec.keys import known_leaves, value_of
 from rlctl.spec.load import LoadedSpec
@@ -55,6 +56,8 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     unusable += placement.problems()
     if machine is None:  # disks are cleared and changed: refused at the start only
         unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
+    if machine and placement.machine.gpus:  # the warnings of the spec are about this machine
+        unusable += [problem for problem in slow_on_a_gpu(loaded.spec) if problem not in loaded.warnings]
     if problems := [*loaded.warnings, *unusable]:
         _print_title("Before you start", console)
         print_problems(problems, console)

@@ -59,7 +59,13 @@ def temperature_explores(spec: RunSpec) -> Problems:
 @reads("rollout.name", "model.path")
 def gpu_samples_fast(spec: RunSpec) -> Problems:
     """Hugging Face generation leaves a GPU idle most of the time."""
-    if spec.rollout.name == "hf" and not spec.is_embedded and not gpus_are_hidden() and gpus():
+    if not gpus_are_hidden() and gpus():
+        yield from slow_on_a_gpu(spec)
+
+
+def slow_on_a_gpu(spec: RunSpec) -> Problems:
+    """A warning if the rollout engine is slow on a GPU."""
+    if spec.rollout.name == "hf" and not spec.is_embedded:
         what = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
         yield warning("rollout.name", what, 'rollout.name=vllm (pip install "rlctl[vllm]")')
 

@@ -256,6 +256,10 @@ def test_the_dry_run_plans_for_a_machine(capsys: Any, monkeypatch: pytest.Monkey
         "sequences of",
     ):
         assert words in out
+    slow = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
+    assert slow not in out
+    assert run([*train, "--machine", "8xh100", "rollout.name=hf"]) == 0
+    assert slow in capsys.readouterr().out
     assert run([*train, "--machine", "1xh100"]) == 2
     assert "the run takes 8 GPUs of each node, 1xh100 has 1" in capsys.readouterr().out
     assert run([*train, "--machine", "9xh100"]) == 2

@@ -82,7 +82,7 @@ def test_of_two_criteria_alike_one_is_named():
 def test_batch_arithmetic():
     batch = BatchArithmetic(spec_of("trainer.n_gpus_per_node=4", preset="qwen2.5-7b-rloo-seq-is"))
     assert (batch.samples, batch.mini_batches, batch.samples_per_mini_batch) == (640, 4, 160)
-    assert (batch.samples_per_rank, batch.micro_batches_per_rank, batch.steps_per_batch) == (40, 40, 4)
+    assert (batch.samples_per_rank, batch.micro_batch_tokens, batch.steps_per_batch) == (40, 16384, 4)
     assert batch.num_batches is None
     assert batch.total_steps is None
     tiny = BatchArithmetic(

@@ -131,3 +131,12 @@ def test_plain_generation_on_a_gpu_is_warned_about(monkeypatch: pytest.MonkeyPat
     assert said["vllm"] == []
     assert len(said["hf"]) == 1
     assert "rollout.name=vllm" in said["hf"][0]
+
+
+def test_complete_runs_for_gpus_sample_with_vllm() -> None:
+    for name in ("qwen2.5-7b-rloo-seq-is", "qwen2.5-7b-grpo-multi-rs"):
+        spec = load_spec([name], [], []).spec
+        assert spec.trainer.n_gpus_per_node == 8
+        assert spec.rollout.name == "vllm"
+        assert spec.rollout.max_num_seqs is None
+        assert memory_total(memory_parts(spec, model_size(spec.model), 80 * 2**30)) < 76 * 2**30

@@ -1,9 +1,10 @@
-"""Every metric a run may log: name, unit, definition, and what other frameworks call the same quantity.
+"""Every metric that a run may log: key, unit, definition, and its names in other frameworks.
 
-Tracking writes these keys, diagnosis reads them, `docs/reference/metrics.md` is printed from them. No torch.
+Tracking writes these keys, diagnosis reads them, and `docs/reference/metrics.md` is generated from them. This
+module imports no torch.
 
-A peer's name is listed only where the quantity is the same; names that collide but differ (five
-different KLs, for one) are left to the readers of `rlctl.diagnose`.
+Another framework's name is listed only where the quantity is the same. Equal names of different quantities
+(for example, five different KLs) are handled by the readers of `rlctl.diagnose`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-#: Correction statistics of a whole batch or mini-batch, never an average over micro-batches.
+#: Prefix of the correction statistics. They cover a whole batch or mini-batch, and are never averages over
+#: micro-batches.
 CORRECTION = "rollout_corr/"
-#: The length penalty among the rewards, as in `reward/overlong/mean`.
+#: Name of the length penalty among the reward terms, as in `reward/overlong/mean`.
 OVERLONG = "overlong"
 
 
@@ -23,7 +25,7 @@ class Metric:
     """One logged number.
 
     Attributes:
-        name: the key; `<…>` stands for a part that varies, such as a criterion's name.
+        name: the key; `<…>` stands for a variable part, such as a criterion's name.
         unit: `1` for a pure number, `fraction` for a share in [0, 1], `nats`, `tokens`, `s`, `GiB` …
         definition: what is computed, over what.
         peers: framework → its name for the same quantity.
@@ -36,7 +38,7 @@ class Metric:
 
 
 def _correction() -> Iterator[Metric]:
-    """How far the rollout policy is from the trained one (ρ = π_train / π_rollout, per token)."""
+    """Distance between the rollout policy and the trained policy (ρ = π_train / π_rollout, per token)."""
 
     def metric(key: str, unit: str, definition: str, **peers: str) -> Metric:
         name = CORRECTION + key
@@ -67,7 +69,7 @@ _UNITS = "over response tokens (level token) or sequences (levels sequence and g
 
 
 def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
-    """The importance weights' statistics; `kind` is empty (applied) or `raw_`."""
+    """Statistics of the importance weights; `kind` is empty (applied) or `raw_`."""
 
     def metric(key: str, unit: str, definition: str, **others: str) -> Metric:
         name = f"{CORRECTION}rollout_is_{kind}{key}"
@@ -92,7 +94,7 @@ def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
 
 
 def _bounds_and_counts() -> Iterator[Metric]:
-    """What bound and rejection did, and what could not be corrected."""
+    """Effects of bound and rejection, and counts of sequences and updates that could not be corrected."""
 
     def metric(key: str, unit: str, definition: str, verl: bool = True) -> Metric:
         name = CORRECTION + key
@@ -120,14 +122,14 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("skipped_updates", "updates", skipped, verl=False)
 
 
-#: Equal names, equal quantities only under this dialect.
+#: verl logs the same names, but the same quantities only under this dialect.
 _VERL_DIALECT = "verl (under `dialect: verl`)"
 
 
 def _criteria() -> Iterator[Metric]:
-    """One rejection criterion's statistics; the longer endings first, they are matched in this order.
+    """Statistics of one rejection criterion. Longer endings come first, because they are matched in order.
 
-    verl logs equal names. Its statistics are k1, k2 and k3; rlctl's are ρ itself.
+    verl logs the same names. Its criteria compare k1, k2 and k3; rlctl's compare ρ itself.
     """
 
     def metric(ending: str, unit: str, definition: str) -> Metric:
@@ -150,7 +152,7 @@ def _criteria() -> Iterator[Metric]:
 
 
 def _training() -> Iterator[Metric]:
-    """The gap in probabilities, and where the run stands."""
+    """Difference of the probabilities, and progress of the run (step, epoch, staleness, weight sync)."""
 
     def verl(key: str, unit: str, definition: str) -> Metric:
         return Metric(f"training/{key}", unit, definition, {"verl": f"training/{key}"})
@@ -171,7 +173,7 @@ def _training() -> Iterator[Metric]:
 
 
 def _actor() -> Iterator[Metric]:
-    """The policy's update."""
+    """Metrics of the policy update."""
 
     def metric(key: str, unit: str, definition: str, **peers: str) -> Metric:
         name = f"actor/{key}"
@@ -200,7 +202,7 @@ def _actor() -> Iterator[Metric]:
 
 
 def _critic() -> Iterator[Metric]:
-    """The critic's update."""
+    """Metrics of the critic update."""
 
     def metric(key: str, unit: str, definition: str) -> Metric:
         return Metric(f"critic/{key}", unit, definition, {"verl": f"critic/{key}"})
@@ -220,7 +222,7 @@ def _critic() -> Iterator[Metric]:
 
 
 def _rewards() -> Iterator[Metric]:
-    """What the graders said, and what became of it."""
+    """Scores, shaped rewards, advantages, failed samples, and dynamic sampling."""
     for statistic, word in (("mean", "mean"), ("max", "maximum"), ("min", "minimum")):
         score, reward, advantage = (
             f"critic/{what}/{statistic}" for what in ("score", "rewards", "advantages")
@@ -277,7 +279,7 @@ def _lengths() -> Iterator[Metric]:
 
 
 def _performance() -> Iterator[Metric]:
-    """Speed, memory and where the time goes."""
+    """Speed, memory and time per stage."""
 
     def verl(name: str, unit: str, definition: str) -> Metric:
         return Metric(name, unit, definition, {"verl": name})
@@ -306,7 +308,7 @@ def _performance() -> Iterator[Metric]:
 
 
 def _guardrails() -> Iterator[Metric]:
-    """What `trainer.guardrails` saw and did (absent where they are off)."""
+    """Alarms and interventions of `trainer.guardrails` (not logged where guardrails are off)."""
     beyond = "updates whose raw ESS is under its floor or whose |KL| is over its limit"
     tail = "1 if the raw ESS has been under its floor for a window of batches"
     yield Metric("guardrails/alarms", "1", f"{beyond}, plus {tail}")
@@ -321,7 +323,7 @@ def _guardrails() -> Iterator[Metric]:
 
 
 def _validation() -> Iterator[Metric]:
-    """Held-out prompts, by data source."""
+    """Scores and lengths on held-out prompts, per data source."""
     reward = "mean score over validation prompts of this data source, each the mean of its graded samples"
     yield Metric("val/<data_source>/reward_mean", "reward", reward)
     length = "mean response length over validation samples of this data source"
@@ -351,12 +353,12 @@ SECTIONS: Mapping[str, tuple[Metric, ...]] = {
     "Validation": tuple(_validation()),
 }
 
-#: Every metric by name, parametrised ones under their pattern.
+#: Every metric by name; a metric with a variable part is listed under its pattern.
 METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
 
 
 def _logged_elsewhere() -> Iterator[Metric]:
-    """What other frameworks log and this one does not; diagnosis reads it under these names."""
+    """Metrics that other frameworks log and rlctl does not; diagnosis reads them under these names."""
     gap = "over response tokens of |log π_train − log π_rollout|"
     abs_diff = {
         "trl": "sampling/sampling_logp_difference/mean",
@@ -397,7 +399,7 @@ ELSEWHERE: Mapping[str, Metric] = {metric.name: metric for metric in _logged_els
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-    """`a/<x>_mean` → a regex whose group `x` is the varying part (a data source may hold slashes)."""
+    """Compiles `a/<x>_mean` to a regex with the variable part as group `x` (which may contain slashes)."""
     parts = re.split(r"<(\w+)>", pattern)
     literal = (re.escape(part) if i % 2 == 0 else rf"(?P<{part}>.+)" for i, part in enumerate(parts))
     return re.compile("".join(literal))
@@ -407,10 +409,10 @@ _PATTERNS = tuple((_matcher(name), metric) for name, metric in METRICS.items() i
 
 
 def describe(key: str) -> Metric | None:
-    """The metric a logged key belongs to, its varying part filled in; None for an unknown key.
+    """Returns the metric of a logged key, with the variable part filled in; None for an unknown key.
 
-    Example: `describe("rollout_corr/rollout_rs_token_k1_mean")` is the entry of
-    `rollout_corr/rollout_rs_<criterion>_mean`, named as asked.
+    Example: `describe("rollout_corr/rollout_rs_token_k1_mean")` returns the entry of
+    `rollout_corr/rollout_rs_<criterion>_mean`, with the given key as its name.
     """
     if "<" in key:
         return None
@@ -423,7 +425,7 @@ def describe(key: str) -> Metric | None:
 
 
 def _filled(name: str, match: re.Match[str]) -> str:
-    """A peer's pattern with our key's varying parts put in."""
+    """Fills the variable parts of the matched key into another framework's pattern."""
     for part, value in match.groupdict().items():
         name = name.replace(f"<{part}>", value)
     return name

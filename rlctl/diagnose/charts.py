@@ -1,4 +1,4 @@
-"""Series made small enough to draw: as a line of text, and as points of a plot."""
+"""Reduces series to a size that can be drawn, as a line of text or as points of a plot."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-#: Points of one curve on a page.
+#: Maximum number of points of one curve on a page.
 MAX_POINTS = 2000
 
 
 def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
-    """At most `max_points` of the points: of each bucket the lowest and the highest, so that spikes survive.
+    """Reduces a series to at most `max_points` points: the lowest and the highest of each bucket.
 
-    The first and the last point are always kept.
+    Spikes are therefore kept. So are the first and the last point.
     """
     if len(series) <= max_points:
         return series
@@ -34,7 +34,7 @@ def thinned(series: Series, max_points: int = MAX_POINTS) -> Series:
 
 
 def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
-    """The series as one line of blocks, and the first step under each of them.
+    """The series as one line of blocks, and the first step of each block.
 
     Each block shows the value of its bucket that is furthest from the series' median.
 
@@ -55,5 +55,5 @@ def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
 
 
 def _bucket_starts(length: int, buckets: int) -> NDArray[np.int64]:
-    """Where each of at most `buckets` parts of nearly equal size begins."""
+    """Start indices of at most `buckets` parts of nearly equal size."""
     return np.unique(np.linspace(0, length, min(buckets, length), endpoint=False).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Two runs compared: what differs in their specs and metrics, and since when."""
+"""Compares two runs: differences of specs, metrics and findings, and the steps at which metrics differ."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Steps = NDArray[np.int64]
 
-#: Runs differ where window medians are further apart than this many of both runs' robust deviations. The
-#: medians' own noise is about 0.4 of one.
+#: Runs differ where their window medians are further apart than this many robust deviations of the values of
+#: both runs. (The noise of a window median is about 0.4 of such a deviation.)
 APART_SIGMAS = 2.0
-#: Noise of a window's median relative to a value's, for independent values; windows needed to estimate it.
+#: Noise of a window median relative to that of a value, for independent values; minimum number of windows to
+#: estimate the noise from.
 _MEDIAN_SHARE, _MIN_WINDOWS = 0.4, 8
-#: Windows whose median is the level from which the noise is measured.
+#: Length, in windows, of the running median that the noise is measured around.
 _SMOOTHED = 5
-#: Standard deviations of a normal distribution in its median absolute deviation.
+#: Standard deviation of a normal distribution divided by its median absolute deviation.
 _NORMAL = 1.4826
-#: Points a metric is compared at; of longer logs medians of consecutive steps.
+#: Maximum number of points a metric is compared at; in longer logs, a point is the median of several steps.
 _MAX_POINTS = 5000
-#: Share of a run's values on one side of zero from which a ratio to them makes sense.
+#: Share of each run's values that must be on the same side of zero for the ratio B / A to be meaningful.
 _ONE_SIDED = 0.9
 #: Differences named in sentences, besides the first.
 _NAMED = 3
@@ -43,7 +44,7 @@ _MACHINE = ("perf/", "timing_s/", "timing/")
 
 @dataclass(frozen=True, slots=True)
 class SpecChange:
-    """A key whose value differs; None where it is unknown."""
+    """A spec key whose value differs; None where the value is unknown."""
 
     key: str
     a: Any
@@ -52,18 +53,18 @@ class SpecChange:
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """A metric that differs for the length of several windows."""
+    """A metric that differs between the runs for at least a window."""
 
     key: str  # the metric
-    #: first_step, last_step: the longest stretch in which it differs
+    #: first_step, last_step: the longest stretch of steps in which it differs
     first_step: int
     last_step: int
-    lasts: bool  # whether it still does at the end of what both have logged
+    lasts: bool  # whether it still differs at the last shared step
     #: a, b: medians over that stretch
     a: float
     b: float
-    sigmas: float  # their distance in robust standard deviations of both runs' noise
-    ratio: float | None  # B's over A's; None where either's values scatter around zero
+    sigmas: float  # distance of A and B in robust standard deviations of both runs' noise
+    ratio: float | None  # B / A; None where the values of a run scatter around zero
 
     @property
     def when(self) -> str:
@@ -81,20 +82,20 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """What differs."""
+    """Differences between two runs."""
 
-    #: a, b: both diagnoses
+    #: a, b: the diagnoses of both runs
     a: Diagnosis
     b: Diagnosis
-    #: first and last step both have logged, and how many; None where there is none
+    #: first and last step that both runs logged, and the number of such steps; None where there is none
     shared: tuple[int, int, int] | None
     #: the last step up to which all training metrics are equal; None where the first step differs or no
     #: metric is shared
     identical_until: int | None
-    spec: tuple[SpecChange, ...]  # changed keys
-    metrics: tuple[MetricChange, ...]  # what differs, the largest first
-    same: tuple[str, ...]  # shared metrics without a lasting difference
-    #: only_a, only_b: metrics only one of them has logged
+    spec: tuple[SpecChange, ...]  # keys with different values
+    metrics: tuple[MetricChange, ...]  # metrics that differ, the largest difference first
+    same: tuple[str, ...]  # shared metrics without such a difference
+    #: only_a, only_b: metrics that only one run logged
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     #: findings_a, findings_b: findings of rules that found nothing in the other run
@@ -103,7 +104,7 @@ class RunComparison:
 
 
 def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
-    """Compare two runs step by step."""
+    """Compares two runs step by step."""
     columns_a, columns_b = (set(each.run.table.columns) for each in (a, b))
     shared = sorted(columns_a & columns_b)
     tables = _on_shared_steps(a.run.table, b.run.table)
@@ -127,7 +128,7 @@ def compare(a: Diagnosis, b: Diagnosis) -> RunComparison:
 
 
 def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
-    """Both tables with the steps that both have."""
+    """Restricts both tables to the steps that both have."""
     if np.array_equal(a.steps, b.steps):
         return a, b
     steps, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
@@ -139,26 +140,29 @@ def _on_shared_steps(a: Table, b: Table) -> tuple[Table, Table]:
 
 
 def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
-    """The longest stretch of steps in which window medians are further apart than both runs' noise.
+    """Finds the longest stretch of steps in which window medians differ by more than both runs' noise.
 
-    Noise is the median absolute deviation from a running median of five windows, of both runs together. It
-    is larger where the difference drifts from window to window more than independent values would, and at
-    least a small share of the level, so that a difference must be material, too.
+    The noise of a run is the robust deviation from a running median of five windows; the noise of both runs
+    is added in quadrature. It is raised where the difference drifts from window to window more than
+    independent values would, and to a small share of the level, so that a difference must also be material.
 
     Args:
         key: the metric.
         a, b: tables with the same steps.
+
+    Returns:
+        the difference; None if it is shorter than a window.
     """
     steps, values_a, values_b = _shared_values(key, a, b)
     if len(steps) < th.WINDOW:
         return None
-    # Reflected at the ends, where a repeated last value would dominate the median.
+    # Values are reflected at the ends, because a repeated last value would dominate the median.
     medians_a, medians_b = map(smoothed, (values_a, values_b))
     noise = max(float(np.hypot(_noise(values_a), _noise(values_b))), _drift(values_b - values_a))
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
     apart = (side * distance > APART_SIGMAS for side in (1.0, -1.0))
-    # Smoothed: single windows neither begin nor interrupt a stretch.
+    # Smoothing prevents that single windows begin or interrupt a stretch.
     streaks = [longest_true(smoothed(flags.astype(np.uint8)).astype(bool)) for flags in apart]
     start, length = max(streaks, key=lambda streak: streak[1])
     if length < th.WINDOW:
@@ -167,7 +171,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     left, right = float(np.median(values_a[inside])), float(np.median(values_b[inside]))
     sides = (values_a[inside] * left > 0.0, values_b[inside] * right > 0.0)
     has_ratio = left * right > 0.0 and min(map(np.mean, sides)) > _ONE_SIDED
-    # Medians of a window, or of consecutive steps, may part before the values themselves do.
+    # Medians of a window, or of consecutive steps, may differ before the values themselves do.
     parted = a.steps[(a.columns[key] != b.columns[key]) & np.isfinite(a.columns[key] + b.columns[key])]
     first_step = int(parted[np.searchsorted(parted, steps[start])])
     return MetricChange(
@@ -183,15 +187,15 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
 
 
 def _noise(values: Floats) -> float:
-    """Robust standard deviation of the values around their running level."""
+    """Robust standard deviation of the values around their running median."""
     size = min(_SMOOTHED * th.WINDOW, len(values) // 2 * 2 - 1)
     return float(deviation(values - smoothed(values, size, "nearest")))
 
 
 def _drift(difference: Floats) -> float:
-    """A value's noise, estimated from how medians of neighbouring windows differ.
+    """Noise of a value, estimated from the changes between medians of neighbouring windows.
 
-    A single step in the difference affects two of these windows only, and not their median.
+    A single jump in the difference affects at most two of these changes, so their median ignores it.
     """
     count = len(difference) // th.WINDOW
     if count < _MIN_WINDOWS:
@@ -202,7 +206,7 @@ def _drift(difference: Floats) -> float:
 
 
 def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]:
-    """Steps at which both logged the metric, and the values; of many, medians of consecutive ones."""
+    """Steps at which both runs logged the metric, and the values; for many steps, medians of several."""
     values_a, values_b = a.columns[key], b.columns[key]
     logged = np.isfinite(values_a) & np.isfinite(values_b)
     steps, values_a, values_b = a.steps[logged], values_a[logged], values_b[logged]
@@ -218,7 +222,7 @@ def _shared_values(key: str, a: Table, b: Table) -> tuple[Steps, Floats, Floats]
 
 
 def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
-    """The last of the tables' steps up to which all figures of the training are equal."""
+    """The last of the tables' steps up to which all training metrics are equal; None if there is none."""
     compared = [key for key in keys if not key.startswith(_MACHINE)]
     if not len(a.steps) or not compared:
         return None
@@ -231,7 +235,7 @@ def _identical_until(a: Table, b: Table, keys: Sequence[str]) -> int | None:
 
 
 def _spec_changes(a: RunLog, b: RunLog) -> Iterator[SpecChange]:
-    """Key by key; of runs without a spec, their known facts."""
+    """Compares the specs key by key; where a run has no spec, the known facts of both runs."""
     left, right = asdict(a.facts), asdict(b.facts)
     if a.spec is not None and b.spec is not None:
         left, right = flat(a.spec.model_dump(mode="json")), flat(b.spec.model_dump(mode="json"))
@@ -254,14 +258,14 @@ def metric_rows(found: RunComparison) -> list[tuple[str, ...]]:
 
 
 def shown(value: Any) -> str:
-    """A spec's value as YAML has it; `—` for unknown and null."""
+    """A spec value in YAML notation; `—` for unknown and null."""
     if value is None:
         return "—"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sentences(found: RunComparison) -> Iterator[str]:
-    """The most important differences."""
+    """The most important differences as sentences."""
     if found.shared is None:
         yield "The runs have no step in common: nothing can be compared."
         return

@@ -1,6 +1,7 @@
-"""A diagnosis as texts, the same for terminal, Markdown and page; and as JSON.
+"""Converts a diagnosis to texts, which terminal, Markdown and page share, and to JSON.
 
-Texts from a log may be hostile: everything here is one line, with characters that act or hide made visible.
+Texts from a log are untrusted: every text here is one line, with control and invisible characters replaced by
+their code points.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.spec.load import RUN_SPEC_FILE
 
-#: Control characters, those that turn or hide text, and halves of characters.
+#: Control characters, characters that hide or reorder text, surrogates, and noncharacters.
 _INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
 )
-#: The time that rlctl's rows state, to the minute; it is searched in the first row and in these last bytes.
+#: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.
 _STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
-#: Where a framework's own log has what a `spec.yaml` contains.
+#: Framework → where its log contains the settings that a `spec.yaml` contains.
 _CONFIGURED = {
     "verl": "the configuration that verl prints first",
     "trl": "the training arguments, which are in TensorBoard's and W&B's logs",
@@ -33,7 +34,7 @@ _CONFIGURED = {
 }
 
 
-#: Setting of a framework → the metrics that it makes it log.
+#: Framework → setting → pattern of the metrics that are logged only with this setting.
 _ENABLING: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "actor_rollout_ref.rollout.calculate_log_probs=True": "rollout_corr/|mismatch/|training/roll",
@@ -49,7 +50,7 @@ _ENABLING: Mapping[str, Mapping[str, str]] = {
 }
 #: Fact → its name in a sentence.
 _FACTS = {"kl_coef": "coefficient of the KL penalty", "max_response_length": "length limit"}
-#: Frameworks that share another's keys.
+#: Framework → the framework whose configuration keys it uses.
 _SAME_KEYS: Mapping[str, str] = {"ms-swift": "trl", "llama-factory": "trl"}
 
 
@@ -58,7 +59,7 @@ class Line:
     """One labelled line of a finding."""
 
     label: str  # `seen`, `logged`, `cause`, `try`, `or`, `confidence`, `unchecked` or `source`
-    text: str  # may be empty where there is code
+    text: str  # may be empty where `code` is not
     code: str = ""  # settings, ready to paste; or empty
     evidence: Evidence | None = None  # the figure that the line is about
 
@@ -80,18 +81,18 @@ class RunReport:
     about: str  # steps, framework, experiment, model and dates, as far as they are known
     summary: str  # all findings in one line
     verdict: str  # as in `Diagnosis`
-    notes: tuple[str, ...]  # what had to be tolerated when reading
+    notes: tuple[str, ...]  # problems that were tolerated when reading, and inferred facts
     findings: tuple[FindingReport, ...]  # worst first
-    forecasts: tuple[str, ...]  # of critical levels, the soonest first
-    commands: tuple[str, ...]  # that apply fixes
+    forecasts: tuple[str, ...]  # one sentence per forecast, the soonest first
+    commands: tuple[str, ...]  # commands that apply fixes
     #: (`found`, `ok`, `SKIPPED` or `n/a`; rule; its healthy state, or why it was skipped)
     rules: tuple[tuple[str, str, str], ...]
-    #: what the log lacks, and what would enable most rules, in one line; empty if it lacks nothing
+    #: number of rules that lack metrics, and what would enable most of them, in one line; empty without any
     skipped: str
 
 
 def run_report(diagnosis: Diagnosis) -> RunReport:
-    """The diagnosis as texts."""
+    """Converts the diagnosis to texts."""
     run = diagnosis.run
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
@@ -139,17 +140,17 @@ def _about(run: RunLog) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    """The text on one line, with characters that act on a terminal or hide shown by their number."""
+    """The text on one line, with control and invisible characters replaced by their code points."""
     return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 def run_name(run: RunLog) -> str:
-    """The log's path as it is shown."""
+    """The log's path for display."""
     return "standard input" if run.path == STDIN else visible(str(run.path))
 
 
 def settings(fix: Fix, run: RunLog) -> str:
-    """The fix in the keys of what wrote the log, else in rlctl's, to paste; empty where no setting helps."""
+    """The fix's settings, to paste, in the keys of the log's framework or else rlctl's; empty without any."""
     for framework in (run.framework, of_framework(run)):
         if framework in fix.others:
             return visible(fix.others[framework])
@@ -157,7 +158,7 @@ def settings(fix: Fix, run: RunLog) -> str:
 
 
 def of_framework(run: RunLog) -> str:
-    """The framework whose keys the run's program has."""
+    """The framework whose configuration keys apply to the run."""
     return _SAME_KEYS.get(run.framework, run.framework)
 
 
@@ -173,7 +174,7 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 
 def _skipped(diagnosis: Diagnosis) -> str:
-    """How many rules wait for figures, and the setting or metric that most of them wait for."""
+    """Number of rules that lack metrics, and the setting or metric that would enable most of them."""
     waiting = [one for one in diagnosis.skipped if one.missing]
     if not waiting:
         return ""
@@ -211,7 +212,7 @@ def _lines(finding: Finding, run: RunLog) -> Iterator[Line]:
 
 
 def _why_skipped(skipped: Skipped, run: RunLog) -> str:
-    """Why, and what would enable the rule."""
+    """The reason, and what would enable the rule."""
     if not skipped.missing:
         return visible(skipped.why)
     enabling = ", ".join(skipped.missing)
@@ -221,7 +222,7 @@ def _why_skipped(skipped: Skipped, run: RunLog) -> str:
 
 
 def _commands(run: RunLog) -> tuple[str, ...]:
-    """Commands that apply fixes; none where the run has no spec of rlctl's."""
+    """Commands that apply fixes; none where the run has no spec of rlctl."""
     if run.spec is None:
         return ()
     spec, log = (shlex.quote(visible(str(path))) for path in (run.path.parent / RUN_SPEC_FILE, run.path))

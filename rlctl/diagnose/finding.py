@@ -1,4 +1,4 @@
-"""The records of a diagnosis: what was found, in which figures, and what to change."""
+"""Records of a diagnosis: findings with their evidence, fixes, and skipped rules."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Sure = tuple[Confidence, str]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A figure and its steps."""
+    """A figure that supports a finding, and its steps."""
 
-    metric: str  # its key, or the spec's key where the spec is the evidence
-    figure: str  # the value in words
-    #: first_step, last_step: None where the spec is the evidence
+    metric: str  # key of the metric; of a setting where the spec is the evidence; or `line of the log`
+    figure: str  # the value as text
+    #: first_step, last_step: None where the evidence is not a metric
     first_step: int | None = None
     last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """One change to try; several of a finding are alternatives."""
+    """One change to try; the fixes of a finding are alternatives."""
 
-    #: `key=value` arguments of `rlctl train` that belong together; empty where no setting helps and `why` is
-    #: what to do by hand
+    #: `key=value` arguments of `rlctl train`, to be applied together; empty where no setting helps and `why`
+    #: describes a manual action
     spec: tuple[str, ...] = ()
-    why: str = ""  # one clause; may be empty where there is a setting
+    why: str = ""  # one clause; may be empty where `spec` is not
     others: Mapping[str, str] = field(default_factory=dict)  # framework → the same change in its own keys
 
     def __str__(self) -> str:
@@ -41,25 +41,25 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule found."""
+    """A fault that a rule detected."""
 
     severity: Severity  # `critical` threatens the run, `warning` needs a decision, `info` is a remark
     what: str  # one sentence
     evidence: tuple[Evidence, ...]  # figures and step ranges
-    cause: str  # the likely one
-    source: str  # of the threshold
+    cause: str  # the likely cause
+    source: str  # where the threshold comes from
     fixes: tuple[Fix, ...] = ()  # alternatives, best first
-    confidence: Confidence = "high"  # that the named cause is the cause
+    confidence: Confidence = "high"  # in the cause
     confidence_reason: str = ""  # one clause
-    could_not_check: tuple[str, ...] = ()  # what the log lacks that would decide more
-    rule: str = ""  # its name
+    could_not_check: tuple[str, ...] = ()  # missing data that would make the finding more certain
+    rule: str = ""  # name of the rule
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Why a rule was not applied."""
+    """A rule that was not applied, and the reason."""
 
     why: str  # one clause
-    #: metrics (or `spec.yaml`) that would enable it; empty: it does not apply to this run
+    #: metrics (or `spec.yaml`) that would enable the rule; empty: it does not apply to this run
     missing: tuple[str, ...] = ()
-    rule: str = ""  # its name; set by `examine`
+    rule: str = ""  # name of the rule; set by `Rule.apply`

@@ -1,4 +1,4 @@
-"""What can be tried: changes of the spec with the same in other frameworks' keys, and things to do by hand.
+"""Fixes: changes of the spec, with the same change in other frameworks' keys, and manual actions.
 
 A change is offered unless the run is known to have it already.
 """
@@ -13,8 +13,8 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _TRL_IS = "vllm_importance_sampling_"
 OPENRLHF_IS = "--algo.advantage.is_correction_"
 
-#: rlctl's key → the same setting of other frameworks; empty where there is none. The keys of rollout
-#: correction are verl's own. LLaMA-Factory and ms-swift take TRL's, ms-swift as options.
+#: rlctl's key → the same setting in each of `_FRAMEWORKS`; empty where there is none. The keys of rollout
+#: correction are the same in verl. LLaMA-Factory and ms-swift use TRL's keys, ms-swift as options.
 _FRAMEWORKS = ("verl", "trl", "openrlhf", "slime", "nemo-rl")
 _KEYS: dict[str, tuple[str, str, str, str, str]] = {
     "actor.lr": (
@@ -51,7 +51,7 @@ _KEYS: dict[str, tuple[str, str, str, str, str]] = {
 
 
 def _with_swift(others: dict[str, str]) -> dict[str, str]:
-    """The same with ms-swift's options, which are TRL's keys."""
+    """Adds ms-swift's options, which are TRL's keys."""
     if "trl" not in others or "ms-swift" in others:
         return others
     options = ("--" + setting.replace("=", " ") for setting in others["trl"].split())
@@ -59,12 +59,12 @@ def _with_swift(others: dict[str, str]) -> dict[str, str]:
 
 
 def change(*settings: str, why: str = "", **others: str) -> Fix:
-    """Settings `key=value` that belong together.
+    """A fix of `key=value` settings that are applied together.
 
     Args:
         settings: in rlctl's keys.
         why: one clause.
-        others: framework → its settings, where they are not the same ones under other keys.
+        others: framework → its settings, where renaming the keys is not enough.
     """
     pairs = [setting.partition("=")[::2] for setting in settings]
     renamed = {}
@@ -88,13 +88,13 @@ def by_hand(why: str, **others: str) -> Fix:
 
 
 def larger(key: str, why: str) -> Fix:
-    """A larger value of a key whose present value is not known."""
+    """Advice to raise the value of a key, without a concrete value."""
     keys = dict(zip(_FRAMEWORKS, _KEYS[key], strict=True))
     return Fix((), f"{why} (`{key}`)", _with_swift({name: other for name, other in keys.items() if other}))
 
 
 def gentler(run: RunLog) -> tuple[Fix, ...]:
-    """Let the policy move less between sampling and the last update on a batch."""
+    """Fixes that reduce how far the policy moves between sampling and the last update on a batch."""
     facts = run.facts
     fixes: tuple[Fix, ...] = ()
     if (facts.ppo_epochs or 1) > 1:
@@ -114,24 +114,27 @@ ONE_UPDATE_PER_PASS = change(
 
 
 def slower(run: RunLog) -> tuple[Fix]:
-    """Half the peak learning rate, as configured or else as logged."""
+    """Halves the peak learning rate, as configured or otherwise as logged."""
     logged = run.table.series("actor/lr").values
     peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
     return (change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate"),)
 
 
 def calmer(run: RunLog) -> tuple[Fix, ...]:
-    """Smaller updates."""
+    """Fixes that make updates smaller: gradient clipping where it is off, and a lower learning rate."""
     clip = (change("actor.grad_clip=1.0"),) if run.spec and run.spec.actor.grad_clip == 0.0 else ()
     return (*clip, *slower(run))
 
 
-#: Setting that allows old samples → its value for fresh ones.
+#: Setting that allows stale samples → its value for fresh ones.
 _FRESH = {"max_staleness": 0, "staleness": 0, "sync_every": 1}
 
 
 def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
-    """Samples of the newest weights, or half as old; empty without a spec, or if they are new already."""
+    """Fixes that allow no stale samples (`fully`), or half the staleness.
+
+    Empty without a spec, or if no stale samples are allowed.
+    """
     if run.spec is None:
         return ()
     ages = {name: getattr(run.spec.rollout, name) for name in _FRESH}
@@ -143,7 +146,7 @@ def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
 
 
 def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
-    """Reject responses with extreme tokens, unless something is rejected already."""
+    """Rejects responses with extreme tokens, unless a rejection criterion is configured."""
     if run.facts.rollout_rs not in {None, "off"}:
         return ()
     return (
@@ -158,7 +161,7 @@ def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
 
 
 def wider_bound(run: RunLog) -> tuple[Fix, ...]:
-    """Truncate fewer weights, where the bound is low."""
+    """Raises the bound of the weights to 5 where it is lower or unknown, so that fewer are truncated."""
     threshold = run.facts.rollout_is_threshold
     if run.facts.rollout_is == "off" or (threshold is not None and threshold >= 5.0):
         return ()
@@ -166,7 +169,11 @@ def wider_bound(run: RunLog) -> tuple[Fix, ...]:
 
 
 def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
-    """Importance weights, where there are none. In bypass mode only REINFORCE multiplies by them."""
+    """Enables importance weights per token where none are configured.
+
+    In bypass mode only REINFORCE multiplies by the weights; for other losses the fix also turns bypass mode
+    off.
+    """
     if run.facts.rollout_is not in {None, "off"}:
         return ()
     correction = run.spec.algorithm.rollout_correction if run.spec else None
@@ -184,7 +191,7 @@ def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
 
 
 def geometric(run: RunLog) -> tuple[Fix, ...]:
-    """A weight that does not grow with the length, kept near 1 (verl and TRL have none)."""
+    """Weights that do not grow with the response length, bounded near 1 (verl and TRL have none)."""
     if run.facts.rollout_is == "geometric":
         return ()
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
@@ -193,7 +200,7 @@ def geometric(run: RunLog) -> tuple[Fix, ...]:
 
 
 def same_precision(run: RunLog) -> tuple[Fix, ...]:
-    """Engine and trainer in the same precision, the higher one."""
+    """Fixes that run engine and trainer in the same precision, or in a higher one."""
     fixes: tuple[Fix, ...] = ()
     if run.spec and run.spec.rollout.dtype not in {None, run.spec.engine.dtype}:
         fixes += (change("rollout.dtype=null", why="sample in the trainer's precision"),)
@@ -210,22 +217,22 @@ def same_precision(run: RunLog) -> tuple[Fix, ...]:
 
 
 def larger_groups(run: RunLog) -> tuple[Fix, ...]:
-    """Twice the responses per prompt, where their number is known."""
+    """Doubles the responses per prompt, where their number is known."""
     size = run.facts.group_size
     return (change(f"rollout.n={2 * size}", why="larger groups"),) if size else ()
 
 
 def guarded(run: RunLog) -> tuple[Fix, ...]:
-    """Let training itself act on these rules, unless it does."""
+    """Lets the guardrails act on such updates during training, unless they already do."""
     if run.spec is None or run.spec.trainer.guardrails.mode == "act":
         return ()
     return (change("trainer.guardrails.mode=act", why="let training withhold or scale such updates"),)
 
 
-#: Of a gap between two implementations.
+#: For a gap between the two implementations.
 FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
 
 
 def resume_before(step: int) -> Fix:
-    """Back to weights from before the fault."""
+    """Advice to resume with weights from before the fault."""
     return by_hand(f"resume from a checkpoint before step {step}")

@@ -1,13 +1,12 @@
-"""When a metric reaches its critical level if its trend goes on.
+"""Forecasts when a metric reaches its critical level if its trend continues.
 
-A trend is a Theil–Sen line through the newest values, on the scale on which it is straight: the values
+A trend is a Theil–Sen line through the newest values, on the scale on which it is straightest: the values
 themselves, their logarithm, or, between two bounds, their logit. The line is fitted to the longest recent
-stretch that it describes: both halves have its slope, and the newest values lie on it. Otherwise a shorter
-stretch is tried.
+stretch of which both halves have its slope and the newest values lie on it.
 
-The interval is where the line's confidence band meets the level (Fieller's method). The band holds the noise
-of the values, inflated for autocorrelation, and a change of the slope (`SLOPE_WANDER`). There is no forecast
-where the band never meets the level, and none further ahead than the trend reaches back.
+The interval is where the line's confidence band meets the level (Fieller's method). The band includes the
+noise of the values, inflated for autocorrelation, and a change of the slope (`SLOPE_WANDER`). There is no
+forecast where the interval is unbounded, and none further ahead than the length of the fitted stretch.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from rlctl.diagnose.table import RunLog, Series
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Values that a trend needs at least, and points that a line is fitted to at most (medians of blocks).
+#: Minimum number of values of a trend, and maximum number of points (medians of blocks) a line is fitted to.
 MIN_VALUES, MAX_POINTS = 12, 24
 #: Probability that the level is reached within the interval.
 COVERAGE = 0.8
-#: Standard error of the future slope as a share of the slope, and the standard errors by which a slope must
-#: differ from 0. The first is fitted to development runs, see docs/explanation/forecast-validation.md.
+#: Standard error of the future slope as a share of the slope, and number of standard errors by which a slope
+#: must differ from 0. The first is fitted to development runs, see docs/explanation/forecast-validation.md.
 SLOPE_WANDER, SLOPE_ERRORS = 0.65, 4.0
-#: Standard errors that a half's slope and the newest values may be off the line; a share of the slope may
-#: always.
+#: Standard errors by which the slope of a half and the newest values may deviate from the line, in addition
+#: to a tolerance of this share of the slope.
 OFF_LINE, OFF_LINE_SHARE = 2.5, 0.25
-#: The next stretch that is tried, as a share of the one before.
+#: Length of the next stretch that is tried, as a share of the previous one.
 SHORTER = 0.7
-#: A forecast reaches at most this many times as far ahead as its trend reaches back.
+#: A forecast reaches at most this many times the length of the fitted stretch ahead.
 REACH = 1.0
 #: Mean length, as a share of the longest allowed, at which nearly every response is cut off.
 LENGTH, LENGTH_SHARE = "response_length/mean", 0.95
@@ -48,14 +47,14 @@ LENGTH, LENGTH_SHARE = "response_length/mean", 0.95
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is forecast: a metric, its level, and where it can be.
+    """A level to forecast: the metric, the level, and the metric's range.
 
     Attributes:
         key: the metric.
-        value: the critical level.
-        is_floor: the metric must stay above it, not below.
-        bounds: between which the metric always lies; None: it has no upper bound.
-        is_absolute: the metric's absolute value is meant.
+        value: the level, the most severe one of the metric.
+        is_floor: the metric must stay above the level, not below.
+        bounds: range in which the metric always lies; None: it has no upper bound.
+        is_absolute: the metric's absolute value is compared.
     """
 
     key: str
@@ -67,16 +66,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A level that a metric reaches if its trend goes on.
+    """A level that a metric reaches if its trend continues.
 
     Attributes:
-        level: what is reached.
+        level: the level that is reached.
         value: median of the newest values.
-        first_step, last_step: of the trend.
-        step: at which the line reaches the level.
-        low, high: steps within which it does with a probability of `COVERAGE`.
-        scale: on which the trend is straight: `linear`, `log` or `logit`.
-        slope_errors: the slope in standard errors; how sure it is that there is a trend.
+        first_step, last_step: steps that the line is fitted to.
+        step: step at which the line reaches the level.
+        low, high: steps between which the metric reaches the level with probability `COVERAGE`.
+        scale: scale on which the trend is straight: `linear`, `log` or `logit`.
+        slope_errors: the slope divided by its standard error: significance of the trend.
     """
 
     level: Level
@@ -100,14 +99,14 @@ class Forecast:
 
 
 def forecasts(run: RunLog, slope_errors: float = SLOPE_ERRORS) -> tuple[Forecast, ...]:
-    """Every metric that is on its way to its critical level, the soonest first."""
+    """Forecasts of all metrics with a trend towards their critical level, the soonest first."""
     each = (forecast(run.table.series(level.key), level, slope_errors) for level in levels_of(run))
-    now = run.table.steps[-1]  # a metric that is logged no more has no future
+    now = run.table.steps[-1]  # a metric that is no longer logged may have a forecast before the last step
     return tuple(sorted((one for one in each if one and one.step >= now), key=lambda one: one.step))
 
 
 def levels_of(run: RunLog) -> Iterator[Level]:
-    """The critical levels that apply to this run: those of the rules, and its own of length and reward."""
+    """The levels that apply to this run: the most severe ones of rules, and levels of length and reward."""
     ess = th.RAW_ESS if th.RAW_ESS.key in run.table.columns else ESS
     yield Level(ess.key, ess.tiers[-1][1], is_floor=True, bounds=(0.0, 1.0))
     is_penalised = run.facts.kl_coef != 0.0
@@ -124,12 +123,12 @@ def levels_of(run: RunLog) -> Iterator[Level]:
 
 
 def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -> Forecast | None:
-    """When the series reaches the level; None where it has no trend towards it, or is past it.
+    """Forecasts when the series reaches the level; None without a trend towards it, or if it is past it.
 
     Args:
-        series: of one metric.
-        level: its critical level.
-        slope_errors: standard errors by which the slope must differ from 0.
+        series: values of the metric.
+        level: level of the metric.
+        slope_errors: number of standard errors by which the slope must differ from 0.
     """
     from scipy.stats import t
 
@@ -172,7 +171,7 @@ def _median(values: NDArray[np.float64]) -> float:
 
 
 def _scales(values: NDArray[np.float64], level: Level) -> Iterator[tuple[str, NDArray[np.float64], float]]:
-    """(name, values, level) on each scale that holds them all."""
+    """(name, values, level) on each scale that is defined for all of them."""
     yield "linear", values, level.value
     low, high = level.bounds or (0.0, np.inf)
     both = np.append(values, level.value)
@@ -191,12 +190,13 @@ class _Line:
     """A Theil–Sen line; x is relative to the newest step.
 
     Attributes:
-        slope, slope_error: of the line, and its standard error.
-        now: the line at x = 0.
-        center, center_error: mean x, where line and slope are independent, and the standard error there.
-        points: that it was fitted to.
-        bend: how far, in standard errors, a half's slope or the newest values are off the line.
-        is_straight: they are near enough.
+        slope, slope_error: slope and its standard error.
+        now: value of the line at x = 0.
+        center, center_error: mean x, where value and slope are independent, and the value's standard error
+            there.
+        points: number of points that the line was fitted to.
+        bend: largest deviation of a half's slope, or of the newest values, from the line in standard errors.
+        is_straight: whether `bend` is at most `OFF_LINE`.
     """
 
     slope: float
@@ -210,14 +210,14 @@ class _Line:
 
     @classmethod
     def through(cls, x: NDArray[np.float64], y: NDArray[np.float64]) -> _Line:
-        """Fit (M,) values, M ≥ `MIN_VALUES`; of many values the medians of blocks."""
+        """Fits a line to (M,) values, M ≥ `MIN_VALUES`; many values are replaced by medians of blocks."""
         if len(x) > MAX_POINTS:
             parts = np.array_split(np.arange(len(x)), MAX_POINTS)
             x, y = (np.array([_median(of[part]) for part in parts]) for of in (x, y))
         slope, slope_error, now, error = _theil_sen(x, y)
         half, newest = len(x) // 2, max(3, len(x) // 6)
         halves = [_theil_sen(x[part], y[part]) for part in (slice(half), slice(-half, None))]
-        # The noise of the better half: a line through what is no line leaves large residuals.
+        # The smaller error of both halves, because a half that is not straight has large residuals.
         half_error, half_center_error = (min(half[i] for half in halves) for i in (1, 3))
         off = [(abs(part_slope - slope), half_error) for part_slope, *_ in halves]
         rest = _median(y[-newest:] - slope * x[-newest:]) - now
@@ -229,9 +229,9 @@ class _Line:
         return cls(slope, slope_error, now, center, error, len(x), max(beyond), max(beyond) <= OFF_LINE)
 
     def reaches(self, level: float, quantile: float) -> tuple[float, float, float] | None:
-        """x at which the line meets the level, and first and last x at which its band does.
+        """x at which the line meets the level, and the first and last x at which its band contains the level.
 
-        None where the line leads away from the level, or its band has no last such x.
+        None where the line leads away from the level, or there is no last such x.
         """
         gap, slope, squared = level - self.now, self.slope, quantile**2
         spread = squared * self.slope_error**2
@@ -245,7 +245,7 @@ class _Line:
 
 
 def _theil_sen(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Slope and its standard error; the line at x = 0; the standard error of its value in the middle."""
+    """Slope and its standard error; the line's value at x = 0; its standard error at the mean x."""
     left, right = np.triu_indices(len(x), 1)
     slope = _median((y[right] - y[left]) / (x[right] - x[left]))
     rest = y - slope * x

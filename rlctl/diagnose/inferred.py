@@ -13,18 +13,20 @@ from rlctl.diagnose.table import RunLog, Table
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Relative deviation up to which loss / KL counts as one number.
+#: Relative deviation up to which loss / KL counts as constant.
 SAME_RATIO = 0.05
-#: Decimals that a rounded log has at most (verl's older console has 3), and values of a metric to check.
+#: Maximum number of decimals in a rounded log (verl's older console has 3), and number of newest values per
+#: metric that are checked.
 DECIMALS, _LAST = 4, 100
-#: Rows that share the largest length to the digit: at least so many, and this share of all.
+#: Minimum number and minimum share of rows with exactly the largest length, for it to be the limit.
 AT_LIMIT_ROWS, AT_LIMIT_SHARE = 3, 0.05
-#: A limit is no shorter. Fixed answers of one length may be, so if all rows agree it is longer than those.
+#: Minimum length of a limit, in tokens; the second applies where all rows have the same length, because short
+#: answers may all have one length without a limit.
 SHORTEST_LIMIT, LONG_ANSWER = 16.0, th.LONG_RESPONSE
 
 
 def with_inferred(run: RunLog) -> RunLog:
-    """The run with the facts that its figures give and its log does not state."""
+    """Returns the run with facts inferred from its figures, where they were unknown."""
     found = {"kl_coef": _kl_coefficient(run.table), "max_response_length": _length_limit(run.table)}
     how = {"kl_coef": "inferred: loss / KL is constant", "max_response_length": "inferred: lengths end there"}
     new = {fact: v for fact, v in found.items() if v is not None and getattr(run.facts, fact) is None}
@@ -42,7 +44,7 @@ def is_rounded(table: Table) -> bool:
 
 
 def _kl_coefficient(table: Table) -> float | None:
-    """Loss / KL, where that is constant: on-policy the rest of a group-centred loss is zero."""
+    """Loss / KL if it is constant: on-policy, the rest of a loss with group-centred advantages is zero."""
     _, (loss, kl) = table.aligned("actor/pg_loss", "actor/kl_loss")
     large = (kl > 0.0) & (kl >= np.median(kl)) if len(kl) else np.empty(0, dtype=bool)
     if large.sum() < th.MIN_STEPS:
@@ -55,7 +57,7 @@ def _kl_coefficient(table: Table) -> float | None:
 
 
 def _length_limit(table: Table) -> int | None:
-    """The length that many rows share to the digit as their largest."""
+    """The length limit, if many rows have exactly the same largest length."""
     mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
     _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
     if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:

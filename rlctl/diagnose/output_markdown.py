@@ -12,7 +12,7 @@ _CHECKED = {"found", "ok"}
 
 
 def as_markdown(diagnoses: Sequence[Diagnosis]) -> str:
-    """One section per run. Texts of a log are escaped: they show as they are and link nowhere."""
+    """One section per run. Texts from a log are escaped: they are shown literally, and contain no links."""
     return "\n".join(line for diagnosis in diagnoses for line in _run(run_report(diagnosis)))
 
 

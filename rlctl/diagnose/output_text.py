@@ -1,4 +1,4 @@
-"""Diagnoses, comparisons and patched specs on the terminal."""
+"""Prints diagnoses, comparisons and spec patches to the terminal."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _STYLES = {
 _LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
 _CHART_WIDTH = 60
 _LABEL_WIDTH, _LEAST_ROOM = 12, 20
-#: Columns next to a chart: indent, labels, and the range of its values.
+#: Terminal columns next to a chart: indent, labels, and the range of its values.
 _NEXT_TO_CHART = 38
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Findings worst first, then what was checked and what was not."""
+    """Prints findings, worst first, then the rules that were checked and those that were not."""
     report = run_report(diagnosis)
     console.print(Text.assemble((report.name, "bold"), f": {report.about}"), soft_wrap=True)
     for note in report.notes:
@@ -75,7 +75,7 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
 
 
 def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) -> None:
-    """A label and its text; it wraps on a terminal, unless it is to be pasted or goes into a pipe."""
+    """Prints a label and its text. It wraps only on a terminal, and not if `in_one_line` (text to paste)."""
     room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
     for line in [text] if in_one_line or not console.is_terminal else text.wrap(console, room):
         line.rstrip()
@@ -84,7 +84,7 @@ def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) 
 
 
 def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[Text]:
-    """The metric over the run as a line of blocks, and below it a mark under the evidence's steps."""
+    """The metric over the run as a line of blocks, and a second line that marks the evidence's steps."""
     series = run.table.series(evidence.metric)
     blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, room)))
     if len(blocks) < 2 or evidence.first_step is None or evidence.last_step is None:
@@ -100,7 +100,7 @@ def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[T
 
 
 def print_comparison(console: Console, found: RunComparison) -> None:
-    """Sentences first, then specs, metrics by size, and what cannot be compared."""
+    """Prints sentences, then spec differences, metrics by size of difference, and metrics of one run only."""
     for name, diagnosis in (("A", found.a), ("B", found.b)):
         steps = diagnosis.run.table.steps
         about = f": steps {steps[0]}–{steps[-1]}"
@@ -128,7 +128,7 @@ def print_comparison(console: Console, found: RunComparison) -> None:
 def _print_table(
     console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], figures: slice = slice(0)
 ) -> None:
-    """A table without lines; the columns in `figures` are aligned right."""
+    """Prints a table without borders; the columns in `figures` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         is_figure = heading in headings[figures]
@@ -140,7 +140,7 @@ def _print_table(
 
 
 def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:
-    """What was changed for which finding, what was not and why; `path` is None where nothing was written."""
+    """Prints the applied fixes, and why others were not; `path` is None where nothing was written."""
     for applied in patch.applied:
         line = Text.assemble(("applied  ", "green"), " ".join(applied.fix.spec))
         console.print(line.append(f"  for {applied.finding.rule}", style="dim"), soft_wrap=True)

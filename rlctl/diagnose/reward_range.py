@@ -1,4 +1,4 @@
-"""The rewards of a run, relative to the best and the worst single reward it gave."""
+"""Rewards of a run, relative to its best and its worst single reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORE, BEST, WORST = "critic/score/mean", "critic/score/max", "critic/score/min"
 VALIDATION = "val/<data_source>/reward_mean"
 #: Mean reward, as a share of its range, from which the data counts as learned, and as mostly right.
 LEARNED, MOSTLY_RIGHT = 0.9, 0.5
-#: Share of the steps that make up either end of a run.
+#: Share of the steps in each end of a run.
 _ENDS_SHARE = 0.1
 
 
@@ -30,20 +30,20 @@ def reward_span(table: Table) -> tuple[float, float] | None:
 
 
 def position_of(table: Table, score: float | None) -> float | None:
-    """Where a mean reward lies between the worst (0) and the best (1) single reward of the run."""
+    """Position of a mean reward between the worst (0) and the best (1) single reward; None where unknown."""
     span = reward_span(table)
     return None if score is None or span is None else (score - span[0]) / (span[1] - span[0])
 
 
 def has_learned(table: Table) -> bool:
-    """Whether the newest mean rewards are near the best there is."""
+    """Whether the newest mean rewards are near the best single reward."""
     score = table.series(SCORE).values
     position = position_of(table, float(np.median(score[-th.WINDOW :])) if len(score) else None)
     return position is not None and position >= LEARNED
 
 
 def has_gained(table: Table) -> bool:
-    """Whether the mean reward rose over the run by more than counts as flat."""
+    """Whether the mean reward rose over the run by at least `FLAT_REWARD` of its range."""
     score = table.series(SCORE).values
     if len(score) < 2 * th.MIN_STEPS:
         return False
@@ -58,10 +58,10 @@ def validation_of(table: Table) -> Series:
 
 
 def ends(values: NDArray[np.float64], width: int) -> tuple[float, float]:
-    """Median of the first and of the last `width` values."""
+    """Medians of the first and of the last `width` values."""
     return float(np.median(values[:width])), float(np.median(values[-width:]))
 
 
 def width_of_ends(values: NDArray[np.float64]) -> int:
-    """How many values make up either end of a long series."""
+    """Number of values in each end of a long series."""
     return max(th.WINDOW, int(_ENDS_SHARE * len(values)))

@@ -1,8 +1,9 @@
-"""The form of a rule: what it reads, what it detects, and the texts that all its findings share.
+"""Diagnosis rules: the metrics a rule reads, its detection function, and the texts all its findings share.
 
-`@Rule(...)` above a function registers the rule. The function's docstring begins with the healthy state. A
-user's rule has the same form, in a file (`--rules file.py:function`) or an installed package (entry point
-group `rlctl.diagnosis_rules`). The tables of docs/reference/diagnose-rules.md are made from the rules.
+`@Rule(...)` above a function registers the rule. The first line of the function's docstring describes the
+healthy state. User-defined rules have the same form, in a file (`--rules file.py:function`) or an installed
+package (entry point group `rlctl.diagnosis_rules`). The tables of docs/reference/diagnose-rules.md are
+generated from the rules.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Fact = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a rule's function returns; the rest of the finding is the rule's."""
+    """Result of a rule's function; the rest of the finding is taken from the rule."""
 
     #: severity, what, evidence, could_not_check: as in `Finding`
     severity: Severity
     what: str
     evidence: tuple[Evidence, ...]
-    #: cause, fixes, sure: in place of the rule's where they depend on what was detected
+    #: cause, fixes, sure: override the rule's where they depend on what was detected
     cause: str | None = None
     fixes: tuple[Fix, ...] | None = None
     sure: Sure | None = None
@@ -41,40 +42,40 @@ class Detection:
 
 
 Detect = Callable[[RunLog], Detection | Skipped | None]
-#: Changes to try: all of them from one function of the run, or each by itself, fixed or from a function.
+#: Changes to try: a function of the run that returns all of them, or a tuple of constant fixes and functions.
 FixesOf = Callable[[RunLog], tuple[Fix, ...]]
 Fixes = FixesOf | tuple[Fix | FixesOf, ...]
 
 
 def _detects_nothing(run: RunLog) -> None:
-    """Nothing."""
+    """Returns None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of fault; as a decorator it takes the function below for `detect`."""
+    """A rule for one kind of fault; as a decorator, it uses the decorated function as `detect`."""
 
     name: str  # short and stable, for reports and scripts
-    signal: str = ""  # what it reads, in Markdown
+    signal: str = ""  # the metrics it reads, in Markdown
     thresholds: str | Levels = "—"  # the levels, or a text `info / warning / critical` in Markdown
-    source: str = "its author"  # of the thresholds
-    cause: str = "unknown"  # the likely one
+    source: str = "its author"  # where the thresholds come from
+    cause: str = "unknown"  # the likely cause
     #: confidence in the cause, and the reason
     sure: Sure = ("medium", "the rule's author states no confidence")
-    fixes: Fixes = ()  # what to try, best first
-    needs: tuple[str, ...] = ()  # metrics without which it is skipped
-    one_of: tuple[str, ...] = ()  # metrics of which one must be logged
-    uses: tuple[str, ...] = ()  # further metrics it reads where they are logged
-    facts: tuple[Fact, ...] = ()  # what must be known of the run
-    #: why it does not apply to a run; empty where it does
+    fixes: Fixes = ()  # changes to try, best first
+    needs: tuple[str, ...] = ()  # metrics without which the rule is skipped
+    one_of: tuple[str, ...] = ()  # metrics of which at least one must be logged
+    uses: tuple[str, ...] = ()  # further metrics that it reads where they are logged
+    facts: tuple[Fact, ...] = ()  # facts of the run that must be known
+    #: returns why the rule does not apply to a run; an empty text where it applies
     not_applicable: Callable[[RunLog], str] = lambda run: ""
-    #: values that each needed metric must have. With fewer than `MIN_STEPS` a rule may find something
-    #: (critical levels, exact values), but not conclude that nothing is wrong
+    #: number of values that each needed metric must have. With fewer than `MIN_STEPS` a rule can detect
+    #: faults (critical levels, exact values), but not conclude that nothing is wrong
     min_steps: int = 1
     detect: Detect = _detects_nothing  # returns None if nothing is found
 
     def __call__(self, detect: Detect) -> Rule:
-        """The rule that detects by this function; it is registered."""
+        """Registers and returns a copy of the rule that detects with this function."""
         rule = replace(self, detect=detect)
         register = DIAGNOSIS_RULES.register(
             rule.name, label=rule.label, source=rule.source, needs=rule.metrics
@@ -83,16 +84,16 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """The healthy state, one line."""
+        """The healthy state: the first docstring line of `detect`."""
         return (self.detect.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Every metric it reads."""
+        """Every metric that the rule reads."""
         return (*self.needs, *self.one_of, *self.uses)
 
     def apply(self, run: RunLog) -> Finding | Skipped | None:
-        """The rule's finding; why it was skipped; or None."""
+        """Applies the rule: returns its finding, why it was skipped, or None if nothing was found."""
         why = self.not_applicable(run)
         found = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
         if found is None:
@@ -114,7 +115,7 @@ class Rule:
         return tuple(fix for one in self.fixes for fix in ((one,) if isinstance(one, Fix) else one(run)))
 
     def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
-        """Why the log does not suffice, if so."""
+        """Returns what the log lacks for this rule; None if it lacks nothing."""
         counts = {key: _count(run, key) for key in (*self.needs, *self.one_of)}
         missing = tuple(key for key in self.needs if counts[key] is None)
         if self.one_of and all(counts[key] is None for key in self.one_of):
@@ -133,32 +134,32 @@ class Rule:
 
 
 def detect_crossing(run: RunLog, levels: Levels, what: str, series: Series | None = None) -> Detection | None:
-    """A level crossed by its metric, or by a `series` computed from it; for `what` see `of_crossing`."""
+    """Detects a level crossed by its metric, or by a `series` computed from it; `what`: see `of_crossing`."""
     crossed = crossing(run.table.series(levels.key) if series is None else series, levels)
     return of_crossing(crossed, what) if crossed else None
 
 
 def of_crossing(crossed: Crossing, what: str) -> Detection:
-    """A crossing as a detection; `what` may contain `{worst}` and `{where}`."""
+    """Converts a crossing to a detection; `what` may contain `{worst}` and `{where}`."""
     text = what.format(worst=crossed.worst, where=crossed.where)
     return Detection(crossed.severity, text, (crossed.evidence,))
 
 
 def worst_of(found: list[Crossing]) -> Crossing:
-    """The most severe; of equals the first."""
+    """The most severe crossing; the first of equally severe ones."""
     return min(found, key=lambda one: SEVERITIES.index(one.severity))
 
 
 def crossings(run: RunLog, levels: tuple[Levels, ...]) -> list[Crossing]:
-    """Every level that was crossed."""
+    """The crossings of all levels that were crossed."""
     each = (crossing(run.table.series(one.key), one) for one in levels)
     return [crossed for crossed in each if crossed is not None]
 
 
 def _count(run: RunLog, key: str) -> int | None:
-    """At how many steps a finite value was logged; None where there is no such column.
+    """Number of steps with a finite value; None where there is no such column.
 
-    Of a key with a variable part (`val/<data_source>/reward_mean`) the most of all that match.
+    For a key with a variable part (`val/<data_source>/reward_mean`), the maximum over the matching columns.
     """
     counts = (int(np.isfinite(run.table.columns[one]).sum()) for one in run.table.matching(key))
     return max(counts, default=None)

@@ -1,4 +1,4 @@
-"""All rules, applied to one run. No torch: they read the table of scalars only."""
+"""Applies all rules to one run. No torch: the rules read only the table of scalars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlctl.diagnose.thresholds import MIN_STEPS
 from rlctl.errors import UsageError
 from rlctl.registry import DIAGNOSIS_RULES
 
-#: Rules that a run without a finding must have passed to be called free of warnings.
+#: Minimum number of checked rules for the verdict `no warnings`.
 MIN_RULES = 5
 
 
@@ -33,11 +33,11 @@ def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
     """The built-in rules, those of installed packages, and the user's.
 
     Args:
-        names: of the user's, `path/to/file.py:function`. A function that is not decorated by `Rule` is one
-            with the name of the function.
+        names: user-defined rules, as `path/to/file.py:function`. A function without the `Rule` decorator
+            becomes a rule with the function's name.
 
     Raises:
-        UsageError: a file or function cannot be imported.
+        UsageError: a file or function cannot be imported, or two rules have the same name.
     """
     found: dict[str, Rule] = {}
     for name in dict.fromkeys((*DIAGNOSIS_RULES, *names)):
@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
-        """The worst severity; where nothing is found, whether enough was checked to conclude anything."""
+        """The worst severity from warning on; otherwise whether enough was checked to conclude anything."""
         for severity in SEVERITIES[:2]:
             if self.reaches(severity):
                 return severity  # type: ignore[return-value]
@@ -79,11 +79,11 @@ class Diagnosis:
 
 
 def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
-    """Apply every rule: findings, what was checked, what was skipped and why.
+    """Applies rules to a run: returns findings, checked rules, and skipped rules with the reasons.
 
     Args:
         run: the log.
-        rules: those to apply; None: the built-in ones and those of installed packages.
+        rules: rules to apply; None applies the built-in ones and those of installed packages.
     """
     run = with_inferred(run)
     results = [(rule, _applied(rule, run)) for rule in (all_rules() if rules is None else rules)]
@@ -97,10 +97,10 @@ def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
 
 
 def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
-    """The rule's result.
+    """The result of applying one rule.
 
     Raises:
-        UsageError: a rule that is not rlctl's own failed.
+        UsageError: a rule from outside rlctl failed.
     """
     try:
         return rule.apply(run)

@@ -21,29 +21,31 @@ _PPO_KL, _CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
 
 LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
-#: |log| of the samples' mean −log π over the policy's entropy: 0 where the samples are the policy's own.
+#: Levels of |log(mean −log π of the samples / entropy)|, which is 0 where the samples are draws from π.
 SAMPLED = Levels(_ENTROPY, (("warning", 0.34), ("critical", 0.69)))
-#: Nats per token by which they must differ, and the share of it by which the two log-probs may differ.
+#: Minimum difference of both in nats per token, and the share of it by which the log-probs of trainer and
+#: engine may differ.
 SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
-#: Nats per token below which a policy may be that certain.
+#: Mean −log π, in nats per token, below which engine log-probs of exactly 0 may be right.
 SURE_NATS = 0.01
 TOKEN_ERROR = Levels("mismatch/token_mult_prob_error", (("warning", 1.05), ("critical", 2.0)), relative=True)
-#: A rising token error: the part above 1 grew by this factor, to at least this.
+#: The token error rises if its part above 1 grows by this factor, to at least the second value.
 TOKEN_ERROR_RISE, TOKEN_ERROR_EXCESS = 2.0, 0.02
-#: At the first step. (Frameworks' own tests require 1e-9 and 1e-10, which only deterministic kernels reach.)
+#: Limits at the first step. (Tests of the frameworks require 1e-9 and 1e-10, which only deterministic kernels
+#: reach.)
 FIRST_PPO_KL, FIRST_CLIPFRAC = 1e-3, 0.01
-#: |kl| per token of an instruct model whose prompt lost its chat template: near 0.8.
+#: Range of |kl| per token for an instruct model prompted without its chat template (near 0.8).
 TEMPLATE_KL = (0.5, 1.2)
-#: A gap that grows without learning: by this factor, over at least so many steps.
+#: Growth factor of a gap that grows without learning, and minimum number of steps.
 FROZEN_GROWTH, FROZEN_STEPS = 1.5, 20
-#: Mean bounded weight from which the log-probs are another model's.
+#: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
 _PURE = "the gap is pure mismatch in this mode, but the log does not show where it comes from"
 
 
 def _mixed(run: RunLog, key: str) -> Skipped | None:
-    """Why `key` does not measure mismatch alone, if so."""
+    """The reason if `key` does not measure mismatch alone; None if it does."""
     if run.gap_is_mismatch:
         return None
     if run.facts.bypass_mode is None and run.facts.updates_per_batch is None:
@@ -85,7 +87,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
     """Sampling and trained policy are close."""
     k3 = th.K3
-    if not run.gap_is_mismatch:  # only a size that progress does not reach, and only where no kl is logged
+    if not run.gap_is_mismatch:  # only the level that progress does not reach, and only where no kl is logged
         k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
     crossed = crossing(run.table.series(th.KL.key), th.KL)
     if crossed is None and k3.tiers:
@@ -96,7 +98,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
         and run.gap_is_mismatch
         and not len(run.table.series(k3.key))
         and crossing(gap, th.LOG_PROB_GAP) is None
-    ):  # larger than any mismatch: that is `stale-weights`
+    ):  # `stale-weights` reports a gap over LOG_PROB_GAP, which no mismatch reaches
         crossed = crossing(gap, LOG_PROB_MISMATCH)
     if crossed is None:
         return None
@@ -129,11 +131,12 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     """Samples are as likely as the policy's entropy implies.
 
     The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
-    engine applies and does not report: both log-probs are right, and the samples are another policy's.
+    engine applies and does not report: both log-probs are right, but the samples come from another
+    distribution.
     """
     steps, (ours, theirs, entropy) = run.table.aligned(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY)
     nats = ours - entropy
-    # Where the log-probs differ too, other rules apply; a failed sample is in one of the means only.
+    # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.
     counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
     if (run.table.series(_FAILED).values > 0).any():
         return None
@@ -191,7 +194,7 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent, and the error does not grow."""
     series = run.table.series(TOKEN_ERROR.key)
-    # Compared with the start by the part above 1.
+    # The part above 1 is compared with the start.
     tiers = tuple((severity, level - 1.0) for severity, level in TOKEN_ERROR.tiers)
     crossed = crossing(Series(series.steps, series.values - 1.0), replace(TOKEN_ERROR, tiers=tiers))
     if (crossed is None or crossed.remark) and (rise := trend(series)) is not None and rise.rises:
@@ -229,7 +232,7 @@ def first_step(run: RunLog) -> Detection | Skipped | None:
         return Skipped("in bypass mode KL and clipping include the gap of the engines")
     found = []
     for key, limit in limits.items():
-        series = run.table.series(key)  # begins after step 0 where that held a validation only
+        series = run.table.series(key)  # begins after step 0 if only a validation was logged there
         if len(series) and series.steps[0] <= th.FIRST_STEP and abs(series.values[0]) > limit:
             found.append(evidence_over(series.steps[:1], key, f"{series.values[0]:.3g}, over {limit:g}"))
     what = "at the first step, before anything was learned, the two policies differ"
@@ -312,7 +315,7 @@ def stale_weights(run: RunLog) -> Detection | None:
     what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
     if found := detect_crossing(run, th.LOG_PROB_GAP, what):
         return found
-    # Weights near zero among the survivors; products over long responses are that small anyway.
+    # Not for products over long responses, which are near zero without a fault.
     lengths = run.table.series(_LENGTH).values
     if run.facts.rollout_is == "sequence" and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None
@@ -321,7 +324,7 @@ def stale_weights(run: RunLog) -> Detection | None:
 
 
 def among_survivors(run: RunLog, key: str) -> Series:
-    """A mean over all samples, rejected ones counted as 0 → over those that survived rejection, at most 1."""
+    """Converts a mean over all samples, with rejected ones as 0, to the mean over survivors, at most 1."""
     if not len(run.table.series(th.MASKED.key)):
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)

@@ -17,14 +17,14 @@ _MASKED = th.MASKED.key
 _MEAN, _LEAST, _MOST = (f"rollout_corr/rollout_is_{which}" for which in ("mean", "min", "max"))
 _RS, _RS_THRESHOLD = f"{RC}rollout_rs", f"{RC}rollout_rs_threshold"
 CLIPPED_ON_POLICY = Levels("actor/pg_clipfrac", (("warning", 0.05),))
-#: The masked fraction falls to this share of a start of at least that much ...
+#: The masked fraction falls to this share of its start, which is at least the second value ...
 BLIND_FALL, BLIND_START = 0.7, 0.02
 #: ... while the gap grows by this factor, beyond its mildest level.
 BLIND_GROWTH = 2.0
 
 
 def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
-    """Wider bounds, one criterion, or weights instead; what the run has already is left out."""
+    """Wider bounds, only the largest ratio, or weights instead; omits what the run has already."""
     if run.facts.rollout_rs in {None, "off"}:
         return ()
     largest = "2.5" if run.facts.dialect != "verl" else "0.42"  # ½ ln² 2.5
@@ -119,7 +119,7 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
         return Skipped("no correction is configured")
     if len(run.table.steps) < th.MIN_STEPS:
         return Skipped("too few steps")
-    # `weights_are` and `dialect` are known of frameworks that log what their correction does.
+    # `weights_are` and `dialect` are known only for frameworks that log the effect of their correction.
     absent = None
     if facts.rollout_is != "off" and facts.weights_are is not None and _MEAN not in logged:
         absent = (f"{RC}rollout_is", _MEAN)

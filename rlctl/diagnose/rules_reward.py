@@ -1,4 +1,4 @@
-"""Rules about rewards, about what is left to learn from them, and about the length of responses."""
+"""Rules about rewards, their learning signal, entropy, and the length of responses."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ if TYPE_CHECKING:
 
 _ERRORS, _LENGTH = "reward/error_fraction", "response_length/mean"
 ZERO_REWARD_STEPS = 20
-#: Metric → its value where every reward is 0, and not only their mean.
+#: Metric → its value if every reward is 0, not only their mean.
 _ALL_ZERO = {
     BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
     "critic/advantages/mean": 0.0, "actor/pg_loss": 0.0,
 }  # fmt: skip
 ENTROPY = Levels("actor/entropy", (("warning", 0.01),), is_floor=True)
-#: Entropy that fell to this share of its start, over at least so many steps.
+#: Share of its start that entropy falls to, and minimum number of steps.
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
-#: Share of all right groups below which the dead ones are mostly wrong, where single rewards are not logged.
+#: Share of right groups among the dead ones up to which they are mostly wrong, where single rewards are not
+#: logged; from 1 minus it they are mostly right.
 MOSTLY_WRONG = 0.3
-#: Entropy that grew by this factor, beyond so many nats.
+#: Factor by which entropy grows, and nats that it exceeds.
 ENTROPY_RISE = (2.0, 1.0)
-#: Steps that a run covers before a reward that stays is a fault, where the rewards' range is known and where
-#: it is not; rows it takes to see that.
+#: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
+#: where it is not; minimum number of logged rows.
 FLAT_STEPS, FLAT_STEPS_UNKNOWN, FLAT_ROWS = 500, 1000, 4
-#: A reward that grew by this factor is not flat, however small.
+#: A reward that grew by this factor is not flat, even if it is small.
 FLAT_GROWTH = 1.25
-#: Validations that make up either end of a run, and those needed at least.
+#: Number of validations in each end of a run, and minimum number of validations.
 VAL_ENDS, VAL_MIN = 2, 4
 #: Gain of the training reward minus gain of the validation reward, in shares of the reward's range.
 HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.30))
@@ -61,7 +62,7 @@ TRUNCATED = Levels("response_length/clip_ratio", (("info", 0.05), ("warning", 0.
 AT_LIMIT = 0.995
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
-#: Responses that got longer by this factor while validation gained less than `FLAT_REWARD`.
+#: Factor by which responses get longer while validation gains less than `FLAT_REWARD`.
 LENGTH_GROWTH = 1.5
 
 
@@ -87,7 +88,7 @@ def dead_groups(run: RunLog) -> Detection | None:
     if position is None and _rises(run.table, SCORE) and _rises(run.table, seen.metric):
         which, severity = "probably all right", "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
-    elif position is None:  # all right would be success, so this is no more than a warning
+    elif position is None:  # only right groups would be a success, so this is at most a warning
         which, severity = "all right or all wrong", "warning"
     elif position >= LEARNED:
         which, severity = "mostly all right", "info"
@@ -126,7 +127,7 @@ def dead_groups(run: RunLog) -> Detection | None:
 
 
 def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64]] | None:
-    """Severity, sentence, evidence and steps; of fewer than `MIN_STEPS` steps a warning at most."""
+    """Severity, sentence, evidence and steps of dead groups; with fewer than `MIN_STEPS` steps a warning."""
     series = run.table.series(th.ZERO_SPREAD.key)
     if len(series):
         crossed = crossing(series, th.ZERO_SPREAD)
@@ -148,10 +149,10 @@ def _dead_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64
 
 
 def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | None:
-    """Where these mean rewards lie between the worst (0) and the best (1); None where this is not logged.
+    """Position of these mean rewards between the worst (0) and the best (1) reward; None where unknown.
 
-    Without the best and the worst reward: rewards that are all 0 are wrong ones; and if mean rewards range
-    from one whole number to another, these are taken for the ends.
+    Where the best and the worst reward are not logged: if the mean rewards range from one whole number to
+    another, these are taken as the worst and the best; otherwise rewards that are all 0 count as wrong.
     """
     middle = float(np.median(rewards)) if len(rewards) else None
     position = position_of(table, middle)
@@ -165,7 +166,7 @@ def _position_of_dead(table: Table, rewards: NDArray[np.float64]) -> float | Non
 
 
 def _rises(table: Table, key: str) -> bool:
-    """Whether the metric rises; of the spread within groups, whether it falls: more groups are dead."""
+    """Whether the metric rises; for the spread within groups, whether it falls, as more groups are dead."""
     found = trend(table.series(key))
     return found is not None and found.rises != (key == th.GROUP_STD)
 
@@ -214,7 +215,7 @@ def zero_reward(run: RunLog) -> Detection | None:
 
 
 def _no_signal(table: Table) -> Evidence | None:
-    """The figure that shows that rewards of mean 0 are all 0, on every step."""
+    """Evidence that all rewards are 0 at every step, not only their mean."""
     for key, value in _ALL_ZERO.items():
         series = table.series(key)
         if len(series) and (series.values == value).all():
@@ -223,7 +224,7 @@ def _no_signal(table: Table) -> Evidence | None:
 
 
 def _explore(run: RunLog) -> tuple[Fix, ...]:
-    """A higher upper clip, a temperature of 1; what the run has already is left out."""
+    """A higher upper clip, a temperature of 1, a lower learning rate; omits what the run has already."""
     spec = run.spec
     clips = spec is None or spec.algorithm.rollout_correction.loss_type == "ppo_clip"
     high = (spec.actor.clip_ratio_high or spec.actor.clip_ratio) if spec else 0.0
@@ -339,7 +340,7 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     before, after = ends(validation.values, VAL_ENDS)
     start, end = ends(score, width_of_ends(score))
     gain, held_out = (end - start) / size, (after - before) / size
-    # Near the top there is nothing to gain, and some variation; a fall of that size is more than variation.
+    # Near the top nothing is left to gain and scores vary; only a fall of this size is more than variation.
     had_learned = (before - span[0]) / size >= LEARNED and held_out > -HACKING_GAP[0][1]
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or had_learned or not reached:
@@ -352,7 +353,7 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
 
 
 def _length_penalty(run: RunLog) -> tuple[Fix, ...]:
-    """A reward that falls towards the limit (DAPO, section 3.4), unless there is one."""
+    """A length penalty that grows towards the limit (DAPO, section 3.4), unless one is configured."""
     limit, spec = run.facts.max_response_length, run.spec
     if not limit or limit < 8 or (spec is not None and spec.reward.overlong.buffer_length > 0):
         return ()

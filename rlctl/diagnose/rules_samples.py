@@ -1,4 +1,4 @@
-"""Rules about failures: the program's, and samples that are late, failed or missing, or make it wait."""
+"""Rules about failures: exceptions, stale or failed samples, nondeterminism, and slow grading."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rlctl.diagnose.thresholds import Levels
 
 _DROPPED, _GRADING, _STEP = "training/stale_dropped", "timing_s/reward", "timing_s/step"
 STALENESS = Levels("training/staleness_max", (("warning", 8.0),))
-#: Dropped samples grow by this factor, to at least this share of a batch.
+#: Factor by which dropped samples grow, and the share of a batch that they reach.
 DROPPED_GROWTH, DROPPED_SHARE = 2.0, 0.05
-#: |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
+#: Levels of |mean ratio − 1| and |ppo_kl| where the policy cannot have moved.
 RATIO_ON_POLICY = Levels("actor/ppo_ratio_mean", (("warning", 1e-3),), absolute=True)
 PPO_KL_ON_POLICY = Levels("actor/ppo_kl", (("warning", 1e-3),), absolute=True)
-#: Grading that takes so many times its median and that share of the step, on so many steps and that share
-#: of them.
+#: Grading is slow beyond this multiple of its median and this share of the step, on at least this number and
+#: this share of the steps.
 SLOW_GRADING_MEDIANS, SLOW_GRADING_SHARE, SLOW_GRADING_COUNT, SLOW_GRADING_STEPS = 3.0, 0.3, 3, 0.05
 IDLE = Levels("perf/trainer_idle_fraction", (("warning", 0.3),))
 FAILED = tuple(
     Levels(key, (("warning", 0.05), ("critical", 0.25)))
     for key in ("rollout/error_fraction", "rollout/empty_fraction", "reward/error_fraction")
 )
-_TIMES = 1e-9  # seconds that count as none
+_TIMES = 1e-9  # seconds; lower limit of the median, so that it is never 0
 
 
-#: What an exception's text matches → its cause, and what to do; the first that matches.
+#: Pattern of an exception's text, its cause, and what to do; the first pattern that matches is used.
 _EXCEPTIONS: tuple[tuple[str, str, tuple[Fix, ...]], ...] = (
     (
         r"KeyboardInterrupt|SignalException|SystemExit|SIG(?:TERM|HUP|INT)\b",
@@ -121,7 +121,7 @@ def staleness(run: RunLog) -> Detection | None:
 
 
 def _more_dropped(run: RunLog) -> Evidence | None:
-    """Dropped samples per step that grow; logs may count them since the start."""
+    """Evidence that the dropped samples per step grow; a log may also count them from the start."""
     series = run.table.series(_DROPPED)
     if len(series) < 2 * th.MIN_STEPS:
         return None

@@ -24,12 +24,12 @@ _NORM, _LOSS, _PPO_KL = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl"
 _ADVANTAGE, _KL_COEF, _KL_LOSS = "critic/advantages/mean", "actor/kl_coef", "actor/kl_loss"
 _CUT_OFF = "response_length/clip_ratio"
 _ADVANTAGE_ENDS = ("critic/advantages/max", "critic/advantages/min")
-#: What must be a finite number on every step, the most telling first.
+#: Metrics that must be finite at every step, the most informative first.
 _FINITE = (_NORM, _LOSS, _KL_LOSS, _PPO_KL, "actor/entropy", "critic/vf_loss", "critic/grad_norm")
 NONFINITE_WARNING_SHARE, NONFINITE_CRITICAL_SHARE = 0.01, 0.1
-#: A norm that no usual loss has, whatever the model.
+#: Gradient norm that no usual loss reaches, for any model.
 HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
-#: From this share of the steps, and this many of them, spikes are a warning and not a remark.
+#: Share of the steps, and number, from which spikes are a warning instead of a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
 _REACH = fix.by_hand(
     "check that trained parameters require a gradient and are in the optimizer; with adapters and gradient "
@@ -42,9 +42,9 @@ REF_KL = tuple(
 )
 REF_KL_OK = REF_KL[0].tiers[0][1]
 EXPLAINED = Levels("critic/vf_explained_var", (("warning", 0.1),), is_floor=True)
-#: Steps a critic is given to learn.
+#: First steps, which the rule ignores because the critic has not learned yet.
 CRITIC_STEPS = 40
-#: |pg_loss| below this with a gradient norm above that is normal on-policy.
+#: On-policy, |pg_loss| below the first value with a gradient norm above the second is normal.
 PG_LOSS_ZERO, GRAD_NORM_NONZERO = 0.01, 1e-6
 GIBBERISH = (
     th.Move("actor/entropy", 1.5), th.Move("response_length/mean", 1.3), th.Move(th.GRAD_NORM.key, 2.0)
@@ -177,7 +177,7 @@ def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
 
 
 def _groups_differ(run: RunLog, dead: float | None, steps: NDArray[np.int64]) -> Evidence | None:
-    """The figure that shows rewards which differ within groups on these steps, or advantages not 0."""
+    """Evidence that rewards differ within groups on these steps, or that advantages are not 0."""
     shown = [(th.ZERO_SPREAD.key, dead)]
     if dead is None:
         shown = [(key, _typical(run, key, steps)) for key in (th.GROUP_STD, _ADVANTAGE_ENDS[0])]
@@ -221,13 +221,13 @@ def zero_advantages(run: RunLog) -> Detection | None:
 
 
 def _penalty_coefficient(run: RunLog) -> float | None:
-    """The reference penalty's coefficient, as configured or inferred, else as logged."""
+    """Coefficient of the KL penalty to the reference: configured, inferred, or else as logged."""
     logged = run.table.series(_KL_COEF).values
     return run.facts.kl_coef or (float(logged.max()) if len(logged) else None)
 
 
 def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
-    """A coefficient that is larger by about as much as the KL is too large."""
+    """Fix that raises the coefficient by about the factor (2, 5 or 10) by which the KL is too large."""
     coefficient = _penalty_coefficient(run)
     key = "actor.kl_loss_coef" if found.key == _KL_LOSS else "algorithm.kl_ctrl.kl_coef"
     if not coefficient:

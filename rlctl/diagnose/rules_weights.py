@@ -24,14 +24,14 @@ MEAN_LOW = Levels(f"{_CORR}rollout_is_mean", (("warning", 0.5), ("critical", 0.0
 ESS = Levels(f"{_CORR}rollout_is_eff_sample_size", (("info", 0.5), ("critical", 0.3)), is_floor=True)
 WEIGHT_STD = Levels(f"{_CORR}rollout_is_std", (("warning", 1.0),))
 CHI2_TOKEN = Levels(f"{_CORR}chi2_token", (("warning", 1.0),))
-#: χ² at the level of the weights.
+#: Level of the weights → the metric with χ² at this level.
 CHI2 = {"token": CHI2_TOKEN.key, "sequence": f"{_CORR}chi2_seq"}
 RATIO_HIGH = Levels(f"{_CORR}rollout_is_ratio_fraction_high", (("warning", 0.1),))
-#: Share of a batch's sequences whose log-ratio is clamped; Σ |log ρ| at which it is (about tokens × k3).
+#: Share of a batch's sequences with a clamped log-ratio; |Σ log ρ| from which it is clamped.
 SATURATED_SHARE, CLAMP = 0.01, 20.0
-#: The raw effective sample size falls to this share of its start and below that value ...
+#: The raw effective sample size falls to this share of its start and below the second value ...
 ESS_FALL = (0.7, 0.5)
-#: ... while the gradient norm grows by this factor, or spikes at least so often.
+#: ... while the gradient norm grows by this factor, or has at least this many spikes.
 COLLAPSE_NORM, COLLAPSE_SPIKES = 2.0, 2
 
 
@@ -78,8 +78,8 @@ def weight_mean(run: RunLog) -> Detection | None:
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
 
-    A rejected sample has weight zero and lowers the effective sample size. That is reported by `rejected`, so
-    the share that survived is divided out (verl's figure is taken before rejection).
+    A rejected sample has weight zero and lowers the effective sample size. The rule `rejected` reports that,
+    so this rule divides by the surviving share (verl computes the figure before rejection).
     """
     series = run.table.series(ESS.key) if run.facts.dialect == "verl" else among_survivors(run, ESS.key)
     crossed = crossing(series, ESS)
@@ -133,9 +133,9 @@ def hidden_tail(run: RunLog) -> Detection | Skipped | None:
 
 
 def raw_ess(run: RunLog) -> tuple[str, Series] | None:
-    """The effective sample size before any bound, and the metric it comes from.
+    """Effective sample size before any bound, and the metric that it comes from.
 
-    As logged, or 1 / (1 + χ²) at the level of the weights (ratios average 1, so that E[w²] = 1 + χ²).
+    The logged one, or 1 / (1 + χ²) at the level of the weights (the mean ratio is 1, so E[w²] = 1 + χ²).
     """
     series = run.table.series(th.RAW_ESS.key)
     if len(series):
@@ -183,14 +183,14 @@ def long_products(run: RunLog) -> Detection | None:
         if found := detect_crossing(run, RATIO_HIGH, what):
             return found
     counts, batch = run.table.series(_SATURATED), run.facts.batch_size
-    if batch:  # in bypass mode every pass over it counts them again
+    if batch:  # in bypass mode every pass over the batch counts them again
         passes = (run.facts.ppo_epochs or 1) if run.facts.bypass_mode else 1
         what = "{worst:.1%} of the sequence weights are at the clamp {where}"
         levels = Levels(_SATURATED, (("warning", SATURATED_SHARE),))
         share = Series(counts.steps, counts.values / (batch * passes))
         if found := detect_crossing(run, levels, what, share):
             return found
-    # Tokens × k3 is the size of a typical response's Σ |log ρ|, where clamped ones are not counted.
+    # Tokens × k3 estimates |Σ log ρ| of a typical response, for logs that do not count clamped sequences.
     steps, (length, k3) = run.table.aligned(_LENGTH, th.K3.key)
     what = "a typical response's log-ratios sum to {worst:.3g}, beyond the clamp {where}"
     return detect_crossing(run, Levels(th.K3.key, (("warning", CLAMP),)), what, Series(steps, length * k3))

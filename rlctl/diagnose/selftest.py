@@ -1,7 +1,7 @@
-"""`rlctl diagnose --selftest`: simulated logs of faulty and of healthy runs, through readers and rules.
+"""`rlctl diagnose --selftest`: checks readers and rules on simulated logs of faulty and healthy runs.
 
-`selftest.json.gz` holds one healthy run and, per case, what differs from it, the overrides of its spec and
-what each framework's log of it must yield. `tests/simulated_logs` generates it.
+`selftest.json.gz` contains one healthy run and, per case, the columns that differ from it, the overrides of
+the spec, and the expected result for each framework's log. `tests/simulated_logs` generates it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 
 DATA = Path(__file__).parent / "selftest.json.gz"
 FRAMEWORKS = ("rlctl", "verl", "trl", "nemo-rl")
-#: Only asynchronous runs of other frameworks log it.
+#: Other frameworks log it only in asynchronous runs.
 _STALENESS = "training/staleness_max"
 
 Row = dict[str, Any]
@@ -32,18 +32,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SelftestResult:
-    """One simulated log."""
+    """Result for one simulated log."""
 
-    rule: str  # the rule whose fault is simulated; empty for a healthy run
+    rule: str  # the rule that must detect the simulated fault; empty for a healthy run
     kind: str  # `mild` or `severe`; for a healthy run its description
-    framework: str  # whose format and names the log has
-    expected: str  # the least severity of the rule's finding; `skipped`; for a healthy run `quiet`
-    found: str  # the same in fact
-    passed: bool  # whether this is what was expected
+    framework: str  # the framework whose format and names the log uses
+    expected: str  # minimum severity of the rule's finding, or `skipped`; for a healthy run `quiet`
+    found: str  # actual severity, `skipped` or `nothing`; for a healthy run its alarms, or `quiet`
+    passed: bool  # whether `found` meets `expected`
 
 
 def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
-    """Write, read and examine every simulated log.
+    """Writes, reads and examines every simulated log.
 
     Args:
         progress: called with (logs done, all logs) after each.
@@ -62,7 +62,7 @@ def run_selftest(progress: Callable[[int, int], None]) -> list[SelftestResult]:
 
 
 def _rows(columns: Mapping[str, list[Any]]) -> list[Row]:
-    """Columns → one row per step; None was not logged."""
+    """Converts columns to one row per step; None means not logged."""
     steps = range(len(columns["step"]))
     return [{key: column[at] for key, column in columns.items() if column[at] is not None} for at in steps]
 
@@ -70,7 +70,7 @@ def _rows(columns: Mapping[str, list[Any]]) -> list[Row]:
 def _write(
     framework: str, rows: list[Row], case: Mapping[str, Any], data: Mapping[str, Any], folder: Path
 ) -> Path:
-    """The rows as the framework logs them; returns the log."""
+    """Writes the rows as the framework logs them; returns the log's path."""
     log = folder / LOG_FILE
     if framework == "rlctl":
         (folder / RUN_SPEC_FILE).write_text(_spec_text(tuple(case["overrides"])), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Levels, starts, trends and spikes in noisy series, by medians.
+"""Detects crossed levels, changes since the run's start, trends and spikes in noisy series, with medians.
 
-A million values take about a tenth of a second each; what is costlier works on few window medians.
+Each function takes about 0.1 s per million values; costlier statistics use only a few window medians.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from rlctl.diagnose.thresholds import Levels, Move
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CHUNK = 1 << 12  # windows at once, so that memory stays bounded on long logs
+_CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A metric over the run's first steps."""
+    """Level and noise of a metric in the run's first steps."""
 
     median: float  # of the first steps
     #: robust standard deviation (from the median absolute deviation), at least a small share of the median
     sigma: float
-    is_stable: bool  # no lasting change within them, so that they can serve as a reference
+    is_stable: bool  # the first steps have no trend, so they can serve as a reference
 
     def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which values noise does not explain."""
+        """(M,) → (M,) bool: values further from the median than noise explains."""
         return np.abs(values - self.median) > th.FAR_SIGMAS * self.sigma
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A level and how it was crossed."""
+    """A level that a metric crossed, and the steps at which it did."""
 
     key: str  # the metric
     severity: Severity  # of the worst level crossed; `info` where there is a `remark`
-    worst: float  # the window median furthest beyond it
+    worst: float  # the window median furthest beyond the level
     limit: float  # the level
     window: tuple[int, int]  # first and last step of the values whose median `worst` is
-    #: first_step, last_step: the steps beyond it
+    #: first_step, last_step: the steps beyond the level
     first_step: int
     last_step: int
     lasts: bool  # whether the newest window is beyond it
-    remark: str = ""  # why it is only a remark: it holds from the run's start, or at its start only
+    remark: str = ""  # why it is only a remark: unchanged since the run's start, or only at the start
 
     @property
     def where(self) -> str:
-        """`in steps 3–40`, and whether it has ended."""
+        """`in steps 3–40`, and whether the crossing has ended."""
         after = self.remark or ("" if self.lasts else "not since")
         return f"in {steps_text(self.first_step, self.last_step)}{after and f' ({after})'}"
 
     @property
     def evidence(self) -> Evidence:
-        """The crossing as a figure."""
+        """The crossing as evidence of a finding."""
         relation = "over" if self.worst > self.limit else "under"
         of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
@@ -76,14 +76,14 @@ def steps_text(first: int, last: int) -> str:
 class Trend:
     """A lasting change of a series."""
 
-    #: start, end: of the robust line through it
+    #: start, end: values of the fitted robust line at both ends
     start: float
     end: float
-    rises: bool  # which way
+    rises: bool  # whether the series rises
 
 
 def start_of(series: Series) -> Start | None:
-    """The run's own start; None where too few steps were logged."""
+    """Level and noise at the run's start; None where too few steps were logged."""
     from scipy.stats import kendalltau
 
     count = min(th.START_STEPS, len(series) // 2)
@@ -121,9 +121,10 @@ def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
-    """The worst level that the series crossed for the length of a window, if any.
+    """The most severe level that a window median crossed, if any.
 
-    With fewer values than the levels need only critical ones count, for the median of all values.
+    With fewer values than the levels need, only critical levels count. With fewer values than a window, the
+    median of all values is compared.
     """
     if len(series) < levels.min_steps:
         levels = replace(levels, tiers=tuple(tier for tier in levels.tiers if tier[0] == "critical"))
@@ -152,10 +153,10 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
 
 
 def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
-    """The first and the last value that windows are about.
+    """Indices of the first and the last value that count as beyond the level.
 
-    A median gets beyond a level when the middle of its window does. Of the first and the last window every
-    value counts.
+    A window median beyond the level dates the crossing by the middle of its window. If the first (last)
+    window of the series is beyond the level, the crossing includes the first (last) value.
     """
     places, half = np.flatnonzero(beyond), th.WINDOW // 2
     first = 0 if beyond[0] else int(places[0]) + half
@@ -163,7 +164,7 @@ def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
 
 
 def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
-    """A level below critical is a remark if the run began beyond it, or was beyond it only then."""
+    """Reduces a level below critical to a remark if the metric is near its start, or crossed only then."""
     if crossed.severity == "critical":
         return crossed
     if grown_out and not crossed.lasts:
@@ -175,7 +176,7 @@ def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grow
 
 
 def trend(series: Series) -> Trend | None:
-    """A rise or fall over the whole series that noise does not explain (Kendall's τ, Theil–Sen line)."""
+    """Significant rise or fall over the whole series (Kendall's τ), as a Theil–Sen line; None without one."""
     from scipy.stats import kendalltau, theilslopes
 
     count = min(th.TREND_POINTS, len(series) // th.TREND_WINDOW)
@@ -193,11 +194,11 @@ def trend(series: Series) -> Trend | None:
 
 
 def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray[np.float64]] | None:
-    """Where a metric is far from its start.
+    """Marks the steps at which a metric is far from its start.
 
     Returns:
-        the start; (M,) bool, per value whether the median around it has moved as described; (M,) those
-        medians. None where there is no start to compare with, or it is not positive.
+        the start; (M,) bool, per value whether the median around it has moved as described; (M,) these
+        medians. None where there is no start to compare with, or its median is not positive.
     """
     start = start_of(series)
     if start is None or start.median <= 0.0:
@@ -212,10 +213,10 @@ def moved(series: Series, move: Move) -> tuple[Start, NDArray[np.bool_], NDArray
 
 
 def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None:
-    """Metrics that are all far from their starts during the same steps, for the length of a window.
+    """Detects metrics that are all far from their starts during the same steps, for at least a window.
 
     Returns:
-        one figure per move with the step range they share; None if there is no such range.
+        one evidence per move, over the shared step range; None if there is no such range.
     """
     steps, columns = table.aligned(*(move.key for move in moves))
     each = [moved(Series(steps, column), move) for column, move in zip(columns, moves, strict=True)]
@@ -238,24 +239,24 @@ def together(table: Table, moves: Sequence[Move]) -> tuple[Evidence, ...] | None
 
 
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:
-    """A metric that went from one value to another within these steps."""
+    """Evidence that a metric went from one value to another within these (M,) steps."""
     return evidence_over(steps, key, f"from {start:.3g} to {end:.3g}")
 
 
 def evidence_over(steps: NDArray[np.int64], key: str, figure: str) -> Evidence:
-    """A figure of these (M,) steps, M > 0."""
+    """Evidence over these (M,) steps, M > 0."""
     return Evidence(key, figure, int(steps[0]), int(steps[-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Spikes(Series):
-    """Values far above those before them; `before`: the median that each is compared with (M,)."""
+    """Values far above the preceding ones; `before` (M,): the median that each is compared with."""
 
     before: NDArray[np.float64]
 
 
 def spikes(series: Series) -> Spikes:
-    """The values far above the `SPIKE_HISTORY` values before them: a slow drift is no spike."""
+    """Finds values far above the preceding `SPIKE_HISTORY` values; a slow drift is not a spike."""
     values = series.values
     width = min(th.SPIKE_HISTORY, max(th.SPIKE_MIN_HISTORY, len(values) // 2 | 1))
     if len(values) <= width:

@@ -1,4 +1,4 @@
-"""The best fixes of a diagnosis as a spec file for `rlctl train --spec`."""
+"""Writes the best fixes of a diagnosis as a spec file for `rlctl train --spec`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlctl.spec.load import dump_spec, dump_value, load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.spec.yaml_source import read_value
 
-#: After a scalar, as PyYAML writes it.
+#: End of a document, which PyYAML writes after a scalar.
 _YAML_END = "\n...\n"
 
 
@@ -39,12 +39,12 @@ class NotApplied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpecPatch:
-    """What `--fix` writes."""
+    """The new spec that `--fix` writes, and the fixes in it."""
 
     run: RunLog  # the diagnosed run
     applied: tuple[Applied, ...]  # the worst finding's fix first
     not_applied: tuple[NotApplied, ...]  # findings without a fix in the new spec
-    #: the run's with the changes; None where the log has none, and only changes can be written
+    #: the run's spec with the changes; None where the log has no spec, so that only the changes are written
     spec: RunSpec | None
 
     @property
@@ -54,10 +54,10 @@ class SpecPatch:
 
 
 def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
-    """For every finding that is at least a warning, its first fix compatible with those chosen before.
+    """Chooses, for every finding that is at least a warning, the first compatible fix; worst finding first.
 
-    A fix is compatible if it sets no key to another value than a worse finding's fix, and if the spec with it
-    passes all checks. Without a spec of the run it is checked on top of the defaults.
+    A fix is compatible if no fix chosen before sets one of its keys to another value, and if the spec with
+    both passes all checks. Without a spec of the run, the fixes are checked on top of the defaults.
     """
     base = diagnosis.run.spec
     chosen: list[Applied] = []
@@ -76,7 +76,7 @@ def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
 def _best(
     finding: Finding, chosen: list[Applied], base: RunSpec | None, spec: RunSpec
 ) -> tuple[Applied, RunSpec] | str:
-    """The first compatible fix, with the spec it makes; or why there is none."""
+    """The first compatible fix and the resulting spec; or the reason why there is none."""
     if finding.severity == "info":
         return "only a remark"
     with_settings = [fix for fix in finding.fixes if fix.spec]
@@ -124,10 +124,10 @@ def _pairs(spec: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a place that cannot be written, before the work is done.
+    """Checks, before the work is done, that a new file can be created at the path.
 
     Raises:
-        UsageError: there is a file of that name, or no such directory.
+        UsageError: the file exists, or its directory does not.
     """
     if path.exists() or path.is_symlink():
         where, how = str(path), "choose another name, or remove it first"
@@ -137,7 +137,7 @@ def check_free(path: Path) -> None:
 
 
 def write_patch(path: Path, patch: SpecPatch) -> None:
-    """Write the new spec; comments above each changed key give its finding and the value before.
+    """Writes the new spec; comments above each changed key give its finding and the previous value.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -195,7 +195,7 @@ def _comments(found: SpecPatch) -> dict[str, list[str]]:
 
 
 def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted keys below a node, with their lines from 0."""
+    """Dotted keys below a node, with their line numbers from 0."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{name.value}", name.start_mark.line
         yield from _lines_of_keys(value, f"{prefix}{name.value}.")

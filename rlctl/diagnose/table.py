@@ -24,7 +24,7 @@ Framework = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The finite values of one metric, and the steps they belong to (both (M,), steps ascending)."""
+    """The finite values of one metric and their steps (both (M,), steps ascending)."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What was logged."""
+    """The logged metrics, step by step."""
 
     steps: NDArray[np.int64]  # (N,) strictly ascending
     #: metric → (N,) values, NaN where the step did not log it or logged no finite number
@@ -52,13 +52,13 @@ class Table:
         return Series(self.steps[logged], values[logged])
 
     def aligned(self, *keys: str) -> tuple[NDArray[np.int64], list[NDArray[np.float64]]]:
-        """Steps at which all of the metrics are finite, and each one's values there."""
+        """Steps at which all of the metrics are finite, and the values of each at these steps."""
         columns = [self.columns.get(key, np.full(len(self.steps), np.nan)) for key in keys]
         logged = np.logical_and.reduce([np.isfinite(column) for column in columns])
         return self.steps[logged], [column[logged] for column in columns]
 
     def matching(self, key: str) -> tuple[str, ...]:
-        """The columns of that name; `<…>` in it stands for any text."""
+        """Names of the columns that match a key; `<…>` in the key stands for any text."""
         if "<" not in key:
             return (key,) if key in self.columns else ()
         prefix, _, rest = key.partition("<")
@@ -67,27 +67,28 @@ class Table:
         return tuple(sorted(one for one in found if one != key))
 
     def most_logged(self, keys: tuple[str, ...]) -> str:
-        """The metric with the most finite values; of equals the first."""
+        """The metric with the most finite values; the first of several with equally many."""
         return max(keys, key=lambda key: len(self.series(key)))
 
 
 @dataclass(frozen=True, slots=True)
 class MetricOrigin:
-    """Where a column comes from."""
+    """Origin of a column."""
 
-    name: str  # what the log called it
-    #: one sentence on what the figure is where it differs from rlctl's definition; empty where it is the same
+    name: str  # its name in the log
+    #: definition of the figure where it differs from rlctl's, one sentence; empty where it is the same
     meaning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a run, whatever wrote its log; None where it is unknown.
+    """Known settings of a run, independent of the framework; None where unknown.
 
-    From the run's spec, from the configuration a log carries, or from what a framework always does.
+    They come from the run's spec, from configuration, settings or names in the log, from what holds for every
+    run of the framework, or are inferred from the figures.
     """
 
-    #: π_old is the rollout's own, so "training" in a gap means the policy as it moves
+    #: π_old is the rollout policy, so logged gaps compare the rollout policy with the current π_θ
     bypass_mode: bool | None = None
     updates_per_batch: int | None = None  # optimizer steps on one batch
     ppo_epochs: int | None = None  # passes over one batch
@@ -98,19 +99,19 @@ class Facts:
     group_size: int | None = None  # responses per prompt
     has_critic: bool | None = None  # a value function is trained
     max_response_length: int | None = None  # tokens
-    kl_coef: float | None = None  # the reference penalty's, in loss or reward; 0.0 where there is none
+    kl_coef: float | None = None  # of the KL penalty to the reference, in loss or reward; 0.0 without one
     dtype: str | None = None  # of the trainer's forward pass: `bf16`, `fp16`, `fp32`
     lr: float | None = None  # the policy's peak learning rate
-    #: the logged effective sample size is of bounded weights, which hide a tail
+    #: the logged effective sample size is computed from bounded weights, which hide a heavy tail
     ess_after_truncation: bool | None = None
-    ess_length_weighted: bool | None = None  # it counts tokens where the weights are per sequence
+    ess_length_weighted: bool | None = None  # it counts a sequence's weight once per token
     #: whether `rollout_corr/rollout_is_*` describes weights before or after their bound
     weights_are: Literal["raw", "applied"] | None = None
     dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
 
 
 def facts_of(spec: RunSpec) -> Facts:
-    """The facts that a spec of rlctl states."""
+    """Returns the facts that a spec of rlctl states."""
     from rlctl.spec.resolve import correction_rules
 
     correction = spec.algorithm.rollout_correction
@@ -145,34 +146,34 @@ class LoggedException:
     text: str  # type and message as printed, one line: `ValueError: …`
     where: str  # the innermost frame: `trainer.py, line 338, in fit`; empty if the log has none
     line: int  # its line in the log, from 1
-    step: int | None = None  # the last one logged before it; None if there is none
+    step: int | None = None  # the last step logged before it; None if there is none
     is_stop: bool = False  # the run was stopped from outside, by a signal or from the keyboard
 
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """What is diagnosed."""
+    """The log of one run, as the rules read it."""
 
     path: Path  # the log file
     table: Table  # its content, under canonical names
-    spec: RunSpec | None = None  # of the run, if its `spec.yaml` is next to the log
-    notes: tuple[str, ...] = ()  # what had to be tolerated when reading
-    framework: Framework = "rlctl"  # what wrote the log
-    #: canonical metric → what the log called it, for every column
+    spec: RunSpec | None = None  # spec of the run, if its `spec.yaml` is next to the log
+    notes: tuple[str, ...] = ()  # problems of the log that were tolerated when reading
+    framework: Framework = "rlctl"  # the framework that wrote the log
+    #: canonical metric → its name and definition in the log, for every column
     origins: Mapping[str, MetricOrigin] = field(default_factory=dict)
-    #: what is known of the run; rules read these and the columns, never the framework's name
+    #: known settings of the run; rules read these and the columns, never the framework's name
     facts: Facts = Facts()
-    #: fact → where it comes from, one clause: `the configuration in the log`, …; for every fact that is known
+    #: fact → where it comes from, one clause: `the configuration in the log`, …; for every known fact
     fact_origins: Mapping[str, str] = field(default_factory=dict)
-    exception: LoggedException | None = None  # what the log ends with, if that is an exception
-    unread: tuple[str, ...] = ()  # names of numbers in the log that stand for no known metric, sorted
+    exception: LoggedException | None = None  # the exception that the log ends with
+    unread: tuple[str, ...] = ()  # names in the log that match no known metric, sorted
 
     @property
     def gap_is_mismatch(self) -> bool:
-        """Whether the logged gap between the policies can only come from two implementations.
+        """Whether only the two implementations can cause the logged gap between the policies.
 
-        In bypass mode the trained policy is compared as it moves through a batch's updates, and stale
-        samples come from older weights: there the gap holds the policy's own progress too.
+        In bypass mode the gap includes the policy's changes during the updates on a batch. With stale samples
+        it includes the changes since the older weights that sampled them.
         """
         staleness = self.table.series("training/staleness_max").values
         if len(staleness) and staleness.max() > 0.0:

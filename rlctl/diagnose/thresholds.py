@@ -4,9 +4,9 @@ A level is crossed when the median of `WINDOW` consecutive values is beyond it, 
 long log raises an alarm. Steps are those at which the metric was logged. With fewer than `MIN_STEPS` values
 only critical levels and exact values (a gradient of 0, a share of 1) count: these need no window.
 
-A critical level always counts. A milder level of a metric whose healthy size differs from model to model
-(`relative`) is only a remark where the run began just as it is: published healthy ranges differ by a factor
-of a hundred, and the run's own start is the better reference.
+A critical level always counts. Some metrics have a healthy size that depends on the model (`relative`). A
+milder level of such a metric is only a remark if the metric is near its value at the run's start: published
+healthy ranges differ by a factor of a hundred, so the run's own start is the better reference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from rlctl.diagnose.finding import SEVERITIES, Severity
 
-#: Odd, so that a median is a value of the window.
+#: Values per window; odd, so that a median is a value of the window.
 WINDOW = 11
-#: Values that a level below critical needs, and those from which the absence of findings is a result.
+#: Minimum number of values for levels below critical, and for concluding that nothing is wrong.
 MIN_STEPS = 5
 
 GUIDE = "the reference guide's healthy ranges"
@@ -38,7 +38,7 @@ class Levels:
     tiers: tuple[tuple[Severity, float], ...]  # (severity, value), mildest first
     is_floor: bool = False  # the metric must stay above them, not below
     absolute: bool = False  # the metric's absolute value is compared
-    relative: bool = False  # levels milder than `critical` also need the metric far from the run's own start
+    relative: bool = False  # levels below `critical` also require the metric to be far from the run's start
     min_steps: int = MIN_STEPS  # values needed to apply those below critical
 
     def __str__(self) -> str:
@@ -50,25 +50,26 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How far a metric must get from where the run started."""
+    """Required change of a metric since the run's start."""
 
     key: str  # the metric
-    factor: float  # times its start; above 1 at least, below 1 at most
-    #: the value it must also pass, in the same direction: small numbers may double
+    factor: float  # multiple of the start; a lower limit if above 1, an upper limit if below 1
+    #: value that the metric must also pass in the same direction, because small numbers may double by chance
     beyond: float | None = None
 
 
 # --- the run's own start --------------------------------------------------------------------------
-#: Steps that make up the start: at most, and at least (otherwise there is none to compare with).
+#: Maximum and minimum number of steps in the start; with fewer steps there is no start to compare with.
 START_STEPS, START_MIN_STEPS = 20, 10
-#: Steps needed to separate a start from what came after.
+#: Steps needed to separate the start from the rest of the run.
 MOVE_STEPS = 2 * START_MIN_STEPS
-#: A start with a trend of this significance (Kendall's τ), and of this share of its median between its
-#: halves, is not used. (The noise of real logs drifts, which the significance alone takes for a trend.)
+#: Relative levels ignore a start with a trend of this significance (Kendall's τ) whose halves differ by this
+#: share of its median. (Significance alone does not suffice, because the noise of real logs drifts.)
 START_TREND_P, START_TREND_SIZE = 0.01, 0.25
-#: Far from the start: so many robust standard deviations, each at least this share of the median.
+#: A value is far from the start beyond this many robust standard deviations, where a deviation is at least
+#: this share of the median.
 FAR_SIGMAS, SIGMA_FLOOR = 4.0, 0.05
-#: Window medians that a trend is fitted to, at most, and steps per window, at least.
+#: Maximum number of window medians that a trend is fitted to, and minimum number of steps per window.
 TREND_POINTS, TREND_WINDOW = 200, 3
 #: Significance and strength (Kendall's τ) of a trend.
 TREND_P, TREND_TAU = 0.005, 0.5
@@ -76,19 +77,20 @@ TREND_P, TREND_TAU = 0.005, 0.5
 FIRST_STEP = 1
 #: A spike is this many robust standard deviations and this many medians above the steps before.
 SPIKE_SIGMAS, SPIKE_MEDIANS = 8.0, 3.0
-#: Steps before that a spike is compared with: at most, and at least.
+#: Maximum and minimum number of preceding steps that a spike is compared with.
 SPIKE_HISTORY, SPIKE_MIN_HISTORY = 51, 21
 
 # --- levels that several rules, or guardrails, share ----------------------------------------------
 _CORR = "rollout_corr/"
-#: Gaps that only the implementations cause; `KL` whatever the cause.
+#: Levels of the gap between the policies. `PROBS_GAP` and the warning of `K3` apply only where nothing but
+#: the implementations can cause the gap.
 PROBS_GAP = Levels(
     "training/rollout_probs_diff_mean", (("warning", 0.005), ("critical", 0.01)), relative=True
 )
 K3 = Levels(f"{_CORR}k3_kl", (("warning", 1e-3), ("critical", 0.1)), relative=True)
 KL = Levels(f"{_CORR}kl", (("critical", 0.1),), absolute=True)
 LOG_PROB_GAP = Levels("mismatch/log_prob_abs_diff_mean", (("critical", 1.0),))
-#: Mean |log-prob difference| at the first step, where trainer and engine hold the same weights.
+#: Limit of the mean |log-prob difference| at the first step, where trainer and engine have the same weights.
 FIRST_LOG_PROB_GAP = 0.03
 #: Metrics of the same gap, the most specific first.
 GAPS = (K3.key, LOG_PROB_GAP.key, PROBS_GAP.key)
@@ -96,13 +98,14 @@ RAW_ESS = Levels(f"{_CORR}rollout_is_raw_eff_sample_size", (("warning", 0.3),), 
 MASKED = Levels(f"{_CORR}rollout_rs_masked_fraction", (("info", 0.3), ("critical", 0.5)))
 GRAD_NORM = Levels("actor/grad_norm", (("warning", 10.0),), relative=True)
 ZERO_SPREAD = Levels("reward/zero_spread_groups", (("warning", 0.5), ("critical", 0.75)))
-#: Rewards' standard deviation within a group; 0: a group has nothing to compare.
+#: Standard deviation of the rewards within a group; at 0 the group gives no learning signal.
 GROUP_STD = "reward/group_std"
-#: Share of steps without a gradient from which a warning is due: exact zeros are no noise.
+#: Share of steps with an exact zero (gradient, advantages, reward spread) from which rules report it: exact
+#: zeros are not noise.
 ZERO_SHARE = 0.4
-#: Weights within this of 1 count as exactly 1, and a k3 below it as equal policies.
+#: Weights within this distance of 1 count as exactly 1, and policies with a gap below it as equal.
 EXACT = 1e-9
-#: Tokens from which a product of ratios is called long.
+#: Tokens per response from which a product of ratios counts as long.
 LONG_RESPONSE = 100.0
 #: Gain below which the reward counts as flat, as a share of its range.
 FLAT_REWARD = 0.05

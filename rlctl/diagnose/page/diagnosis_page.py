@@ -1,6 +1,7 @@
-"""Diagnoses as one self-contained page: findings, and plots on which they are marked.
+"""Renders diagnoses as one self-contained page: findings, and plots in which they are marked.
 
-Plot names are escaped for plotly too. Styles are not restricted, because it creates its own at run time.
+Plot names are also escaped for plotly. The page allows inline styles, because plotly creates them at run
+time.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _ALWAYS = (
     "actor/entropy",
     "response_length/mean",
 )
-#: Number of plots shown at first, where none of these was logged and no finding names a metric.
+#: Number of plots shown initially where none of these was logged and no finding names a metric.
 _FIRST_PLOTS = 6
 
 
 def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> str:
-    """The page as text, for one run or several, which share each plot.
+    """The page as HTML text, for one or several runs; each plot shows all runs.
 
     Args:
-        diagnoses: of the runs.
-        comparison: of the two, where there are two to be compared.
+        diagnoses: one per run.
+        comparison: of the two runs, if they are compared.
 
     Raises:
         EnvironmentFailure: plotly is not installed.
@@ -51,7 +52,7 @@ def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | N
 
 
 def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> dict[str, Any]:
-    """What `render` needs for `TEMPLATE`, and for a template that extends it; see `diagnosis_page`."""
+    """Values of `TEMPLATE`, and of a template that extends it, for `render`; see `diagnosis_page`."""
     order = {key: place for place, key in enumerate(METRICS)}
     found = {key for diagnosis in diagnoses for key in diagnosis.run.table.columns}
     keys = sorted(found, key=lambda key: (order.get(key, len(order)), key))
@@ -68,7 +69,7 @@ def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None
 
 
 def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunComparison | None) -> Any:
-    """What the script draws."""
+    """Data of the plots, for the page's script."""
     marked = {evidence.metric for d in diagnoses for f in d.findings for evidence in f.evidence}
     differing = {change.key for change in comparison.metrics} if comparison else set()
     always = {key for d in diagnoses for pattern in _ALWAYS for key in d.run.table.matching(pattern)}
@@ -88,7 +89,7 @@ def _data(diagnoses: Sequence[Diagnosis], keys: Sequence[str], comparison: RunCo
 
 
 def _metric(key: str, diagnoses: Iterable[Diagnosis], *, is_shown: bool) -> dict[str, Any]:
-    """Its caption: what the logs' figures are, where they state it, else rlctl's definition."""
+    """Names and caption of a metric: the definition in the logs where it differs, otherwise rlctl's."""
     known = describe(key)
     unit = known.unit if known and known.unit != "1" else ""
     definition = known.definition if known else ""
@@ -104,7 +105,7 @@ def _points(series: Series) -> list[list[float]]:
 
 
 def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
-    """Steps that a finding is about; a remark shades nothing."""
+    """Step ranges of findings, to be shaded in the plot of a metric; remarks are not shaded."""
     return [
         {"rule": one.rule, "severity": one.severity, "first": seen.first_step, "last": seen.last_step}
         for one in diagnosis.findings

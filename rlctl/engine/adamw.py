@@ -10,10 +10,10 @@ _NEVER = 1 << 62
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that can be told to let a step pass, and never applies a non-finite gradient.
+    """AdamW that can skip a step, and never applies a non-finite gradient.
 
-    DeepSpeed has no way to throw accumulated gradients away; letting its step run with an inner
-    optimizer that does nothing clears every buffer of every ZeRO stage the supported way.
+    DeepSpeed cannot discard accumulated gradients. Its step with an inner optimizer that does nothing
+    clears all buffers of every ZeRO stage in a supported way.
     """
 
     skip = False
@@ -38,8 +38,10 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    """By its extremes, which NaN reaches: `isfinite` would hold 7 bytes more per element, and on a CPU
-    `vector_norm(·, inf)` is ten times slower."""
+    """Whether minimum and maximum are finite; NaN propagates to both.
+
+    `isfinite` would need 7 more bytes per element; on a CPU, `vector_norm(·, inf)` is ten times slower.
+    """
     if not gradient.numel():
         return True
     low, high = torch.aminmax(gradient)

@@ -1,8 +1,8 @@
-"""Checkpoints that exist whole or not at all.
+"""Checkpoints that are either complete or absent.
 
 Everything is written into a hidden directory, hashed into `manifest.json`, synced, and published by
-one rename. A directory without a manifest whose hashes hold is not a checkpoint; no pointer file
-says otherwise.
+one rename. A directory whose manifest is missing or whose hashes do not match is not a checkpoint; no
+pointer file overrides this.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from rlctl.errors import RlctlError, RunFailure
 from rlctl.files import readable_as_umask_says, sha256_of, sync
 
-#: Of a run directory: where its checkpoints lie.
+#: Subdirectory of a run directory for its checkpoints.
 CHECKPOINTS = "checkpoints"
-#: Of a checkpoint: where the adapter lies.
+#: Subdirectory of a checkpoint for the adapter.
 ADAPTER = "adapter"
 
-#: Of a checkpoint's `draws/`: with dynamic sampling, which prompts are used up.
+#: File in a checkpoint's `draws/`: the state of dynamic sampling.
 DRAWS_FILE = "prompts.json"
 _MANIFEST = "manifest.json"
 _PREFIX = "step_"
@@ -37,13 +37,13 @@ _SET_ASIDE = "damaged-"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What the loop must know to go on; everything else follows from the step and the seed.
+    """State that the training loop restores; everything else follows from the step and the seed.
 
     Attributes:
         step: batches trained on.
         policy_version: optimizer updates applied or withheld.
-        world_size, zero_stage: how the engine's state is cut up.
-        kl_coef: coefficient of the KL penalty in the reward for the next batch; None: there is none.
+        world_size, zero_stage: how the engine's state is partitioned.
+        kl_coef: coefficient of the KL penalty in the reward for the next batch; None: no penalty.
     """
 
     step: int
@@ -55,31 +55,34 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk: `engine/` (with a critic `critic/` too) to resume from, `model/` a
-    plain Hugging Face directory, `adapter/` what LoRA has learnt apart from it, `waiting/` the batches
-    sampled ahead of their training."""
+    """A complete checkpoint on disk.
+
+    `engine/` (and `critic/`) hold the state to resume from, `model/` is a plain Hugging Face directory,
+    `adapter/` holds the LoRA weights separately, `waiting/` the batches sampled ahead of training, `draws/`
+    the state of dynamic sampling.
+    """
 
     path: Path
     state: TrainerState
 
     @property
     def engine_dir(self) -> Path:
-        """What `TrainEngine.load` reads."""
+        """Directory that `TrainEngine.load` reads."""
         return self.path / "engine"
 
     @property
     def critic_dir(self) -> Path:
-        """What the critic's `load` reads; empty without a critic."""
+        """Directory that the critic's `load` reads; missing without a critic."""
         return self.path / "critic"
 
     @property
     def draws_file(self) -> Path:
-        """Which prompts are used up; missing without dynamic sampling."""
+        """State of dynamic sampling; missing without it."""
         return self.path / "draws" / DRAWS_FILE
 
     @property
     def waiting_dir(self) -> Path:
-        """What `RolloutStream.resume` reads; empty without staleness."""
+        """Directory that `RolloutStream.resume` reads; missing without staleness."""
         return self.path / "waiting"
 
     @property
@@ -89,12 +92,12 @@ class Checkpoint:
 
     @property
     def adapter_dir(self) -> Path:
-        """The adapter in PEFT's format; empty without LoRA, missing in checkpoints older than this."""
+        """The adapter in PEFT's format; missing without LoRA and in checkpoints of older versions."""
         return self.path / ADAPTER
 
 
 def begin(root: Path, step: int, parts: Iterable[str] = ("engine", "model")) -> Path:
-    """A hidden directory to write the checkpoint of `step` into, with these directories in it (one rank)."""
+    """Creates a hidden directory for the checkpoint of `step`, with subdirectories `parts` (one rank)."""
     partial = root / f"{_PARTIAL}{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
     for name in parts:
@@ -103,15 +106,15 @@ def begin(root: Path, step: int, parts: Iterable[str] = ("engine", "model")) -> 
 
 
 def partial_path(root: Path, step: int) -> Path:
-    """Where `begin` put the directory, for the ranks that did not call it."""
+    """The directory that `begin` creates, for ranks that did not call it."""
     return root / f"{_PARTIAL}{step:06d}"
 
 
 @contextmanager
 def writing(root: Path, step: int) -> Iterator[None]:
-    """Whatever goes wrong inside becomes one error, and what is half written goes.
+    """Turns any exception inside into one error, and removes the incomplete checkpoint.
 
-    A full disk is an OSError to Python, a RuntimeError to torch, and something else to safetensors.
+    A full disk raises OSError in Python, RuntimeError in torch, and another error in safetensors.
 
     Raises:
         RunFailure: the checkpoint of `step` could not be written; earlier checkpoints are intact.
@@ -131,26 +134,26 @@ def writing(root: Path, step: int) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file that is hashed while it is written, from its beginning to its end.
+    """A file that is hashed while it is written sequentially.
 
     Args:
-        path: of the file, which is replaced.
+        path: path of the file; an existing file is replaced.
     """
 
     def __init__(self, path: Path) -> None:
         self._file, self._hash = path.open("wb"), hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Append bytes; returns how many."""
+        """Appends bytes; returns their number."""
         self._hash.update(data)
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Passes buffered bytes to the operating system."""
         self._file.flush()
 
     def close(self) -> str:
-        """Bring the file to the disk; its SHA-256."""
+        """Syncs the file to disk; returns its SHA-256."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -158,9 +161,10 @@ class HashedFile:
 
 
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
-    """Hash and sync one of `shares` parts of what lies below `partial`, files in `known` left out.
+    """Hashes and syncs one of `shares` parts of the files below `partial`, except those in `known`.
 
-    Every rank of the machine that wrote them takes one: file below `partial` → its SHA-256.
+    Every rank of the machine that wrote the files processes one part. Returns file below `partial` → its
+    SHA-256.
     """
     names = [(str(path.relative_to(partial)), path) for path in _files(partial)]
     left = sorted(
@@ -178,16 +182,18 @@ def publish(
     best: int | None = None,
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> Checkpoint:
-    """Sync and rename; then drop the oldest beyond `keep`, not `best` (one rank, when all are done).
+    """Syncs and renames `partial`; then removes old checkpoints (one rank, when all have written).
 
     Args:
-        root, partial, state: as elsewhere.
-        keep: published checkpoints that stay, besides `best`; None: all.
-        best: step of the one that always stays.
-        digests: file below `partial` → its SHA-256, synced; those left out are hashed here.
+        root: the directory of checkpoints.
+        partial: the directory from `begin`.
+        state: stored in the manifest.
+        keep: number of newest checkpoints to keep, besides `best`; None: all.
+        best: step of the checkpoint that is never removed.
+        digests: file below `partial` → its SHA-256, already synced; other files are hashed here.
 
     Raises:
-        RunFailure: the disk is full or the directory cannot be written; earlier checkpoints stay.
+        RunFailure: the disk is full or the directory cannot be written; earlier checkpoints are intact.
     """
     final = root / f"{_PREFIX}{state.step:06d}"
     with writing(root, state.step):
@@ -209,9 +215,9 @@ def publish(
 
 
 def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose every byte is as written.
+    """The newest checkpoint whose files all match their checksums.
 
-    Damaged and half-written ones are set aside (renamed) and named in the second result.
+    Damaged and incomplete ones are set aside (renamed) and listed in the second result.
     """
     notes: list[str] = []
     if not root.is_dir():
@@ -229,14 +235,14 @@ def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """`latest` for readers: nothing is renamed, so the run may still be going on.
+    """As `latest`, but read-only: nothing is renamed, so the run may still be in progress.
 
     Args:
         root: the directory of checkpoints.
-        step: only this one will do; None: the newest whose every byte is as written.
+        step: accept only this step; None: the newest intact one.
 
     Returns:
-        The checkpoint, if there is one, and what is wrong with those passed over.
+        The checkpoint or None, and the problems of checkpoints that were passed over.
     """
     notes: list[str] = []
     for number, path in reversed(_published(root)):
@@ -250,18 +256,18 @@ def newest_intact(root: Path, step: int | None = None) -> tuple[Checkpoint | Non
 
 
 def _with_the_one_used(notes: list[str], path: Path) -> list[str]:
-    """Notes on checkpoints that were passed over, the one used in their place named."""
+    """Notes on checkpoints that were passed over, with the name of the one that is used instead."""
     return [f"{note}; {path.name} is used instead" for note in notes]
 
 
 def bytes_of_newest(root: Path) -> int:
-    """Size of the newest checkpoint there is; 0 without one."""
+    """Size of the newest checkpoint in bytes; 0 without one."""
     found = _published(root)
     return sum(path.stat().st_size for path in _files(found[-1][1])) if found else 0
 
 
 def point_to(root: Path, name: str, step: int | None) -> None:
-    """A symbolic link `name` to the checkpoint of `step`, for people and scripts: nothing here reads it."""
+    """Creates a symbolic link `name` to the checkpoint of `step`, for users and scripts; never read here."""
     link = root / name
     with contextlib.suppress(OSError):  # not every file system has links
         if step is None or not (root / f"{_PREFIX}{step:06d}").is_dir():
@@ -287,7 +293,7 @@ def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def verify(path: Path) -> tuple[str, Checkpoint | None]:
-    """Read one checkpoint back; what is wrong with it, or the checkpoint."""
+    """Verifies one checkpoint; returns its problem and None, or "" and the checkpoint."""
     try:
         state, expected = _read_manifest(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -306,11 +312,11 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
 
 
 def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
-    """State, and the SHA-256 of every file.
+    """The state, and the SHA-256 of every file.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it cannot be read, or is not as it was written. Manifests
-            of versions before 0.2 have no checksum of their own.
+        OSError, ValueError, KeyError, TypeError: the manifest cannot be read, or differs from its checksum.
+            Manifests of versions before 0.2 have no checksum.
     """
     manifest = json.loads((path / _MANIFEST).read_text())
     digest = manifest.pop("manifest_sha256", None)

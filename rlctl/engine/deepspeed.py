@@ -1,8 +1,8 @@
 """The training engines on DeepSpeed (this module alone imports it).
 
-Normalisation is ours. DeepSpeed divides losses by its accumulation steps and averages gradients
-over ranks; losses that reach `backward` here are shares that must be *summed*. So accumulation is
-set to 1 with boundaries given by hand, and the loss is multiplied by the number of ranks.
+rlctl normalises losses itself. DeepSpeed divides losses by its accumulation steps and averages
+gradients over ranks; the losses passed to `backward` here are shares that must be *summed*. Therefore
+accumulation is set to 1 with explicit boundaries, and the loss is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from rlctl.spec.memory import REDUCE_BUCKET
 from rlctl.spec.passthrough import merged
 
 _STATE = "engine"
-#: Of DeepSpeed's optimizer for stage 1 in bf16: float32 sums of the micro-batches' gradients.
+#: Attribute of DeepSpeed's stage-1 optimizer in bf16: float32 sums of the micro-batches' gradients.
 _SUMS = "fp32_groups_gradients_flat"
 
 Offload = Literal["none", "optimizer", "all"]
 
 
 class Settings(TypedDict):
-    """How a module is trained.
+    """Training settings of a module.
 
     Attributes:
         zero_stage: 0–3.
-        dtype: arithmetic of forward and backward; optimizer states are float32.
-        weight_decay, betas: AdamW.
-        grad_clip: largest global gradient norm, 0 for none.
-        gradient_checkpointing: run layers again in the backward pass instead of keeping activations.
-        offload: what lies in the host's memory, see `_config`.
+        dtype: dtype of forward and backward pass; optimizer states are float32.
+        weight_decay, betas: of AdamW.
+        grad_clip: maximum global gradient norm; 0: no clipping.
+        gradient_checkpointing: recompute layers in the backward pass instead of storing activations.
+        offload: what is kept in host memory, see `_config`.
         more_config: merged into DeepSpeed's configuration.
-        sequence: ranks that run each row together; of a policy.
+        sequence: sequence-parallel group; policy only.
     """
 
     zero_stage: int
@@ -67,16 +67,16 @@ class Settings(TypedDict):
 
 
 class _Engine:
-    """Any module under DeepSpeed: what policy and critic have in common; see `protocol.Trained`.
+    """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
 
     Args:
-        model: Hugging Face causal language model, in any dtype; only what requires gradient is trained.
-        wrap: makes the module to train of the model, once that is in place.
+        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
+        wrap: creates the module to train from the model, after the model is on its device.
         ranks: the processes of the run.
         settings: see `Settings`.
 
     Attributes:
-        zero_stage: the one in effect, by which checkpoints are cut up.
+        zero_stage: the stage in effect, by which checkpoints are partitioned.
         scales_gradients: see `protocol.Trained`.
     """
 
@@ -102,7 +102,7 @@ class _Engine:
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._optimizer = GuardedAdamW(
                 trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
-            )  # fused: the step makes no copies of the moments, 8 bytes per parameter
+            )  # fused: the step does not copy the moments, 8 bytes per parameter
             if plain:  # DeepSpeed's plain path clips but does not report the norm.
                 self._optimizer.clip_norm = grad_clip
             with _refusals(settings):
@@ -111,27 +111,27 @@ class _Engine:
                 )
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
-        # Dropout would make π_θ another policy than the one that samples, and each pass another one.
+        # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of one share of the mini-batch loss."""
+        """Adds the gradient of one share of the mini-batch loss."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # Ranks' gradients are averaged by DeepSpeed and must be summed: undo its division here.
+        # DeepSpeed averages gradients over ranks, but they must be summed: undo its division.
         self._engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
-        """Apply, multiplied by `grad_scale`, or discard what was accumulated.
+        """Applies the accumulated gradient, multiplied by `grad_scale`, or discards it.
 
         Raises:
-            RunFailure: only some ranks saw a non-finite gradient, so their weights now differ.
+            RunFailure: only some ranks had a non-finite gradient, so their weights now differ.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.skip = skip
         with self._scaling(grad_scale):
             self._engine.step()
-        # ZeRO throws a non-finite gradient away by itself, on every rank, before it reaches the optimizer.
+        # ZeRO discards a non-finite gradient on every rank before it reaches the optimizer.
         withheld = self._optimizer.withheld or not self._engine.was_step_applied()
         if self.ranks.max(float(withheld)) + self.ranks.max(float(not withheld)) > 1.0:
             raise RunFailure(
@@ -146,15 +146,17 @@ class _Engine:
 
     @contextlib.contextmanager
     def _scaling(self, grad_scale: float) -> Iterator[None]:
-        """Gradients, and their norm, are multiplied before they are clipped. ZeRO divides them by a loss
-        scale, which may be set from outside; losses were not multiplied by it."""
+        """Scales gradients, and their norm, before clipping.
+
+        ZeRO divides gradients by a loss scale, which can be overridden; losses are not multiplied by it.
+        """
         if grad_scale == 1.0:
             yield
         elif self.zero_stage == 0:
             self._optimizer.multiply_by = grad_scale
             yield
             self._optimizer.multiply_by = 1.0
-        elif hasattr(self._engine.optimizer, _SUMS):  # stage 1 in bf16 divides by no loss scale
+        elif hasattr(self._engine.optimizer, _SUMS):  # stage 1 in bf16 has no loss scale
             for total in getattr(self._engine.optimizer, _SUMS):
                 total.mul_(grad_scale)
             yield
@@ -164,14 +166,14 @@ class _Engine:
             self._engine.optimizer.custom_loss_scaler = False
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write weights, optimizer states and counters (all ranks).
+        """Writes weights, optimizer states and counters (all ranks).
 
         Returns:
-            Of the files that this rank has written, below `directory`: the SHA-256.
+            File below `directory` → its SHA-256, for the files that this rank wrote.
         """
         digests: dict[str, str] = {}
 
-        def save(state_dict: Any, path: str) -> None:  # DeepSpeed names its arguments
+        def save(state_dict: Any, path: str) -> None:  # DeepSpeed passes keyword arguments
             file = HashedFile(Path(path))
             torch.save(state_dict, cast(IO[bytes], file))
             digests[os.path.relpath(path, directory)] = file.close()
@@ -184,10 +186,10 @@ class _Engine:
         return digests
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote (all ranks).
+        """Restores what `save` wrote (all ranks).
 
         Raises:
-            RunFailure: there is nothing to load, or it does not fit this engine.
+            RunFailure: there is no state, or it does not fit this engine.
         """
         try:
             with _quiet():
@@ -204,7 +206,7 @@ class _Engine:
                 yield weight.name, weight.value()
 
     def _gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-        """In full while the context lasts (under ZeRO-3 a collective)."""
+        """Context in which `parameters` are available in full (under ZeRO-3 a collective)."""
         if self.zero_stage < 3:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(parameters)
@@ -215,13 +217,13 @@ class DeepSpeedEngine(_Engine):
     """A causal language model under DeepSpeed; see `TrainEngine`.
 
     Args:
-        model: Hugging Face causal language model, in any dtype; only what requires gradient is trained.
+        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
         ranks: the processes of the run.
-        temperature: sampling temperature, at which log-probs are taken.
+        temperature: sampling temperature, at which log-probs are computed.
         settings: see `Settings`.
 
     Attributes:
-        zero_stage: the one in effect, by which checkpoints are cut up.
+        zero_stage: the stage in effect, by which checkpoints are partitioned.
     """
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
@@ -250,15 +252,15 @@ class DeepSpeedEngine(_Engine):
         return self._in_full(self._policy.model, merged=merged)
 
     def adapter(self) -> Adapter:
-        """See `TrainEngine.adapter` (under ZeRO-3 a collective); nothing but A and B is gathered."""
+        """See `TrainEngine.adapter` (under ZeRO-3 a collective); gathers only A and B."""
         parameters = adapter_parameters(self._policy.model)
         with self._gathered(list(parameters.values())):
             tensors = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
         return Adapter.of(self._policy.model, tensors)
 
     def export(self, directory: Path) -> None:
-        """Write config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
-        # Gathering is a collective even for the ranks that keep nothing.
+        """Writes config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
+        # Gathering is a collective: all ranks iterate, although only rank 0 keeps the weights.
         full = {name: tensor.cpu() for name, tensor in self.weights() if self.ranks.is_main}
         if self.ranks.is_main:
             self._policy.model.save_pretrained(directory, state_dict=full)
@@ -270,15 +272,15 @@ class DeepSpeedCritic(_Engine):
     """A value model under DeepSpeed; see `CriticEngine`.
 
     Args:
-        model: Hugging Face causal language model, whose body is trained under a new value head.
+        model: Hugging Face causal language model; its body is trained with a new value head.
         ranks: the processes of the run.
         settings: see `Settings`.
 
     Attributes:
-        zero_stage: the one in effect, by which checkpoints are cut up.
+        zero_stage: the stage in effect, by which checkpoints are partitioned.
 
     Raises:
-        UsageError: the model has no body apart from its output head.
+        UsageError: the model has no body separate from its output head.
     """
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
@@ -295,23 +297,23 @@ class DeepSpeedCritic(_Engine):
 
 
 class PartitionedLoading:
-    """Reads models such that nobody ever holds one whole: each weight is cut up when it is read.
+    """Loads models without any rank holding a whole one: each weight is partitioned as it is read.
 
     Every rank reads every weight from the model's files, in the same order, and keeps its part.
 
     Args:
-        settings: of the engine that takes the model, at ZeRO stage 3; `frozen_settings` for `sharded`.
+        settings: of the engine that receives the model, at ZeRO stage 3; `frozen_settings` for `sharded`.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def __call__(self, read: Callable[[], Any], config: Any) -> Any:
-        """The model that `read` reads by `from_pretrained`, its parameters cut up, buffers whole (all ranks).
+        """Loads a model with partitioned parameters and whole buffers (all ranks).
 
         Args:
-            read: called once.
-            config: of the model.
+            read: loads the model by `from_pretrained`; called once.
+            config: config of the model.
 
         Raises:
             UsageError: DeepSpeed refuses its configuration.
@@ -321,24 +323,24 @@ class PartitionedLoading:
             _import_deepspeed().zero.Init(module=first, config_dict_or_path=_config(self._settings))
 
         def cut_up(parameter: nn.Parameter) -> None:
-            """Each rank takes its part of rank 0's values."""
-            if not parameter.is_cuda:  # a file that is mapped into memory: ranks would write into it
+            """Partitions a parameter: each rank keeps its part of rank 0's values."""
+            if not parameter.is_cuda:  # a memory-mapped file, into which ranks would write
                 parameter.data = parameter.data.clone()
             first.weight.convert_to_zero_parameters(param_list=[parameter])
 
-        # Tied weights are compared when all are read: until then they are needed whole.
+        # Tied weights are compared after all weights are read, so they stay whole until then.
         tied = (getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
         late = config.get_text_config().vocab_size if any(tied) else None
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            is_read = getattr(parameter, "_is_hf_initialized", False)  # what no file has is drawn at the end
+            is_read = getattr(parameter, "_is_hf_initialized", False)  # False: initialised at the end
             is_new = parameter is not None and not parameter.is_meta and not hasattr(parameter, "ds_id")
             if is_read and is_new and parameter is not None and late not in parameter.shape[:1]:
                 cut_up(parameter)
 
         hook = nn.modules.module.register_module_parameter_registration_hook(registered)
         try:
-            with _environment(HF_DEACTIVATE_ASYNC_LOAD="1"):  # one weight after the other, none ahead
+            with _environment(HF_DEACTIVATE_ASYNC_LOAD="1"):  # weights in sequence, without prefetching
                 model = read()
         finally:
             hook.remove()
@@ -349,7 +351,7 @@ class PartitionedLoading:
 
 
 def sharded(module: PolicyModule, dtype: torch.dtype) -> Callable[..., Any]:
-    """`module`, which is never trained, with its weights cut up among the ranks as under ZeRO-3."""
+    """`module`, which is never trained, with its weights partitioned among the ranks as under ZeRO-3."""
     with _quiet():
         deepspeed = _import_deepspeed()
         _ready_for_stage_3(module, dtype)
@@ -360,13 +362,13 @@ def sharded(module: PolicyModule, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def frozen_settings(dtype: torch.dtype) -> Settings:
-    """Of a module that is never trained."""
+    """Settings of a module that is never trained."""
     return Settings(zero_stage=3, dtype=dtype, weight_decay=0.0, betas=(0.9, 0.999), grad_clip=0.0)
 
 
 def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:
-    """What DeepSpeed must be told of a module whose weights it gathers layer by layer."""
-    module.to(dtype=dtype)  # it takes models that were read in parts in one dtype only
+    """Prepares a module for ZeRO-3: registers the parts whose weights must be gathered together."""
+    module.to(dtype=dtype)  # partitioned models must have a single dtype
     deepspeed = _import_deepspeed()
     if isinstance(module, PolicyModule):
         head = module.model.get_output_embeddings()
@@ -377,11 +379,11 @@ def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def expert_blocks(module: nn.Module) -> list[nn.Module]:
-    """Modules that run some of a list of experts, chosen by the data.
+    """Modules that run a data-dependent selection from a list of experts.
 
-    Ranks choose differently, but gathering an expert's weights is a collective: a block's must be gathered
-    together. Experts whose weights are one tensor need nothing. A list of experts is known by its length:
-    the model's config names that, whatever the architecture calls the list.
+    Ranks select different experts, but gathering an expert's weights is a collective: all experts of a block
+    must be gathered together. Experts stored in one tensor need no treatment. A list of experts is identified
+    by its length, because the config contains it, whatever the architecture calls the list.
     """
     modules: list[Any] = list(module.modules())
     configs = [part.config.get_text_config() for part in modules if hasattr(part, "config")]
@@ -395,23 +397,26 @@ def expert_blocks(module: nn.Module) -> list[nn.Module]:
     for block in modules:
         for name, child in block.named_children():
             is_list = isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) in counts
-            # There may be as many layers as experts; their list belongs to what has a config.
+            # The list of layers may have the same length; the module that contains it has a config.
             if is_list and ("expert" in name or not hasattr(block, "config")):
                 found.append(block)
     return found
 
 
 def _may_do(settings: Settings) -> dict[str, bool]:
-    """How a module runs. Under ZeRO-3 every call of the body is a collective: ranks must make the same number
-    of them; and it can run as soon as DeepSpeed has it, not before. A layer that runs again would add to the
-    shared prompt's keys and values a second time."""
+    """Options of a module: whether it may share prompts, and be probed before DeepSpeed wraps it.
+
+    Under ZeRO-3 every call of the body is a collective, so ranks must make the same number of calls, and the
+    body can run only after DeepSpeed has wrapped it. With gradient checkpointing, a recomputed layer would
+    append to the keys and values of the shared prompt a second time.
+    """
     whole = settings["zero_stage"] < 3
     return {"share_prompts": whole and not settings.get("gradient_checkpointing"), "probe": whole}
 
 
 @contextlib.contextmanager
 def _refusals(settings: Settings) -> Iterator[None]:
-    """What DeepSpeed finds wrong with the user's own configuration, in one sentence."""
+    """Turns an error of DeepSpeed into a `UsageError` if the user changed its configuration."""
     try:
         yield
     except Exception as error:
@@ -436,10 +441,10 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_buffers(model: Any) -> Iterator[None]:
-    """Buffers come out in their own precision, whatever happens to the model inside.
+    """Restores the values and dtypes of all buffers after the model was cast inside.
 
-    Casting a module rounds its rotary frequencies to bf16 as well, which is another model than the
-    one a rollout engine loads: a mismatch at every position, growing with the length.
+    Casting a module also rounds its rotary frequencies to bf16. The model would then differ from the one
+    that a rollout engine loads: a mismatch at every position, growing with the length.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield
@@ -448,25 +453,28 @@ def keeping_buffers(model: Any) -> Iterator[None]:
 
 
 def _stage(settings: Settings) -> int:
-    """The ZeRO stage that DeepSpeed runs.
+    """The ZeRO stage that DeepSpeed uses: in bf16 at least 1.
 
-    Its bf16 path without ZeRO drifts from its ZeRO paths; stage 1 keeps the float32 master weights the same
-    way and differs from stage 0 only in where they lie.
+    DeepSpeed's bf16 path without ZeRO drifts from its ZeRO paths. Stage 1 keeps the float32 master weights in
+    the same way and differs from stage 0 only in where they are stored.
     """
     return max(settings["zero_stage"], 1) if settings["dtype"] == torch.bfloat16 else settings["zero_stage"]
 
 
 def _config(settings: Settings) -> dict[str, Any]:
-    """DeepSpeed's configuration; `offload`: float32 weights, moments and the step itself go to the host
-    ("optimizer", from stage 1 on), and between their uses the parameters too ("all", stage 3)."""
+    """DeepSpeed's configuration.
+
+    `offload` moves float32 weights, moments and the step itself to the host ("optimizer", from stage 1 on),
+    and between their uses the parameters too ("all", stage 3).
+    """
     dtype, offload, stage = settings["dtype"], settings.get("offload", "none"), _stage(settings)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "all":
         zero["offload_param"] = {"device": "cpu"}
-    # Stage 1 adds the ranks' sums up once per step: in float32 too. Stages 2 and 3 add up every micro-batch's
-    # gradient, which is bf16, before it goes into the float32 sum.
+    # Stage 1 reduces the ranks' float32 sums once per step: in float32 too. Stages 2 and 3 reduce the bf16
+    # gradient of every micro-batch before it is added to the float32 sum.
     reduced = {"communication_data_type": "fp32"} if stage <= 1 else {}
     own = reduced | {
         "train_micro_batch_size_per_gpu": 1,
@@ -475,9 +483,9 @@ def _config(settings: Settings) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # At stage 1 each gradient is added to the float32 sum as soon as it is there, and freed.
+        # At stage 1 each gradient is added to the float32 sum and freed as soon as it is computed.
         "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
-        # The sum over micro-batches: in bf16 a share below 1/256 of it would be lost.
+        # Dtype of the sum over micro-batches: bf16 would lose terms below 1/256 of the sum.
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
@@ -492,16 +500,16 @@ def _import_deepspeed() -> Any:
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)\.")
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        # Ranks on one CPU host may talk through a shared-memory operator that is compiled with a
-        # C++ compiler at first use; gloo does the same job here without either. Reading the dictionary
-        # would run the compiler for every operator: only this entry is needed.
+        # On one CPU host, DeepSpeed can communicate through a shared-memory operator that it compiles
+        # with a C++ compiler at first use; gloo needs neither. Reading the dictionary would run the
+        # compiler for every operator: set only this entry.
         vars(ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed prints to stdout what belongs in a log; keep the display clean."""
+    """Sends what DeepSpeed prints to stdout to the log instead, at level debug."""
     captured = io.StringIO()
     with contextlib.redirect_stdout(captured):
         yield

@@ -1,4 +1,4 @@
-"""The reference policy: a model that answers with log-probs and never learns."""
+"""The reference policy: a model that computes log-probs and is never trained."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class FrozenPolicy:
-    """A `ReferencePolicy` with weights of its own.
+    """A `ReferencePolicy` with separate weights.
 
-    Under ZeRO-3 its weights are cut up among the ranks like the actor's; otherwise every rank holds
+    Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
     all of them.
 
     Args:
-        model: Hugging Face causal language model, which is kept and changed; under ZeRO-3 perhaps read by a
+        model: Hugging Face causal language model, modified in place; under ZeRO-3 it may come from
             `PartitionedLoading`.
         ranks: the processes of the run.
-        zero_stage: 0–3, the actor's.
-        dtype: arithmetic of the forward pass.
-        temperature: sampling temperature, at which log-probs are taken.
-        sequence: ranks that run each row together; None: each rank runs its own rows.
+        zero_stage: 0–3, as for the actor.
+        dtype: dtype of the forward pass.
+        temperature: sampling temperature, at which log-probs are computed.
+        sequence: this rank's sequence-parallel group; None: each rank processes its own rows.
     """
 
     def __init__(
@@ -54,5 +54,5 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def log_probs(self, inputs: ModelInputs) -> Tensor:
-        """See `ReferencePolicy.log_probs`; the caller cuts the batch into micro-batches."""
+        """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
         return policy_output(self._policy, inputs).log_probs

@@ -1,4 +1,4 @@
-"""What of a batch a model's body is run over: no column that only pads, no shared prompt twice."""
+"""Selects what the model body must process: drops padding-only columns, computes shared prompts once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rlctl.prefix import shared_prefix
 
 
 def used_columns(inputs: ModelInputs) -> ModelInputs:
-    """The columns that some row uses.
+    """The columns that at least one row uses.
 
-    Columns left of the widest prompt and right of the last scored token change no scored token.
+    Columns left of the longest prompt and right of the last scored token do not affect scored tokens.
     """
     width, length = inputs.scored.shape[1], inputs.input_ids.shape[1]
     prompt = max(int(inputs.attention_mask[:, : length - width].any(0).sum()), 1)
@@ -34,12 +34,12 @@ def used_columns(inputs: ModelInputs) -> ModelInputs:
 
 
 def arguments_of(inputs: ModelInputs) -> dict[str, Tensor]:
-    """The same as keyword arguments of a module: engines around modules handle tensors, not records."""
+    """The inputs as keyword arguments of a module: engines that wrap modules handle tensors, not records."""
     return {name: getattr(inputs, name) for name in ("input_ids", "attention_mask", "position_ids", "scored")}
 
 
 def kept_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
-    """What the scored tokens' log-probs are normalised over, where it is not the vocabulary."""
+    """Sets over which log-probs of the scored tokens are normalised; empty: over the vocabulary."""
     if inputs.kept is None:
         return {}
     counts, ids = inputs.kept.at(inputs.scored)
@@ -47,7 +47,7 @@ def kept_arguments(inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def widened(values: Tensor, inputs: ModelInputs) -> Tensor:
-    """(B, t) of the used response columns as (B, T) of all, 0.0 in the others."""
+    """Pads (B, t) of the used response columns to (B, T) with 0.0."""
     return functional.pad(values, (0, inputs.scored.shape[1] - values.shape[1]))
 
 
@@ -62,18 +62,21 @@ def scored_states(
     share_prompts: bool,
     sequence: SequenceParallel | None = None,
 ) -> tuple[Tensor, OwnTokens | None]:
-    """(N, H): the states of a body that predict the N scored tokens, in row order.
+    """States of a body that predict the N scored tokens, in row order.
 
     Args:
         body: the model without its head.
-        input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
-        packs: run the rows packed (`engine/packing.py`); `body` must be able to.
-        share_prompts: where they are not packed, run a prompt that adjacent rows share once.
-        sequence: cuts packed rows up among ranks; then (M, H), and which of the N they are. The model must be
-            able to run them packed.
+        input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
+        packs: process packed rows (`engine/packing.py`); `body` must support this.
+        share_prompts: if rows are not packed, compute a prompt that adjacent rows share once.
+        sequence: splits packed rows among ranks; `packs` must be True.
+
+    Returns:
+        (N, H) states and None; with `sequence`, (M, H) states of this rank's tokens, and which of the N
+        tokens they are.
 
     Raises:
-        RunFailure: rows that are to be cut up cannot be packed.
+        RunFailure: rows that must be split among ranks cannot be packed.
     """
     columns = (input_ids, attention_mask, position_ids)
     if packs and (rows := packed(body, *columns, scored)):
@@ -98,16 +101,16 @@ def body_inputs(
     horizon: int,
     share_prompts: bool,
 ) -> dict[str, Any]:
-    """What a body reads so that its last `horizon` states are those that predict the responses.
+    """Inputs of a body such that its last `horizon` states predict the response tokens.
 
-    The state before a token predicts it; the last token predicts nothing. So of a shared prompt all
-    but the last token is wanted for its keys and values only.
+    The state before a token predicts it; the last token predicts nothing. From all but the last token of a
+    shared prompt, only keys and values are therefore needed.
 
     Args:
         body: the model without its head.
         input_ids, attention_mask, position_ids: (B, L), the response being the last `horizon` columns.
         horizon: T.
-        share_prompts: run a prompt that adjacent rows share once; `body` must be able to.
+        share_prompts: compute a prompt that adjacent rows share once; `body` must support this.
     """
     ids, mask, positions = input_ids[:, :-1], attention_mask[:, :-1], position_ids[:, :-1]
     inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}

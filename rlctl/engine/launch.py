@@ -1,7 +1,7 @@
-"""Start the ranks of this machine, watch them, and say which one failed and why.
+"""Starts and monitors the ranks of this machine, and reports which one failed and why.
 
-Ranks are started by torch's own elastic agent, the machinery behind torchrun: one that dies takes
-the others with it within seconds.
+Ranks are started by torch's elastic agent, on which torchrun is based: if one rank dies, the agent stops
+the others within seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OWN_FAULT, _BUG, _LOST = range(3)
 
 
 class LostRank(RunFailure):
-    """Another rank has ended or cannot be reached: that rank's error is the cause, not this one."""
+    """Another rank ended or cannot be reached; the error of that rank is the cause."""
 
 
 def under_torchrun() -> bool:
@@ -39,28 +39,28 @@ def under_torchrun() -> bool:
 
 
 def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
-    """Run `target(*args)` on `count` ranks of this machine.
+    """Runs `target(*args)` on `count` ranks of this machine.
 
     Args:
-        count: ranks.
-        target: a module-level function; an `RlctlError` it raises on any rank is raised here.
+        count: number of ranks.
+        target: a module-level function; an `RlctlError` that it raises on any rank is raised here.
 
     Returns:
-        What the target returned on rank 0: the run's exit code.
+        The return value of the target on rank 0: the run's exit code.
 
     Raises:
-        RlctlError: as a rank raised it, naming the rank.
-        RunFailure: a rank died without a word (killed, out of memory).
+        RlctlError: the error that a rank raised, with the number of the rank.
+        RunFailure: a rank died without an error message (killed, out of memory).
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent reports a failed rank with pages of its own; the rank's error says it better.
+    # Suppress the agent's long report on a failed rank; the rank's own error is clearer.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # Asked to stop, ranks finish their step and save, however long that takes; torch would kill them
+    # On a stop signal, ranks finish their step and save, which may take long; by default torch kills them
     # after half a minute.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOPPING_S))
     config = LaunchConfig(
@@ -79,9 +79,9 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             codes: dict[int, int] = elastic_launch(config, _rank_main)(os.getpid(), target, *args)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            # A killed rank reports nothing; the others may have reported meanwhile that they lost it.
+            # A killed rank reports nothing; other ranks may already have reported that they lost it.
             reported = _reported(directory, but_lost=failure.exitcode < 0)
-            if reported is None and failure.exitcode > 128:  # stopped by a signal, and said so itself
+            if reported is None and failure.exitcode > 128:  # the rank ended itself on a signal
                 return int(failure.exitcode)
             raise reported or RunFailure(
                 f"rank {rank} ended without an error message (exit code {failure.exitcode}); "
@@ -89,7 +89,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
                 fix="look for an out-of-memory kill in the system log; resume with --resume",
             ) from error
         except SignalException as stop:
-            if reported := _reported(directory):  # such as a last checkpoint that found no room
+            if reported := _reported(directory):  # such as no disk space for the last checkpoint
                 raise reported from None
             return 128 + int(stop.sigval)
         finally:
@@ -98,22 +98,22 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
 
 
 def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
-    """One rank: leave the error where the parent finds it, then end so that the others are stopped."""
-    # A killed launcher frees the run's lock: no rank may go on, nor begin if it was killed meanwhile.
+    """Runs one rank; writes an error where the parent reads it, then exits so that the others are stopped."""
+    # A killed launcher releases the run's lock, so its ranks must end with it or not start at all.
     end_with_parent(signal.SIGKILL, launcher)
     try:
         code = target(*args)
-        if code > 128:  # stopped by a signal: so is the agent, which no longer takes return values
+        if code > 128:  # on a signal, which the agent also got: it ignores return values
             sys.stdout.flush()
             os._exit(code)
         return code
     except LostRank as error:
-        time.sleep(4 * _WATCH_S)  # let the agent notice the lost one first
+        time.sleep(4 * _WATCH_S)  # let the agent detect the lost rank first
         _leave_word(error, _LOST)
     except RlctlError as error:
         _leave_word(error, _OWN_FAULT)
-    except Exception as error:  # a bug: without this the parent would only see that a rank is gone
-        time.sleep(4 * _WATCH_S)  # it may come of a killed rank: let the agent notice that one first
+    except Exception as error:  # a bug: otherwise the parent would only see that a rank ended
+        time.sleep(4 * _WATCH_S)  # a killed rank may be the cause: let the agent detect it first
         if failure := memory_failure(error):
             _leave_word(failure, _OWN_FAULT)
         what = f"{type(error).__name__}: {error}"
@@ -121,7 +121,7 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
 
 
 def end_rank(error: RlctlError) -> NoReturn:
-    """End this process from any thread: the error reaches the launcher, or the terminal if there is none."""
+    """Ends this process from any thread; reports the error to the launcher, or to the terminal."""
     if _ERRORS in os.environ:
         _leave_word(error, _OWN_FAULT)
     sys.stderr.write(f"error: {error}\n")
@@ -151,11 +151,11 @@ def _keep_traceback() -> str:
 
 
 def _reported(directory: Path, *, but_lost: bool = False) -> RlctlError | None:
-    """The error of the lowest rank that knew what was wrong; else a bug; else that ranks lost one another.
+    """The lowest rank's `RlctlError`; else a bug; else a `LostRank`; None if no rank reported an error.
 
     Args:
-        directory: where ranks leave their errors.
-        but_lost: leave out that ranks lost one another.
+        directory: where ranks write their errors.
+        but_lost: ignore `LostRank`.
     """
     records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     records = [record for record in records if not but_lost or record["order"] != _LOST]

@@ -1,7 +1,7 @@
 """Liger's fused kernels in a Hugging Face model (Hsu et al. 2024, arXiv:2410.10989).
 
-RMSNorm, rotary embedding and the gated feed-forward become one kernel each, which keep less for the
-backward pass. The library's fused loss is not used: log-probs are taken here, at a temperature.
+RMSNorm, rotary embedding and gated feed-forward become one kernel each, which stores less for the
+backward pass. The library's fused loss is not used: rlctl computes log-probs itself, at a temperature.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rlctl.errors import EnvironmentFailure, UsageError
 _KEY = "model.use_liger"
 _ROTARY = "apply_rotary_pos_emb"
 
-#: Activations that Liger's feed-forward layers compute, whatever the model's config says.
+#: Activations that Liger's feed-forward layers compute, regardless of the model's config.
 _ACTIVATIONS = {"LigerSwiGLUMLP": ("silu", "swish"), "LigerGEGLUMLP": ("gelu_pytorch_tanh",)}
 
 
 def refuse_liger_here() -> None:
-    """What this machine lacks for Liger's kernels.
+    """Refuses Liger's kernels if this machine cannot run them.
 
     Raises:
-        EnvironmentFailure: the library is not installed, or there is no GPU that the kernels run on
+        EnvironmentFailure: the library is not installed, or there is no GPU for the kernels
             (with `TRITON_INTERPRET=1` Triton interprets them on a CPU).
     """
     if importlib.util.find_spec("liger_kernel") is None:
@@ -45,10 +45,10 @@ def refuse_liger_here() -> None:
 
 
 def run_liger(model: Any) -> None:
-    """Have `model`, and copies made of it, run Liger's kernels, where `refuse_liger_here` lets it.
+    """Makes `model`, and later copies of it, use Liger's kernels; call `refuse_liger_here` first.
 
-    Other models of the process keep their norms and feed-forward layers. The rotary embedding is a
-    function that an architecture's models share: theirs becomes Liger's too, on devices that have it.
+    Other models in the process keep their norms and feed-forward layers. The rotary embedding is a
+    function that all models of an architecture share: it becomes Liger's for them too, on GPUs.
 
     Args:
         model: Hugging Face causal language model, changed in place.
@@ -65,7 +65,7 @@ def run_liger(model: Any) -> None:
     before = dict(vars(architecture))
     without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     patches._apply_liger_kernel_to_instance(model=model, **without_loss)
-    # The library also replaces the classes that later models are made of.
+    # The library also replaces the architecture's classes: restore them for later models.
     for name, value in before.items():
         if isinstance(value, type):
             setattr(architecture, name, value)
@@ -75,7 +75,7 @@ def run_liger(model: Any) -> None:
 
 
 def _on_gpus(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A model of the same architecture may stay on the CPU, such as one that gives rewards."""
+    """`kernel` on GPUs, else `plain`: a reward model of the same architecture may be on a CPU."""
 
     @wraps(plain)
     def rotary(q: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def _on_gpus(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
 
 
 def _refuse_other_activation(model: Any) -> None:
-    """The library replaces feed-forward layers whatever their activation."""
+    """Refuses other activations, because the library replaces feed-forward layers regardless of theirs."""
     config = model.config.get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     for kind in {module._get_name() for module in model.modules()} & _ACTIVATIONS.keys():

@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens without a (B, T, V) tensor in float32.
 
-The model's body runs once, over packed rows (a prompt that siblings share: once for all of them); its
-output head runs over the scored tokens only, a chunk at a time, each chunk's float32 logits being dropped
-(and, under gradient, recomputed) before the next.
+The model's body runs once, over packed rows (a prompt that several responses share is computed once). Its
+output head runs over the scored tokens only, in chunks: the float32 logits of a chunk are freed before the
+next one, and recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 
 
 class PolicyModule(nn.Module):
-    """A causal language model that answers with log-probs of given responses.
+    """A causal language model that returns log-probs of given responses.
 
     Args:
         model: any Hugging Face causal language model.
         temperature: logits are divided by it, as when sampling.
-        share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
-            is able to.
-        probe: find out now what the model is able to; False: in the first pass, because until then its
-            weights are cut up among the ranks. Then `share_prompts` must be False.
-        sequence: ranks that run each row together; None: each rank runs its own rows.
+        share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
+            supports this.
+        probe: test now what the model supports; False: in the first pass, because until then its weights are
+            partitioned among the ranks. Then `share_prompts` must be False.
+        sequence: this rank's sequence-parallel group; None: each rank processes its own rows.
 
     Attributes:
-        head: runs the output head over scored states.
+        head: applies the output head to scored states.
 
     Raises:
-        UsageError: ranks cannot run this model's rows together; with `probe` False in the first pass.
+        UsageError: the model does not support sequence parallelism; with `probe` False in the first pass.
     """
 
     def __init__(
@@ -89,23 +89,23 @@ class PolicyModule(nn.Module):
         sum_pi_squared: bool = False,
         sketch: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs and entropy of the responses, on request Σ_v π(v)² and sketches of ∇ log π.
+        """Log-probs and entropy of the responses; on request Σ_v π(v)² and sketches of ∇ log π.
 
         Args:
-            input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
-            kept_counts, kept_ids: of the N scored tokens in row order, what their distribution is restricted
-                to and renormalised over, see `KeptTokens.at`; None: nothing.
-            entropy_grad: let gradient through the entropy too.
-            sum_pi_squared: also give the collision probability of the next-token distribution.
-            sketch: also give the gradient of each log-prob in the output head, sketched.
+            input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
+            kept_counts, kept_ids: for the N scored tokens in row order, the sets to which their distributions
+                are restricted and renormalised, see `KeptTokens.at`; None: the vocabulary.
+            entropy_grad: compute the entropy with gradient.
+            sum_pi_squared: also return the collision probability of the next-token distribution.
+            sketch: also return a sketch of the gradient of each log-prob with respect to the output head.
 
         Raises:
-            UsageError: a sketch is asked of a model without a head of its own.
+            UsageError: a sketch is requested for a model without a separate output head.
 
         Returns:
             Two or three (B, T) float32, 0.0 where not scored: log-probs (with gradient), entropy (with
-            gradient only if asked) and, if asked for, Σ_v π(v)² (never). Sketches: (N, K) of the N scored
-            tokens in row order, last.
+            gradient only with `entropy_grad`) and on request Σ_v π(v)² (without gradient). Sketches come
+            last: (N, K) for the N scored tokens in row order.
         """
         if not self._is_probed:
             self._probe()
@@ -162,18 +162,18 @@ class PolicyModule(nn.Module):
 
 
 class ChunkedHead(nn.Module):
-    """Figures of next-token distributions, chunk by chunk.
+    """Statistics of next-token distributions, computed in chunks.
 
-    A module of its own, through which the head's weights are gathered once for all chunks of a pass where
-    they are cut up among the ranks: chunks do not call the head's hooks.
+    A separate module, so that partitioned weights of the head are gathered once for all chunks of a pass:
+    chunks do not call the head's hooks.
 
     Args:
-        model: the causal language model, whose head is not registered here a second time.
+        model: the causal language model; its head is not registered here a second time.
         temperature: see `PolicyModule`.
 
     Attributes:
         temperature: logits are divided by it.
-        is_split: `forward` is given the states before the model's head, not its logits.
+        is_split: `forward` receives the states before the model's head, not its logits.
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
@@ -194,12 +194,12 @@ class ChunkedHead(nn.Module):
         sum_pi_squared: bool = False,
         sketch: bool = False,
     ) -> Tensor:
-        """(2 or more, N) float32: log-probs, entropies and on request Σ_v π(v)² and sketches.
+        """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)² and sketches.
 
         Args:
-            states: (N, H), or (N, V) logits where the head is not split off.
+            states: (N, H), or (N, V) logits if not `is_split`.
             tokens: (N,) int64, the tokens chosen.
-            kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as of `PolicyModule.forward`.
+            kept_counts, kept_ids, entropy_grad, sum_pi_squared, sketch: as in `PolicyModule.forward`.
         """
         head = self._find_head().forward if self.is_split else _identity
 
@@ -219,7 +219,7 @@ class ChunkedHead(nn.Module):
             found = torch.stack([chosen, entropy, *squares])
             if not sketch:
                 return found
-            with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, over the temperature, the same for all
+            with torch.no_grad():  # ∇ log π(y) = (e_y − π) ⊗ state, up to the constant 1 / temperature
                 of_token = (-probs).scatter_add(1, tokens[:, None], torch.ones_like(probs[:, :1]))
                 outer = OuterSketch.of(probs.shape[1], states.shape[1], states.device)
                 sketches = outer(of_token, states).T
@@ -240,10 +240,10 @@ class ChunkedHead(nn.Module):
 def policy_output(
     policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, **asked: bool
 ) -> PolicyOutput:
-    """What a policy says of the scored tokens, computed over the columns that some row uses.
+    """The policy's output for the scored tokens, computed over the columns that at least one row uses.
 
     Args:
-        policy: a `PolicyModule`, or the engine around it.
+        policy: a `PolicyModule`, or the engine that wraps it.
         inputs: any number of rows.
         asked: `entropy_grad`, `sum_pi_squared`, `sketch`, see `PolicyModule.forward`.
     """
@@ -255,12 +255,12 @@ def policy_output(
 
 
 def _memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None on the host."""
+    """Total memory of a GPU in bytes; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
-    """(N, V) bool: tokens outside of each set; of an empty set, which stands for the vocabulary, none."""
+    """(N, V) bool: tokens outside each set; all False for an empty set, which stands for the vocabulary."""
     rows = torch.arange(len(counts), device=counts.device)
     dropped = (counts > 0)[:, None].expand_as(logits).clone()
     dropped[rows.repeat_interleave(counts.long()), ids.long()] = False
@@ -273,10 +273,10 @@ def _identity(states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _head_is_all(model: Any) -> bool:
-    """Whether body + output head give the model's own logits.
+    """Whether body and output head together give the model's logits.
 
-    Some architectures scale or soft-cap logits after the head. Rather than know them all, try: a
-    short probe through both ways.
+    Some architectures scale or soft-cap logits after the head. Instead of a list of architectures, this
+    compares both computations on a short probe.
     """
     body, head = body_of(model), model.get_output_embeddings()
     if body is None or head is None:

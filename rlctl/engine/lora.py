@@ -1,8 +1,8 @@
-"""Low-rank adapters: few trained weights next to a frozen model (Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters: few trained weights added to a frozen model (Hu et al. 2021, arXiv:2106.09685).
 
 A layer W becomes W + (α/r)·B·A with A (r, in) random and B (out, r) zero, so that training starts at
-the model as it was. Only A and B are trained. They have the engine's dtype like every other weight:
-DeepSpeed computes in one dtype, and keeps float32 masters of what it trains in bf16 runs.
+the unmodified model. Only A and B are trained. They have the engine's dtype like all other weights:
+DeepSpeed computes in one dtype, and in bf16 runs keeps float32 master copies of trained weights.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from rlctl.engine.protocol import TrainEngine
 
 _ADAPTER = "default"
-#: Before the name of a module in the files PEFT writes.
+#: Prefix of parameter names in PEFT's files.
 _PEFT_PREFIX = "base_model.model."
 
 
 def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
-    """Give linear layers of `model` an adapter each, in place, and freeze everything else.
+    """Adds an adapter to linear layers of `model`, in place, and freezes all other parameters.
 
-    The model keeps its class and its names' beginnings. A is drawn from torch's global generator.
+    The class of the model does not change. A is drawn from torch's global generator.
 
     Args:
         model: Hugging Face causal language model.
         rank: r.
         alpha: α.
-        target_modules: last parts of the names of layers, such as `q_proj`, or `all-linear`.
+        target_modules: last components of layer names, such as `q_proj`, or `all-linear`.
 
     Raises:
-        UsageError: a name that is no linear layer's.
+        UsageError: a name matches no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -51,7 +51,7 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
 
 
 def _targets(model: Any, wanted: list[str]) -> list[str]:
-    """Full names of the layers asked for; what is frozen already gets no adapters."""
+    """Full names of the requested layers; layers that are already frozen get no adapter."""
     head = model.get_output_embeddings()
     linear = [
         name
@@ -76,12 +76,12 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A weight of the model without adapters plus what the adapters have learned.
+    """A weight under its name in the model without adapters, with the adapter merged in if there is one.
 
     Attributes:
-        name: as in the model before `add_lora`.
-        parts: the parameters `value` reads, which must be there in full (under ZeRO-3 gathered): W,
-            and if it is adapted A and B.
+        name: name in the model before `add_lora`.
+        parts: the parameters that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
+            and A and B if it has an adapter.
         scale: α/r.
     """
 
@@ -95,16 +95,16 @@ class PlainWeight:
         weight, *adapter = self.parts
         if not adapter:
             return weight.data
-        down, up = (part.float().to(weight.device) for part in adapter)  # W may lie on the host
+        down, up = (part.float().to(weight.device) for part in adapter)  # W may be on the host
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
 def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
-    """Every parameter of `model` before it was given adapters, in its order.
+    """Every parameter that `model` had before `add_lora`, in its order.
 
     Args:
         model: with or without adapters.
-        merged: add in what the adapters have learnt; otherwise each is the frozen W alone.
+        merged: include the adapters in the values; otherwise each value is the frozen W.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWei
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every A (r, in) and B (out, r), by the names PEFT's files have for them; empty without adapters."""
+    """Every A (r, in) and B (out, r), by its name in PEFT's files; empty without adapters."""
     return {
         _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -128,11 +128,11 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What the adapters of a model have learnt so far, apart from it.
+    """The adapter weights of a model, separate from the model.
 
     Attributes:
-        config: PEFT's description: r, α, the layers' last names, and the model it belongs to.
-        tensors: as of `adapter_parameters`, on the host.
+        config: PEFT's configuration: r, α, the last components of the layer names, and the base model.
+        tensors: as in `adapter_parameters`, on the host.
     """
 
     config: Any
@@ -140,7 +140,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: Any, tensors: dict[str, Tensor]) -> Adapter:
-        """The adapter of `model`, which `add_lora` made, with these values."""
+        """The adapter of `model`, a result of `add_lora`, with these values."""
         config = replace(
             model.peft_config[_ADAPTER],
             base_model_name_or_path=model.name_or_path or None,
@@ -148,12 +148,12 @@ class Adapter:
             task_type="CAUSAL_LM",
             inference_mode=True,
         )
-        # PEFT makes it a set, and the order in its file would be another every time.
+        # PEFT makes it a set, so the order in its file would vary.
         config.target_modules = sorted({name.split(".")[-3] for name in tensors})
         return cls(config, tensors)
 
     def save(self, directory: Path) -> None:
-        """Write `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM load."""
+        """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM load."""
         from safetensors.torch import save_file
 
         self.config.save_pretrained(directory)
@@ -161,10 +161,12 @@ class Adapter:
 
 
 class ParkedBase:
-    """Moves the frozen weights of an adapted model aside and back; they never change, so one copy stays.
+    """Moves the frozen weights of a model with adapters to the host and back.
+
+    They never change, so their host copy is kept.
 
     Args:
-        model: what `add_lora` was given, on its device.
+        model: the model that was passed to `add_lora`, on its device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,14 +177,14 @@ class ParkedBase:
         self.is_parked = False
 
     def park(self) -> None:
-        """The weights lie on the host, and the device's memory is free."""
+        """Moves the weights to the host, which frees the device memory."""
         if not self.is_parked:
             for parameter, copy in zip(self._frozen, self._on_host, strict=True):
                 parameter.data = copy
             self.is_parked = True
 
     def unpark(self) -> None:
-        """The weights lie on the device again."""
+        """Moves the weights back to the device."""
         if self.is_parked:
             for parameter, copy in zip(self._frozen, self._on_host, strict=True):
                 parameter.data = copy.to(self._device, non_blocking=True, copy=True)
@@ -190,11 +192,11 @@ class ParkedBase:
 
 
 class BasePolicy:
-    """The `ReferencePolicy` that an adapted model still contains: itself without its adapters.
+    """The `ReferencePolicy` that a model with adapters contains: the model with adapters disabled.
 
     Args:
-        engine: trains `model`.
-        model: what `add_lora` was given.
+        engine: the engine that trains `model`.
+        model: the model that was passed to `add_lora`.
     """
 
     def __init__(self, engine: TrainEngine, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Load the policy, its tokenizer and the other models, with errors that say what to do."""
+"""Loads the policy, its tokenizer and the other models, with errors that suggest a fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.prefix import body_of, reads_more_than_text
 if TYPE_CHECKING:
     from rlctl.engine.deepspeed import PartitionedLoading
 
-#: How images, videos or sound become tokens.
+#: Files that define how images, videos or audio become tokens.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -31,15 +31,14 @@ def load_policy(
     use_liger: bool = False,
     partition: PartitionedLoading | None = None,
 ) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer from a directory, the hub, or by a known name.
+    """Loads a causal language model and its tokenizer from a directory, the hub, or by a short name.
 
-    Of a model that reads images as well, what text never reaches is frozen.
-
-    With `partition` its weights are cut up among the ranks (a collective).
+    In a model that also reads images, parameters that text does not use are frozen. With `partition`, the
+    weights are partitioned among the ranks (a collective).
 
     Raises:
-        UsageError: no such model, not a causal language model, the tokenizer knows tokens the model
-            has no embedding for, or Liger has no kernels for it.
+        UsageError: no such model, not a causal language model, the tokenizer has tokens without an
+            embedding in the model, or Liger has no kernels for it.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
             kernels cannot run here.
     """
@@ -60,7 +59,7 @@ def load_policy(
 
 
 def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """A model's tokenizer and config, without its weights.
+    """Loads a model's tokenizer and config, without its weights.
 
     Raises:
         UsageError, EnvironmentFailure: as `load_policy`.
@@ -85,19 +84,19 @@ def load_beside(
     use_liger: bool = False,
     partition: PartitionedLoading | None = None,
 ) -> Any:
-    """A causal language model that reads the policy's tokens: a critic's body or a reference.
+    """Loads a causal language model for the policy's tokens: a critic's body or a reference.
 
-    What a directory holds besides, such as a reward model's `score`, is left out.
+    Other weights in its files, such as a reward model's `score`, are ignored.
 
     Args:
         path, revision: directory or hub id, and its branch, tag or commit.
-        tokenizer: the policy's.
-        key: of the spec that named it, `critic.path` or `ref.path`, for errors.
+        tokenizer: the policy's tokenizer.
+        key: spec key that names the model, `critic.path` or `ref.path`, for errors.
         trust_remote_code, attn_implementation, dtype, use_liger, partition: as for the policy.
 
     Raises:
-        UsageError: no such model, not a causal language model, the policy's tokenizer knows tokens it
-            has no embedding for, or Liger has no kernels for it.
+        UsageError: no such model, not a causal language model, the policy's tokenizer has tokens without
+            an embedding in the model, or Liger has no kernels for it.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
             kernels cannot run here.
     """
@@ -134,7 +133,7 @@ def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None,
 
 
 def _reader(config: Any) -> Any:
-    """What reads a causal language model; where transformers knows it only with images, what reads that."""
+    """The transformers class that loads the model: for causal language models, else for image and text."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -149,9 +148,9 @@ def _reader(config: Any) -> Any:
 
 
 def _freeze_unread(model: Any) -> None:
-    """Freeze what text never reaches: what makes states of images or sound, and its way into the decoder.
+    """Freezes parameters that text does not use: encoders of images or audio, and their projections.
 
-    Nothing is frozen where the model has no decoder that runs text alone; the whole model is run then.
+    Nothing is frozen if the model has no separate text decoder, because then the whole model runs.
     """
     body = body_of(model)
     if body is None:
@@ -164,7 +163,7 @@ def _freeze_unread(model: Any) -> None:
 
 
 def _processor_files(model: Any) -> dict[str, bytes]:
-    """By name: what a model that reads more than text needs besides config, weights and tokenizer."""
+    """Name → content of the files that a multimodal model needs besides config, weights and tokenizer."""
     from transformers.utils import cached_file
 
     revision = getattr(model.config, "_commit_hash", None)
@@ -181,7 +180,7 @@ def _processor_files(model: Any) -> dict[str, bytes]:
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
     weight = model.get_input_embeddings().weight
-    rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, where it is cut up
+    rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, if it is partitioned
     if len(tokenizer) > rows:
         raise UsageError(
             f"the tokenizer knows {len(tokenizer)} tokens, the model has embeddings for {rows}",

@@ -1,4 +1,4 @@
-"""A model's files: where they are, and clear errors for what cannot be read. No torch."""
+"""Locations of model files, and clear errors if they cannot be read. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pickle import UnpicklingError
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.named_models import model_directory
 
-#: What a model directory holds apart from its weights: configs, tokenizer, chat template, code.
+#: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 def local_directory(path: str) -> Path:
-    """Where a model's files lie: the directory itself, or the hub's snapshot of it, fetched if need be.
+    """The directory of a model's files: `path` itself, or its hub snapshot, downloaded if necessary.
 
     Raises:
-        UsageError: no such directory, or not a name the hub can have.
+        UsageError: no such directory, or not a valid hub name.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
     where, path = f"model.path={path}", model_directory(path)
@@ -29,7 +29,7 @@ def local_directory(path: str) -> Path:
             return Path(path)
         from huggingface_hub import snapshot_download
 
-        fetch = partial(snapshot_download, path, ignore_patterns=["*/*"])  # folders hold other formats
+        fetch = partial(snapshot_download, path, ignore_patterns=["*/*"])  # subfolders contain other formats
         found = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
             fetch(allow_patterns=["*.bin"])
@@ -37,7 +37,7 @@ def local_directory(path: str) -> Path:
 
 
 def config_directory(path: str) -> Path:
-    """Where the model's config.json lies; of a model of the hub that file alone is fetched, if need be.
+    """The directory of the model's config.json; from the hub, only this file is downloaded if necessary.
 
     Raises:
         UsageError, EnvironmentFailure: as `local_directory`.
@@ -53,7 +53,7 @@ def config_directory(path: str) -> Path:
 
 @contextmanager
 def explained(path: str, where: str) -> Iterator[None]:
-    """Turn errors while loading into clear messages."""
+    """Turns errors during loading into clear messages."""
     from safetensors import SafetensorError
 
     check_directory(path, where)
@@ -77,7 +77,7 @@ def explained(path: str, where: str) -> Iterator[None]:
 
 
 def check_directory(path: str, where: str) -> None:
-    """A path that looks like a directory is not a hub id: say so rather than ask the hub."""
+    """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
         what = "no config.json in it" if Path(path).is_dir() else "no such directory"

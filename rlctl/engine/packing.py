@@ -1,13 +1,14 @@
-"""Rows without padding: sequences side by side in one row, a prompt that siblings share written once.
+"""Packs sequences into rows without padding; a prompt that several responses share occurs once.
 
     rows of a batch (left and right padding)      packed
     · p p p  a a ·                                p p p a a b c c | q q d d d
     · p p p  b · ·                                attention: causal, within a response and its own prompt
-    · p p p  c c ·                                position: that of the token in its own row
+    · p p p  c c ·                                position: that of the token in its original row
     · · q q  d d d
 
-Attention reads a token's past through the mask alone, so the states are those of the rows by themselves. A
-packed row is no longer than the longest sequence or `packed_width`, since the mask is dense.
+The mask alone determines the past that a token attends to, so the states equal those of the separate rows.
+With a mask, a packed row is at most as long as the longest sequence or `packed_width`, because the mask is
+dense.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from torch import Tensor
 
 from rlctl.spec.memory import packed_width
 
-#: Largest difference the probe may show, relative: above the error of bfloat16, below that of a wrong mask.
+#: Largest relative difference that the probe accepts: above bfloat16 errors, below those of a wrong mask.
 _TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What a model's body reads, and where the states are that predict the scored tokens.
+    """Inputs of a model's body, and the indices of the states that predict the scored tokens.
 
     Attributes:
         inputs: keyword arguments of the body.
-        states_at: (N,) int64, places in the flattened (rows × width) states; N scored tokens in row order.
+        states_at: (N,) int64, indices into the flattened (rows × width) states; N scored tokens in row order.
     """
 
     inputs: dict[str, Any]
@@ -39,7 +40,13 @@ class PackedRows:
 
 @dataclass(slots=True)
 class _Unit:
-    """Sequences with one prompt that stand side by side: its row, and (row, response tokens read) of each."""
+    """Adjacent sequences with one prompt.
+
+    Attributes:
+        row: a row that contains the prompt.
+        prompt: number of prompt tokens.
+        members: (row, number of response tokens read) of each sequence.
+    """
 
     row: int
     prompt: int
@@ -53,20 +60,20 @@ class _Unit:
 def packed(
     body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, scored: Tensor
 ) -> PackedRows | None:
-    """The same sequences without padding.
+    """Packs the sequences of a batch without padding.
 
     Args:
         body: a causal language model without its head, for which `can_pack` holds.
-        input_ids, attention_mask, position_ids: (B, L), the response being the last T columns; what is
-            attended to of it stands at its beginning.
+        input_ids, attention_mask, position_ids: (B, L), the response being the last T columns; its
+            attended tokens come first.
         scored: (B, T) bool.
 
     Returns:
-        None where a row has no prompt, or a layer's window is shorter than a sequence.
+        The packed rows; None if a row has no prompt, or a layer's window is shorter than a sequence.
     """
     device, horizon, config = input_ids.device, scored.shape[1], body.config
     start = input_ids.shape[1] - horizon
-    # The state before a token predicts it: nothing from the last scored token on has to be read.
+    # The state before a token predicts it: the last scored token and later tokens are not read.
     places = torch.arange(horizon, device=device)
     reads = (scored * places).amax(1)
     prompts = attention_mask[:, :start].sum(1)
@@ -77,7 +84,7 @@ def packed(
     if longest > _window(config) or min(prompt_list) == 0:
         return None
     is_flash = str(config._attn_implementation).startswith("flash")
-    if is_flash:  # its kernels take no mask: sequences in one row, told apart by positions that restart
+    if is_flash:  # takes no mask: sequences in one row, separated by restarting positions
         bins = [[_Unit(row, prompt_list[row], [(row, read_list[row])]) for row in range(len(input_ids))]]
     else:
         width = max(longest, packed_width(config.hidden_size))
@@ -85,7 +92,7 @@ def packed(
     rows, unit_of, member_of = _layout(bins, input_ids, position_ids, scored)
     if not is_flash:
         mask = _mask(unit_of, member_of)
-        if config._attn_implementation == "eager":  # adds its mask to the scores
+        if config._attn_implementation == "eager":  # it adds the mask to the scores
             dtype = next(body.parameters()).dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         rows.inputs["attention_mask"] = mask
@@ -93,7 +100,7 @@ def packed(
 
 
 def _units(prompts: list[int], reads: list[int], is_new: list[bool], width: int) -> list[_Unit]:
-    """Adjacent rows with one prompt, as many together as fit."""
+    """Groups adjacent rows with equal prompts, up to `width` tokens per group."""
     units: list[_Unit] = []
     for row, (prompt, read, new) in enumerate(zip(prompts, reads, is_new, strict=True)):
         if new or units[-1].length + read > width:
@@ -103,7 +110,7 @@ def _units(prompts: list[int], reads: list[int], is_new: list[bool], width: int)
 
 
 def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
-    """Each unit, longest first, in the first bin with enough space."""
+    """Places each unit, longest first, in the first bin with enough space."""
     bins: list[list[_Unit]] = []
     free: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.length):
@@ -121,13 +128,13 @@ def _bins(units: list[_Unit], width: int) -> list[list[_Unit]]:
 def _layout(
     bins: list[list[_Unit]], input_ids: Tensor, position_ids: Tensor, scored: Tensor
 ) -> tuple[PackedRows, Tensor, Tensor]:
-    """The tokens of each bin; and of each (R, W) its unit (0: padding) and its member (-1: the prompt)."""
+    """The packed tokens; and (R, W) unit (0: padding) and member (-1: the prompt) of each token."""
     device, (num_rows, columns), horizon = input_ids.device, input_ids.shape, scored.shape[1]
     start, width = columns - horizon, max(sum(unit.length for unit in units) for units in bins)
     source = torch.zeros(len(bins), width, dtype=torch.int64)
     unit_of = torch.zeros(len(bins), width, dtype=torch.int64)
     member_of = torch.full((len(bins), width), -1, dtype=torch.int64)
-    # Of each row: the place of its response's first token less one, and that of its prompt's last token.
+    # Per row: index of the first response token minus one, and index of the last prompt token.
     first, last_of_prompt = [0] * num_rows, [0] * num_rows
     number = 0
     for place, units in enumerate(bins):
@@ -152,7 +159,7 @@ def _layout(
         "attention_mask": None,
         "use_cache": False,
     }
-    # The state before response token t: of the prompt's last token for t = 0, else of token t − 1.
+    # The state before response token t: that of the last prompt token for t = 0, else of token t − 1.
     steps = torch.arange(horizon)
     states_at = torch.tensor(first)[:, None] + steps
     states_at[:, 0] = torch.tensor(last_of_prompt)
@@ -160,7 +167,7 @@ def _layout(
 
 
 def _mask(unit_of: Tensor, member_of: Tensor) -> Tensor:
-    """(R, 1, W, W) bool: a token reads the past of its prompt and of its own response; padding reads some."""
+    """(R, 1, W, W) bool: a token attends to the past of its prompt and response, padding to padding."""
     width = unit_of.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=unit_of.device).tril()
     of_prompt = (member_of == -1) & (unit_of > 0)
@@ -170,23 +177,23 @@ def _mask(unit_of: Tensor, member_of: Tensor) -> Tensor:
 
 
 def _window(config: Any) -> int:
-    """Tokens that every layer can look back on."""
+    """Shortest attention window of all layers, in tokens."""
     names = ("sliding_window", "attention_chunk_size")
     return min(getattr(config, name, None) or 1 << 62 for name in names)
 
 
 @torch.no_grad()
 def can_pack(body: Any) -> bool:
-    """Whether a model without its head reads packed rows as it reads each sequence by itself.
+    """Whether a model without its head gives the same states for packed rows as for separate sequences.
 
-    Recurrent states run through all of a row, and some attention makes its own mask. Rather than know all
-    architectures, try a short probe both ways.
+    Recurrent states continue through the whole row, and some attention layers build their own mask. Instead
+    of a list of architectures, this compares both computations on a short probe.
     """
     if body is None:  # the model has none
         return False
     device = next(body.parameters()).device
     ids = torch.arange(10, device=device).reshape(2, 5) % body.config.vocab_size
-    ids[1, :2] = ids[0, :2]  # siblings
+    ids[1, :2] = ids[0, :2]  # the same prompt
     whole = torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(5, device=device).expand(2, 5)
     was_training = body.training
@@ -198,7 +205,7 @@ def can_pack(body: Any) -> bool:
         found = body(**rows.inputs).last_hidden_state.flatten(0, 1)[rows.states_at].float()
         plain = body(input_ids=ids, use_cache=False).last_hidden_state[:, 1:-1].flatten(0, 1).float()
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError):
-        return False  # it takes no mask of this form
+        return False  # the model does not accept this mask
     finally:
         body.train(was_training)
     return bool((found - plain).norm() < _TOLERANCE * plain.norm())

@@ -1,4 +1,4 @@
-"""What the trainer asks of a training engine."""
+"""Interface of the training engines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What the policy says of the sampled tokens.
+    """Output of the policy for the sampled tokens.
 
     Attributes:
         log_probs: (B, T) float32 at the sampling temperature, 0.0 on padding; carries gradient
             unless grad is disabled.
         entropy: (B, T) float32 of the next-token distribution, nats, 0.0 on padding; carries
-            gradient only where asked for.
+            gradient only on request.
         sum_pi_squared: (B, T) float32, Σ_v π(v)² of the same distribution in (0, 1], detached, 0.0
-            on padding; None unless asked for.
-        sketch: (N, K) float32, detached: sketches of ∇ log π in the output head, of the N scored tokens in
-            row order; None unless asked for.
+            on padding; None unless requested.
+        sketch: (N, K) float32, detached: sketches of ∇ log π with respect to the output head, for the N
+            scored tokens in row order; None unless requested.
     """
 
     log_probs: Tensor
@@ -36,11 +36,11 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an optimizer step did.
+    """Result of an optimizer step.
 
     Attributes:
         grad_norm: global gradient norm before clipping.
-        applied: False when the update was withheld (asked to skip, or a non-finite gradient).
+        applied: False if the update was withheld (`skip`, or a non-finite gradient).
     """
 
     grad_norm: float
@@ -48,34 +48,34 @@ class StepResult:
 
 
 class AdapterSnapshot(Protocol):
-    """A LoRA adapter's values at one moment."""
+    """Copy of the weights of a LoRA adapter."""
 
     def save(self, directory: Path) -> None:
-        """Write it in PEFT's format."""
+        """Writes them in PEFT's format."""
         ...
 
 
 class Trained(Protocol):
-    """What actor and critic have in common: backward, step, save.
+    """Common interface of actor and critic: backward, step, save.
 
     Attributes:
-        zero_stage: the one in effect, by which checkpoints are cut up.
-        scales_gradients: `step` takes a `grad_scale`.
+        zero_stage: the stage in effect, by which checkpoints are partitioned.
+        scales_gradients: whether `step` supports `grad_scale`.
     """
 
     zero_stage: int
     scales_gradients: bool
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this micro-batch's gradient; `last` closes the mini-batch.
+        """Adds this micro-batch's gradient; `last` marks the last micro-batch of the mini-batch.
 
         `loss` is this rank's and this micro-batch's **share** of the mini-batch loss: the shares of
-        all micro-batches on all ranks add up to it, and so do the gradients.
+        all micro-batches on all ranks sum to the loss, and their gradients to its gradient.
         """
         ...
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
-        """Apply (or, with `skip`, discard) the accumulated gradient, multiplied by `grad_scale`."""
+        """Applies (or, with `skip`, discards) the accumulated gradient, multiplied by `grad_scale`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,15 +83,15 @@ class Trained(Protocol):
         ...
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write everything `load` needs; called on all ranks.
+        """Writes everything that `load` needs; called on all ranks.
 
         Returns:
-            File below `directory` → its SHA-256, of those that this rank hashed while it wrote them.
+            File below `directory` → its SHA-256, for files that this rank hashed while writing.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; called on all ranks.
+        """Restores what `save` wrote; called on all ranks.
 
         Raises:
             RunFailure: the engine's state cannot be read.
@@ -114,29 +114,29 @@ class TrainEngine(Trained, Protocol):
 
         Args:
             inputs: any number of rows.
-            entropy_grad: let gradient through the entropy, for a bonus on it.
+            entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
-            sketch: also sketch the gradient of each log-prob in the output head.
+            sketch: also sketch the gradient of each log-prob with respect to the output head.
 
         Raises:
-            UsageError: a sketch is asked of a model without an output head of its own.
+            UsageError: a sketch is requested for a model without a separate output head.
         """
         ...
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in full, by the model's own name, on every rank.
 
-        Under LoRA these are the names without adapters, and the weights with what the adapters have
-        learnt added in; unless `merged`, the frozen ones below them.
+        With LoRA, names are those of the model without adapters. Values include the adapters if
+        `merged`; otherwise they are the frozen weights.
         """
         ...
 
     def adapter(self) -> AdapterSnapshot:
-        """Under LoRA: A and B in full, on every rank."""
+        """With LoRA: A and B in full, on every rank."""
         ...
 
     def export(self, directory: Path) -> None:
-        """Write config and weights as a plain Hugging Face directory; called on all ranks."""
+        """Writes config and weights as a plain Hugging Face directory; called on all ranks."""
         ...
 
 
@@ -144,12 +144,12 @@ class CriticEngine(Trained, Protocol):
     """A value model under training."""
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """(B, T) float32 with gradient: the value before token t is sampled, 0.0 on padding."""
+        """(B, T) float32 with gradient: value of the state before token t is sampled, 0.0 on padding."""
         ...
 
 
 class ReferencePolicy(Protocol):
-    """A policy that does not change."""
+    """A policy that is not trained."""
 
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """(B, T) float32 of the scored tokens at the sampling temperature, 0.0 elsewhere."""

@@ -1,4 +1,4 @@
-"""The processes of one run: who am I, which device is mine, and the few things ranks exchange."""
+"""The processes (ranks) of a run: their number, their devices, and collectives."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from rlctl.spec.hardware import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 
-#: How long a rank waits for another beyond the run's own limit, which says more.
+#: Added to the run's own time limit, whose error is more informative than a timeout of torch.
 _GRACE = timedelta(minutes=5)
-#: How torchrun would describe a rank that is the only one.
+#: Environment variables that torchrun would set for a single rank.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-#: Set where a lone rank described itself.
+#: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all of the run's.
+    """This process among all processes of a run.
 
     Attributes:
         rank: 0-based, over all machines; rank 0 writes files and shows progress.
         world_size: number of ranks.
         device: the device this rank computes on.
-        group: torch's process group, where these are only some of the run's ranks.
+        group: torch's process group if these are only some of the run's ranks; None: all.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Ranks:
         return self.rank == 0 and self.group is None
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Waits until every rank has called it."""
         if self.world_size > 1:
             dist.barrier(self.group)
 
@@ -65,7 +65,7 @@ class Ranks:
     def to_host(self, record: CorrectionSums[Tensor]) -> CorrectionSums[float]: ...
 
     def to_host(self, record: MetricSums[Tensor] | CorrectionSums[Tensor]) -> Any:
-        """Merge sums over all ranks and bring them to the host: two collectives, one transfer."""
+        """Merges sums over all ranks and moves them to the host: two collectives, one transfer."""
         sums, maxima = record.as_vectors()
         if self.world_size > 1:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
@@ -74,7 +74,7 @@ class Ranks:
         return record.to_host((sums, maxima))
 
     def max(self, value: float) -> float:
-        """The largest of every rank's value."""
+        """Maximum of the values of all ranks."""
         if self.world_size == 1:
             return value
         at: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -82,14 +82,14 @@ class Ranks:
         return at.item()
 
     def first(self, text: str) -> str:
-        """The first rank's text that is not empty; "" if all are."""
+        """The first text in rank order that is not empty; "" if all are empty."""
         texts = [text] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, text, group=self.group)
         return next(filter(None, texts), "")
 
     def gather(self, values: list[_Value]) -> list[_Value]:
-        """Every rank's values, rank by rank, on the main rank; nothing on the others."""
+        """Values of all ranks, in rank order, on the main rank; empty on other ranks."""
         if self.world_size == 1:
             return values
         everyones: list[Any] | None = [None] * self.world_size if self.is_main else None
@@ -97,7 +97,7 @@ class Ranks:
         return [value for part in everyones or [] for value in part]
 
     def everyones(self, values: Tensor) -> Tensor:
-        """(N,) values of every rank, rank by rank; ranks may have different numbers of them."""
+        """Concatenated (N,) values of all ranks, in rank order; N may differ between ranks."""
         if self.world_size == 1:
             return values
         longest = int(self.max(float(len(values))))
@@ -111,14 +111,14 @@ class Ranks:
         return torch.cat([part[: int(size)] for part, size in zip(parts, sizes.tolist(), strict=True)])
 
     def exchange(self, values: list[_Value]) -> list[_Value]:
-        """Every rank's values, rank by rank, on every rank."""
+        """Values of all ranks, in rank order, on every rank."""
         parts: list[list[_Value]] = [values] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(parts, values, group=self.group)
         return [value for part in parts for value in part]
 
     def sum(self, values: list[float]) -> list[float]:
-        """Each value added up over all ranks."""
+        """Sum of each value over all ranks."""
         if self.world_size == 1:
             return values
         at: Tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -128,13 +128,13 @@ class Ranks:
 
 
 def join_ranks(timeout_s: float = 1500.0) -> Ranks:
-    """Join the process group torchrun describes in the environment, or be the only rank.
+    """Joins the process group that torchrun describes in the environment, or creates one of one rank.
 
-    DeepSpeed insists on a process group even for one process, and without these variables it looks
-    for MPI; so a lone rank describes itself the way torchrun would.
+    DeepSpeed requires a process group even for one process, and searches for MPI without torchrun's
+    variables; a single rank therefore sets these variables itself.
 
     Args:
-        timeout_s: the longest that ranks should have to wait for one another.
+        timeout_s: maximum time that ranks should wait for one another.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -162,7 +162,7 @@ def join_ranks(timeout_s: float = 1500.0) -> Ranks:
 
 
 def refuse_idle_gpu() -> None:
-    """Refuse to compute on the CPU of a machine whose GPU torch cannot use, unless all GPUs are hidden.
+    """Refuses to compute on the CPU if torch cannot use the machine's GPU, unless all GPUs are hidden.
 
     Raises:
         EnvironmentFailure: the driver reports a GPU, and torch finds none.
@@ -182,7 +182,7 @@ def refuse_idle_gpu() -> None:
 
 
 def current_ranks(device: torch.device) -> Ranks:
-    """The processes of torch's default process group, whichever code initialised it; one rank without one."""
+    """The ranks of torch's default process group, whoever initialised it; without one, a single rank."""
     if not dist.is_initialized():
         return Ranks(0, 1, device)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -190,15 +190,15 @@ def current_ranks(device: torch.device) -> Ranks:
 
 @contextmanager
 def missing_ranks() -> Iterator[None]:
-    """Ranks that cannot reach one another say so: where one dies, all others fail in their next exchange.
+    """Turns connection errors into `LostRank`: if a rank dies, all others fail in their next collective.
 
     Raises:
-        LostRank: in place of the process group's own error.
+        LostRank: instead of the process group's own error.
     """
     try:
         yield
     except RuntimeError as error:
-        # gloo has no type of its own for its errors; their text begins with the file they are from.
+        # gloo has no error class; the text of its errors contains its source path.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         reason = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
@@ -209,19 +209,19 @@ def missing_ranks() -> Iterator[None]:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, if one was joined.
+    """Leaves the process group, if one was joined; all ranks must call it.
 
-    Only where all ranks do: under NCCL a failed rank that leaves would wait for the others, and they
-    for it. It should end instead.
+    Under NCCL, a failed rank that leaves would wait for the others, and they for it. It should exit
+    instead.
     """
-    if os.environ.get(_IS_ALONE):  # another run in this process takes the group over: DeepSpeed keeps it
+    if os.environ.get(_IS_ALONE):  # DeepSpeed keeps the group; another run in this process reuses it
         atexit.register(_destroy_group)
     else:
         _destroy_group()
 
 
 def forget_lone_rank() -> None:
-    """Undo how a lone rank described itself: the next run in this process may have more ranks."""
+    """Removes the variables of a single rank: the next run in this process may have more ranks."""
     if os.environ.pop(_IS_ALONE, None):
         for name in (*_ALONE, "MASTER_PORT"):
             os.environ.pop(name, None)

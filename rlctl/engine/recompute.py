@@ -1,7 +1,7 @@
-"""Activation (gradient) checkpointing: a layer keeps its input and is run again in the backward pass.
+"""Activation (gradient) checkpointing: a layer stores its input and is recomputed in the backward pass.
 
-Memory for one input per layer and one layer's activations, at the price of one more forward pass
-(Chen et al. 2016, arXiv:1604.06174).
+This needs memory for one input per layer and the activations of one layer, at the cost of one more
+forward pass (Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rlctl.errors import UsageError
 
 
 def recompute_layers(model: Any) -> None:
-    """Have each decoder layer of `model` run again in the backward pass instead of keeping activations.
+    """Makes each decoder layer of `model` recompute its activations in the backward pass.
 
-    Transformers' own switch works in training mode only, which would bring dropout with it: the policy
-    that is trained would be another than the one that samples. Passes without gradient are as before.
-    A layer that runs twice must not add to a key-value cache: run the model with `use_cache=False`.
+    The option of transformers works in training mode only, which also enables dropout: the trained policy
+    would differ from the sampling policy. Passes without gradient are unchanged. A recomputed layer must
+    not append to a key-value cache: run the model with `use_cache=False`.
 
     Args:
         model: Hugging Face causal language model, changed in place.
 
     Raises:
-        UsageError: the model does not mark its layers.
+        UsageError: the model does not mark the layers that can be recomputed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

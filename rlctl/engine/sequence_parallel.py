@@ -1,13 +1,14 @@
-"""Long rows, cut up among ranks (DeepSpeed-Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
+"""Sequence parallelism: rows split among ranks (DeepSpeed-Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
 
-The ranks of a group have the same rows. Each runs all layers over its part of a packed row's tokens. Around
-attention an all-to-all gives it all tokens of some heads, and then its tokens of all heads again.
+The ranks of a group have the same rows. Each runs all layers over its part of the tokens of a packed row.
+Before attention, an all-to-all gives each rank all tokens for some heads; afterwards, another one gives it
+its own tokens for all heads again.
 
     rank 0  tokens 0 … w−1    all heads  ⇄  all tokens, heads 0 … h/2 − 1
     rank 1  tokens w … 2w−1   all heads  ⇄  all tokens, heads h/2 … h − 1
 
-DeepSpeed's own attention layers take no mask, which packed rows need; its engine is used as it is. Each rank
-computes the loss of all rows: the gradient of what it computed itself is its part, and parts are summed.
+DeepSpeed's own attention layers accept no mask, which packed rows need; its engine is used unchanged. Each
+rank computes the loss of all rows, but only the gradient through its own tokens; gradients are summed.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class OwnTokens:
 
     Attributes:
         inputs: keyword arguments of the body.
-        states_at: (M,) int64, places in the flattened states of the scored tokens whose states are here.
-        scored_at: (M,) int64, places of these tokens among all N scored ones.
+        states_at: (M,) int64, indices into this rank's flattened states, for its scored tokens.
+        scored_at: (M,) int64, indices of these tokens among all N scored tokens.
     """
 
     inputs: dict[str, Any]
@@ -46,7 +47,7 @@ class OwnTokens:
 
 
 class SequenceParallel:
-    """A group of ranks that share rows.
+    """A group of ranks that process each row together.
 
     Args:
         group: torch's process group.
@@ -57,10 +58,10 @@ class SequenceParallel:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def install(self, model: Any) -> None:
-        """Have the model's attention exchange tokens for heads.
+        """Makes the model's attention exchange tokens for heads.
 
         Raises:
-            UsageError: its heads cannot be shared evenly, or its attention is no kernel that takes part.
+            UsageError: its heads cannot be divided evenly, or its attention kernel is not supported.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -96,25 +97,25 @@ class SequenceParallel:
             part._attn_implementation = name
 
     def exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's value, rank by rank."""
+        """Values of all ranks, in rank order."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def own_tokens(self, rows: PackedRows) -> OwnTokens:
-        """Cut packed rows up; all ranks of the group call it with the same ones."""
+        """Splits packed rows; all ranks of the group call it with the same rows."""
         inputs, width = rows.inputs, rows.inputs["input_ids"].shape[1]
         more = -width % self.size
         share = (width + more) // self.size
         ids = functional.pad(inputs["input_ids"], (0, more))
-        # Positions that begin anew: of a sequence of padding for kernels that go by them.
+        # Restarting positions: padding is a separate sequence for kernels that use positions.
         padding = torch.arange(more, device=ids.device).expand(len(ids), more)
         positions = torch.cat([inputs["position_ids"], padding], 1)
         mask = inputs["attention_mask"]
         if mask is not None and more:
             mask = functional.pad(mask, (0, more, 0, more))
             diagonal = torch.arange(width, width + more, device=ids.device)
-            mask[..., diagonal, diagonal] = True  # a token that reads nothing would be NaN
+            mask[..., diagonal, diagonal] = True  # a token that attends to nothing would be NaN
         mine = slice(self.rank * share, (self.rank + 1) * share)
         row, column = rows.states_at // width, rows.states_at % width
         scored_at = ((column >= mine.start) & (column < mine.stop)).nonzero().squeeze(1)
@@ -124,23 +125,23 @@ class SequenceParallel:
         return OwnTokens(own, states_at, scored_at)
 
     def of_all(self, values: Tensor, own: OwnTokens, count: int) -> Tensor:
-        """(F, N) of all scored tokens, from (F, M) of every rank's own; the gradient goes to the own ones."""
+        """(F, N) of all scored tokens from each rank's (F, M); gradients reach only the rank's own tokens."""
         placed = values.new_zeros(len(values), count).index_copy(1, own.scored_at, values)
         together: Tensor = _Sum.apply(placed, self._group)  # type: ignore[no-untyped-call]
         return together
 
     def _all_to_all(self, states: Tensor, scatter: int, gather: int) -> Tensor:
-        """Give away parts along one dimension, get parts along another."""
+        """Scatters the states along one dimension and gathers them along another."""
         found: Tensor = _AllToAll.apply(states, scatter, gather, self._group)  # type: ignore[no-untyped-call]
         return found
 
 
 def share_rows(ranks: Ranks, size: int) -> tuple[SequenceParallel | None, Ranks]:
-    """Form groups of `size` ranks that run each row together (all ranks call it).
+    """Forms groups of `size` ranks that process each row together (all ranks call it).
 
     Returns:
-        This rank's group, None for a size of 1; and the ranks over which sums are taken such that each row
-        counts once: one of every group.
+        This rank's group, None for a size of 1; and the ranks over which sums count each row once: one of
+        every group.
     """
     if size == 1:
         return None, ranks
@@ -173,7 +174,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Every rank's values added up; each rank has the whole loss, so a gradient goes back as it is."""
+    """Sum over ranks; each rank computes the whole loss, so the gradient passes back unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

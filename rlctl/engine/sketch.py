@@ -1,9 +1,9 @@
-"""Outer products in few numbers that keep inner products.
+"""Sketches of outer products: few numbers that preserve inner products.
 
-The gradient of log π(y) in the output head's weight is (e_y − π) ⊗ h / temperature: vocabulary × hidden
-numbers per token. TensorSketch (Pham and Pagh 2013) makes K of them without forming it: count sketches of
-both factors, convolved. E[s(a) · s(b)] = a · b, with a variance of at most 11/K |a|² |b|² (Avron, Nguyen and
-Woodruff 2014, lemma 6).
+The gradient of log π(y) with respect to the output head's weight is (e_y − π) ⊗ h / temperature: vocabulary ×
+hidden numbers per token. TensorSketch (Pham and Pagh 2013) reduces it to K numbers without forming it, as the
+convolution of the count sketches of both factors. E[s(a) · s(b)] = a · b, with a variance of at most
+11/K |a|² |b|² (Avron, Nguyen and Woodruff 2014, lemma 6).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SKETCH_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class OuterSketch:
-    """Of each side (D,): which of the K numbers an entry is added to, and its sign."""
+    """For each factor (D,): the index (of K) to which an entry is added, and its sign."""
 
     rows: Tensor
     row_signs: Tensor
@@ -29,11 +29,11 @@ class OuterSketch:
 
     @classmethod
     def of(cls, num_rows: int, num_columns: int, device: torch.device) -> OuterSketch:
-        """The same one on every rank and in every step."""
+        """Returns the same sketch on every rank and in every step."""
         return _drawn(num_rows, num_columns, device)
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
-        """(N, K) float32 of (N, rows) ⊗ (N, columns)."""
+        """(N, K) float32 sketches of (N, rows) ⊗ (N, columns)."""
         left = _counted(left.float(), self.rows, self.row_signs)
         right = _counted(right.float(), self.columns, self.column_signs)
         product: Tensor = torch.fft.irfft(torch.fft.rfft(left) * torch.fft.rfft(right), n=SKETCH_SIZE)

@@ -1,4 +1,4 @@
-"""The critic: a causal language model's body that says what each state is worth."""
+"""The critic: the body of a causal language model with a value head."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlctl.prefix import body_of, can_share_prefix
 
 
 class ValueHead(nn.Linear):
-    """One number per state, computed in float32: bf16 has less than three digits for a return.
+    """One value per state, computed in float32, because bf16 has fewer than three decimal digits.
 
-    It starts at zero, so that every value is 0.0 until it has been learnt: the first advantages are
-    the rewards' own, not a random projection of the body's states.
+    It starts at zero, so that every value is 0.0 at first: the first advantages depend on the rewards only,
+    not on a random projection of the body's states.
     """
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
@@ -34,13 +34,13 @@ class ValueModule(nn.Module):
     """V(prompt, tokens so far) at every response position.
 
     Args:
-        model: a Hugging Face causal language model; its body is taken, its output head is not.
-        share_prompts: where rows cannot be packed, run a prompt that adjacent rows share once, if the model
-            is able to.
-        probe: as of `PolicyModule`.
+        model: a Hugging Face causal language model; its body is used, its output head is not.
+        share_prompts: if rows cannot be packed, compute a prompt that adjacent rows share once, if the model
+            supports this.
+        probe: as in `PolicyModule`.
 
     Raises:
-        UsageError: the model has no body apart from its output head.
+        UsageError: the model has no body separate from its output head.
     """
 
     def __init__(self, model: Any, *, share_prompts: bool = True, probe: bool = True) -> None:
@@ -63,11 +63,11 @@ class ValueModule(nn.Module):
         """Values of the states before each response token.
 
         Args:
-            input_ids, attention_mask, position_ids, scored: as of `ModelInputs`.
+            input_ids, attention_mask, position_ids, scored: as in `ModelInputs`.
 
         Returns:
-            (B, T) float32 with gradient; index t is the value before token t is sampled, of the state
-            that predicts it. 0.0 where not scored.
+            (B, T) float32 with gradient; index t is the value before token t is sampled, computed from the
+            state that predicts it. 0.0 where not scored.
         """
         if self.packs is None:
             self.packs = can_pack(self.body)

@@ -34,8 +34,8 @@ class Saver:
     """Decides after each step whether to save it; every rank creates one and calls `after`.
 
     A step is saved every `trainer.save_freq` steps, when `trainer.save_every` has elapsed, and when its
-    validation is the best so far. The last two cases wait for a step after which the rollout engine has the current
-    weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
+    validation is the best so far. The last two cases wait for a step after which the rollout engine has the
+    current weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
 
     Args:
         run: the run to save.

@@ -1,7 +1,7 @@
-"""The benchmarks known by name: one entry each, and nothing else to edit for a new one.
+"""Benchmarks with a name. A new one needs only an entry in the table here.
 
-An entry pins what a figure depends on: the data set's file at one commit of the hub, the prompt, and the
-grader. The SHA-256 is that of the file at this commit, where it is known.
+An entry pins everything that a result depends on: the data set's file at one commit of the hub, the prompt,
+and the grader. `sha256` is the hash of the file at this commit, if known.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _FORMATS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv", ".arrow")
 class Benchmark:
     """One benchmark."""
 
-    name: str  # what `--data` and `--against` call it
+    name: str  # the value for `--data` and `--against`
     dataset: str  # id of the data set on the Hugging Face hub; also the `data_source` of its rows
     revision: str  # commit of that repository
-    file: str  # of the repository, with the questions
+    file: str  # file with the questions, as a path in the repository
     num_questions: int  # rows of the file
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
-    columns: tuple[str, ...] = ("problem", "answer")  # which its rows must have
+    columns: tuple[str, ...] = ("problem", "answer")  # columns that its rows must have
     recipe: RecipeName = "generic"  # how a row becomes a prompt and a ground truth, see `rlctl.data.recipes`
     instruction: str = BOX_INSTRUCTION  # follows the question after a newline
     grader: str = "maths"  # grades the responses
-    #: prompt_key, answer_key: columns the recipe reads; None: its own
+    #: prompt_key, answer_key: columns that the recipe reads; None: its defaults
     prompt_key: str | None = "problem"
     answer_key: str | None = "answer"
 
     def to_recipe(self) -> Recipe:
-        """How its rows are read."""
+        """Returns the recipe that reads its rows."""
         keys = (self.prompt_key, self.answer_key)
         return Recipe(self.recipe, *keys, self.dataset, instruction=self.instruction).resolve()
 
     def download_command(self, directory: str) -> str:
-        """The command that puts its file into a directory of benchmarks."""
+        """Returns the command that downloads its file into a directory of benchmarks."""
         return (
             f"hf download {self.dataset} {self.file} --repo-type dataset --revision {self.revision} "
             f"--local-dir {directory}/{self.dataset} (on a machine with network; copy the directory here)"
@@ -140,10 +140,12 @@ BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}
 
 
 def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
-    """The benchmark's file: in `directory` (or `$RLCTL_BENCHMARKS`), else from the hub at the pinned commit.
+    """Returns the benchmark's file: in `directory` (or `$RLCTL_BENCHMARKS`) if given, else from the hub.
+
+    The hub's file is the one at the pinned commit.
 
     Raises:
-        EnvironmentFailure: it is not there; says what to download and where to put it.
+        EnvironmentFailure: the file is missing or cannot be downloaded; the message has the download command.
     """
     if directory is None and os.environ.get(BENCHMARKS_VARIABLE):
         directory = Path(os.environ[BENCHMARKS_VARIABLE])
@@ -162,7 +164,7 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
         path = hf_hub_download(
             benchmark.dataset, benchmark.file, repo_type="dataset", revision=benchmark.revision
         )
-    except Exception as error:  # network, cache and hub errors of several libraries, with no common base
+    except Exception as error:  # network, cache and hub errors of several libraries: no common base class
         use = f"and set {BENCHMARKS_VARIABLE}=DIR (`rlctl evaluate` also takes --benchmarks-dir DIR)"
         what = f"the benchmark {benchmark.name} is not in the cache and could not be downloaded"
         raise EnvironmentFailure(
@@ -174,7 +176,7 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
 
 
 class NamedFile(NamedTuple):
-    """A file to compare with: how reports name it, where it is, and how it is read (None: recognised)."""
+    """A file to compare with: its name in reports, its source, and its recipe (None: recognised)."""
 
     name: str
     source: Source
@@ -182,10 +184,10 @@ class NamedFile(NamedTuple):
 
 
 def find_named(names: Sequence[str]) -> list[NamedFile]:
-    """The files of benchmarks by name, and of anything `find_sources` takes; `./gsm8k` is a file.
+    """Finds the files of named benchmarks, and of names that `find_sources` accepts; `./gsm8k` is a file.
 
     Raises:
-        UsageError, EnvironmentFailure: as of `find_sources` and `find_benchmark`.
+        UsageError, EnvironmentFailure: as `find_sources` and `find_benchmark`.
     """
     found = []
     for name in names:

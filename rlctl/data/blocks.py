@@ -1,4 +1,4 @@
-"""Blocks of input, cheap to make and to send; the records in them are parsed where the work is done."""
+"""Blocks of input rows: cheap to create and to send to the processes that parse the records in them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import orjson
 from rlctl.data.text_files import BOM
 from rlctl.errors import UsageError
 
-#: A longer line is no valid record; it becomes a bad row without being read into memory.
+#: A longer line becomes an invalid row and is not read into memory.
 MAX_LINE_BYTES = 64 << 20
 
 
 class FileRange(NamedTuple):
-    """Whole lines of JSON in an uncompressed file, in bytes; whoever parses them reads them."""
+    """Byte range of whole JSON lines in an uncompressed file; `records_of` reads them."""
 
     offset: int
     length: int
 
 
 class OversizedLine(NamedTuple):
-    """A line over `MAX_LINE_BYTES`: how it begins, and its bytes."""
+    """A line over `MAX_LINE_BYTES`: its first bytes, and its length in bytes."""
 
     head: bytes
     length: int
 
 
 class CsvRows(NamedTuple):
-    """Rows of a CSV file: (line it begins on, fields, problem); the problem is empty where there is none."""
+    """Rows of a CSV file: (first line, fields, problem); the problem is empty if there is none."""
 
     header: list[str]
     delimiter: str
@@ -55,9 +55,9 @@ class Block:
     """Consecutive rows of one file."""
 
     path: Path
-    source: str  # what rows without a `data_source` of their own are called
-    first_number: int  # line (text files) or row (the others) of the first one, from 1
-    content: Content  # the rows, or where they are
+    source: str  # data source of rows without a `data_source`
+    first_number: int  # number of the first line (text files) or row (other files), from 1
+    content: Content  # the rows, or their location
     num_bytes: int  # bytes of the file that were read for it, for progress
 
 
@@ -66,9 +66,9 @@ class Record(NamedTuple):
 
     path: Path
     number: int  # line (text files) or row (JSON arrays, Parquet), from 1
-    values: dict[str, Any] | None  # its columns; None when it could not be read
-    problem: str = ""  # why not
-    source: bytes | str | None = None  # the text as it stood in the file, where there is one
+    values: dict[str, Any] | None  # its columns; None if it cannot be read
+    problem: str = ""  # the reason, if it cannot be read
+    source: bytes | str | None = None  # its text, for JSON lines and CSV
 
     @property
     def where(self) -> str:
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 
 def to_stream(batch: Any, compression: str | None = None) -> bytes:
-    """One Arrow record batch as an IPC stream: bytes that any process can read."""
+    """Serialises an Arrow record batch as an IPC stream."""
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
@@ -95,10 +95,10 @@ def to_stream(batch: Any, compression: str | None = None) -> bytes:
 
 
 def records_of(block: Block) -> Iterator[Record]:
-    """Every row of a block, unreadable ones included; blank lines are none.
+    """Returns every row of a block, including unreadable ones; blank lines are skipped.
 
     Raises:
-        UsageError: the block's file is not what it was when the block was made.
+        UsageError: the block's file has become shorter or unreadable since the block was created.
     """
     match block.content:
         case FileRange() as where:
@@ -144,10 +144,10 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
 
 
 def _json_or_why(path: Path, number: int, line: bytes) -> Record:
-    """What orjson refuses: `json` takes NaN and huge numbers, and says better what is wrong."""
+    """Parses what orjson refuses: `json` accepts NaN and huge numbers, and has better error messages."""
     bad = partial(Record, path, number, None, source=line)
     whole = line
-    line = line.rstrip().removesuffix(b",")  # of an array whose brackets are missing
+    line = line.rstrip().removesuffix(b",")  # an array without its brackets
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -179,7 +179,7 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
     holds_bytes = "binary" in str(table.schema.types)
     try:
         rows = table.to_pylist()
-    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot hold: find the rows
+    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot represent: find the rows
         rows = None
     for place in range(table.num_rows):
         number = block.first_number + place
@@ -192,7 +192,7 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
 
 
 def _as_text(value: Any) -> Any:
-    """Bytes that are UTF-8 as text, at any depth: some writers leave out that a column is text."""
+    """Decodes bytes that are UTF-8, at any depth, because some writers do not mark text columns as text."""
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -1,4 +1,4 @@
-"""One JSON document read element by element, so that its size does not matter."""
+"""Reads a JSON document element by element, so that it need not fit into memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BLANK = " \t\r\n"
 
 
 def document_rows(path: Path, file: BufferedReader, max_rows: int) -> Iterator[list[Any]]:
-    """The rows of a document: an array's elements, those of an object's one list, or the object itself.
+    """Yields the rows of a document: elements of an array or of an object's only list, or the object itself.
 
-    Yields at most `max_rows`, or what about `READ_BYTES` hold, at a time.
+    A list has at most `max_rows` rows, or the rows of about `READ_BYTES`.
 
     Raises:
-        UsageError: it is no JSON, not UTF-8, an element is longer than `MAX_LINE_BYTES`, or an object holds
-            several lists of rows, or columns.
+        UsageError: the document is not JSON or not UTF-8, an element is longer than `MAX_LINE_BYTES`, or an
+            object contains several lists of rows, or columns instead of rows.
     """
     text = _Text(path, file)
     if text.peek() != "{":
@@ -58,9 +58,9 @@ def _object_rows(path: Path, text: _Text, max_rows: int) -> Iterator[list[Any]]:
 
 
 def _rows_in(path: Path, row: dict[str, Any]) -> list[Any]:
-    """The rows an object stands for."""
+    """Returns the rows in an object without a known container key."""
     values = list(row.values())
-    # A list of messages belongs to a row.
+    # A list of messages is a value of one row.
     begins = {name: value[0] for name, value in row.items() if isinstance(value, list) and value}
     lists = [name for name, first in begins.items() if isinstance(first, dict) and "role" not in first]
     if len(row) == 1 and lists:
@@ -106,11 +106,11 @@ def _elements(text: _Text, max_rows: int) -> Iterator[list[Any]]:
 
 
 class _Text:
-    """A window on the file's text.
+    """Parser with a sliding window over the file's text.
 
     Attributes:
-        at: how far in the window it was read.
-        reads: how often more of the file was taken in.
+        at: position in the window.
+        reads: number of times that the window was extended.
     """
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
@@ -124,7 +124,7 @@ class _Text:
         self.reads = 0
 
     def peek(self) -> str:
-        """The next character that is not blank; none at the end of the file."""
+        """Returns the next character that is not blank; "" at the end of the file."""
         while True:
             rest = self._window[self.at : self.at + 1]
             if rest and rest not in BLANK:
@@ -135,7 +135,7 @@ class _Text:
                 return ""
 
     def begins_rows(self) -> bool:
-        """Whether a list of objects comes next; nothing is stepped over."""
+        """Whether a list of objects comes next; consumes nothing."""
         if self.peek() != "[":
             return False
         place = self.at + 1
@@ -143,10 +143,10 @@ class _Text:
             rest = self._window[place:].lstrip(BLANK)
             if rest or not self._more(READ_BYTES):
                 return rest.startswith("{")
-            place = self.at + 1  # the window was moved
+            place = self.at + 1  # the window has moved
 
     def expect(self, characters: str) -> str:
-        """Step over one of these characters."""
+        """Consumes and returns the next character, which must be one of these."""
         found = self.peek()
         if not found or found not in characters:
             raise self.wrong(f"expecting {' or '.join(map(repr, characters))}", self.at)
@@ -154,26 +154,26 @@ class _Text:
         return found
 
     def element(self) -> Any:
-        """Step over one value."""
+        """Parses and returns the next value."""
         self.peek()
         while True:
             try:
                 value, end = self._parse(self._window, self.at)
             except RecursionError:
                 raise self.wrong("nested too deeply", self.at) from None
-            except ValueError as error:  # wrong, or incomplete: more text decides
+            except ValueError as error:  # invalid, or incomplete: more text decides
                 held = len(self._window) - self.at
                 if held > MAX_LINE_BYTES or not self._more(max(READ_BYTES, held)):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
                     raise self.wrong(getattr(error, "msg", str(error)), at) from None
             else:
-                # A number at the end of the window could go on: 1, 1.5, 1e+9.
+                # A number at the end of the window may be incomplete: 1, 1.5, 1e+9.
                 if len(self._window) - end > len("e+") or not self._more(READ_BYTES):
                     self.at = end
                     return value
 
     def wrong(self, what: str, at: int) -> UsageError:
-        """What is wrong at a place of the window."""
+        """Returns the error at a position of the window."""
         line = self._lines_before + self._window.count("\n", 0, at) + 1
         return UsageError(f"invalid JSON: {what}", where=f"{self._path}:{line}")
 

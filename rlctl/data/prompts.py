@@ -1,4 +1,4 @@
-"""Rows rendered and tokenised once, then drawn batch by batch without any state to save."""
+"""Renders and tokenises rows once. A batch is a function of its step, so there is no state to save."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ TOKENISE_AT_ONCE = 1024
 
 
 class PromptDataset:
-    """The prompts a model can be asked, as token ids.
+    """Prompts for a model, as token ids.
 
     Args:
-        rows: what `load_rows` returned.
+        rows: rows as `load_rows` returns them.
         tokenizer: a Hugging Face tokenizer; see `Renderer`.
-        max_prompt_length: tokens.
-        filter_overlong: leave longer prompts out; False: refuse them.
+        max_prompt_length: maximum number of tokens of a prompt.
+        filter_overlong: drop longer prompts; False: raise an error.
         chat_template_kwargs: further arguments of the chat template.
 
     Attributes:
         rows: the rows kept, in order.
-        texts: their prompts as the model reads them.
-        num_dropped: rows left out for their length.
+        texts: their rendered prompts.
+        num_dropped: number of rows dropped because of their length.
 
     Raises:
-        UsageError: a prompt does not render, starts with two start tokens, is too long (when not
-            filtered), or none is left; names the row.
+        UsageError: a prompt cannot be rendered, starts with two start tokens or is too long (if not
+            filtered; names the row), no prompt is left, or the tokenizer has no padding or end token.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PromptDataset:
         return len(self.rows)
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Full batches in one pass; what is left over is not used in that epoch.
+        """Number of full batches in one epoch; the remaining rows are not used in that epoch.
 
         Raises:
             UsageError: the data set is smaller than one batch.
@@ -102,9 +102,9 @@ class PromptDataset:
         return len(self) // batch_size
 
     def batch_indices(self, step: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
-        """Which prompts step `step` (from 0, over all epochs) trains on: no state to save for a resume.
+        """Indices of the prompts of step `step` (from 0, over all epochs); resuming needs no saved state.
 
-        Each epoch has its own permutation of all rows, drawn from `seed` and the epoch's number.
+        With `shuffle`, each epoch has a different permutation of all rows, drawn from `seed` and its number.
         """
         epoch, place = divmod(step, self.steps_per_epoch(batch_size))
         chosen = slice(place * batch_size, (place + 1) * batch_size)
@@ -114,14 +114,14 @@ class PromptDataset:
         return order
 
     def row_at(self, position: int, *, seed: int, shuffle: bool) -> int:
-        """The prompt at a place of the epochs one after the other, in the orders of `batch_indices`."""
+        """Index of the prompt at a position in the concatenated epochs, in the orders of `batch_indices`."""
         epoch, place = divmod(position, len(self))
         return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
 
     def prompts(self, indices: Sequence[int], group_ids: Sequence[int]) -> Prompts:
-        """The prompts at `indices` as one left-padded batch (N, P), P the longest among them.
+        """Returns the prompts at `indices` as a left-padded batch (N, P); P is the longest length.
 
-        `group_ids`: of each prompt, its place in the batch over all ranks.
+        `group_ids`: position of each prompt in the batch over all ranks.
         """
         width = max(len(self._ids[i]) for i in indices)
         ids = torch.full((len(indices), width), self._pad_id, dtype=torch.int64)
@@ -144,6 +144,6 @@ class PromptDataset:
 
 @lru_cache(maxsize=2)
 def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # RandomState, not Generator: NumPy promises that its streams never change between versions.
+    # RandomState, not Generator: NumPy guarantees that its streams never change between versions.
     state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
     return state.permutation(size)

@@ -1,4 +1,4 @@
-"""Prepared Parquet into rows, for training and evaluation."""
+"""Reads prepared Parquet files into rows, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ PREPARE = "write it with `rlctl prepare-data parquet`"
 
 
 def load_rows(files: Sequence[str]) -> list[Row]:
-    """The rows of Parquet files (or directories of them) in verl's row schema, in order.
+    """Reads the rows of Parquet files (or directories of them) in verl's row schema, in order.
 
-    Columns and fields beyond the schema are ignored, and a `prompt` that is plain text is one user
-    message, so verl's own files work unchanged.
+    Other columns are ignored, all fields of `extra_info` are kept, and a `prompt` that is plain text is one
+    user message. So verl's files work unchanged.
 
     Raises:
-        UsageError: a file is missing, broken or empty, or a row does not fit; names file and row.
+        UsageError: a file is missing, broken or empty, or a row does not match the schema; names file and
+            row.
     """
     return [row for path in _parquet_files(files) for row in _read_file(path)]
 
 
 def check_files(files: Sequence[str]) -> None:
-    """Check the footers of Parquet files: they exist, have rows and the columns.
+    """Checks the footers of Parquet files: they exist, and have rows and the required columns.
 
     Raises:
-        UsageError: as `load_rows`, without what only reading the rows shows.
+        UsageError: as `load_rows`, except for errors in the rows.
     """
     for path in _parquet_files(files):
         _opened(path).close()
 
 
 def _parquet_files(files: Sequence[str]) -> Iterator[Path]:
-    from rlctl.spec.paths import matches  # the spec takes a while to load; preparing data does not need it
+    from rlctl.spec.paths import matches  # slow to import, and preparing data does not need it
 
     for name in files:
         found = matches(name)
@@ -77,10 +78,10 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
-    """The open Parquet file, which has these columns.
+    """Opens a Parquet file that must have the columns `required`.
 
     Raises:
-        UsageError: it cannot be read, or a column is missing, with this fix.
+        UsageError: the file cannot be read, or a column is missing; the latter suggests `fix`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -97,7 +98,7 @@ def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
 
 
 def rows_of(file: Any, path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and values of each row; of `columns` those that there are.
+    """Yields the number, from 1, and the values of each row, for those of `columns` that exist.
 
     Raises:
         UsageError: the rest of the file cannot be read.
@@ -129,7 +130,7 @@ def _row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
         if not isinstance(reward_model, Mapping):
             raise RowError(f"reward_model is {kind_of(reward_model)}, not {{style, ground_truth}}")
         truth = reward_model.get("ground_truth")
-        if isinstance(truth, Mapping):  # with fields of its own, such as verl's for Countdown
+        if isinstance(truth, Mapping):  # with several fields, such as verl's for Countdown
             truth = json.dumps(json_able(truth))
         extra = values.get("extra_info")
         extra = extra_of(extra) if isinstance(extra, Mapping) else {}

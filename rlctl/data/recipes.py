@@ -1,7 +1,6 @@
-"""From a source's own columns to the row schema: the layouts data sets come in, how each is recognised by one
-record and read.
+"""Converts the columns of data sets to the row schema: known layouts, how to recognise and to read them.
 
-All layouts name the columns they read, so that `--prompt-key` and `--answer-key` work with each.
+Every layout names the columns that it reads, so `--prompt-key` and `--answer-key` work with all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^a-zA-Z\s])|\\(?:boxed|fbox)\s+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
-#: The problem inside the instructions that DAPO-Math-17k puts around each.
+#: The problem inside the instructions that DAPO-Math-17k puts around every problem.
 _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to put [^\n]*\Z", re.DOTALL)
 
 
@@ -93,7 +92,7 @@ def _aime(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """Numbers, and a target to reach with them; the ground truth is both, as JSON."""
+    """Numbers, and a target to reach with them; the ground truth contains both, as JSON."""
     numbers, target = lookup(values, prompt_key), lookup(values, answer_key)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
         raise RowError(f"column {prompt_key!r} is not a list of whole numbers")
@@ -105,7 +104,7 @@ def _countdown(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord
 
 
 def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """A question with choices, which get letters; the ground truth is the right one's."""
+    """A question with choices, which get letters; the ground truth is the letter of the correct one."""
     labels, texts = _choices(lookup(values, "choices|options"))
     *before, last = parse_messages(lookup(values, prompt_key))
     place = _chosen(lookup(values, answer_key), labels, texts)
@@ -116,7 +115,7 @@ def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Parsed
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
-    """Labels and texts, given as a list of texts, as {text, label} lists or as {label: text}."""
+    """Returns labels and texts of choices: a list of texts, {text, label} lists or {label: text}."""
     texts, labels = value, None
     if isinstance(value, Mapping):
         if isinstance(value.get("text"), list):
@@ -134,7 +133,7 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
 
 
 def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
-    """Place of the right choice, named by its label, its number from 0, or its whole text."""
+    """Index of the correct choice, given by its label, its number from 0, or its whole text."""
     if is_integer(answer):
         if 0 <= answer < len(texts):
             return answer
@@ -149,10 +148,10 @@ def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
 
 
 def last_boxed(solution: str) -> str:
-    r"""The content of the last `\boxed{…}` or `\fbox{…}`, braces balanced; `\boxed 2` has none.
+    r"""Content of the last `\boxed{…}` or `\fbox{…}`, with balanced braces; also of `\boxed 2`.
 
     Raises:
-        RowError: there is no box, it never ends, or it is empty.
+        RowError: there is no box, its brace is never closed, or it is empty.
     """
     boxes = list(_BOX.finditer(solution))
     if not boxes:
@@ -204,14 +203,14 @@ def _index(extra: Values) -> int | None:
 
 
 def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """verl's columns with the same instructions around every problem, which are not part of the question."""
+    """verl's columns, with the same instructions around every problem; the `question` excludes them."""
     parsed = _verl(values, prompt_key, answer_key)
     problem = _DAPO_PROBLEM.match(parsed.messages[-1].content)
     return replace(parsed, ability="math", question=problem[1] if problem else parsed.question)
 
 
 def _trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """A prompt and an answer column, and those that `--to trl` adds."""
+    """A prompt and an answer column, and the columns that `--to trl` adds."""
     parsed, extra = _generic(values, prompt_key, answer_key), extra_info(values)
     return replace(
         parsed,
@@ -226,7 +225,7 @@ def _trl(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 
 
 def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
-    """A prompt and a label, perhaps a `datasource`."""
+    """A prompt, a label and an optional `datasource`."""
     source = source_named(values, "datasource") if "datasource" in values else ""
     return replace(_generic(values, prompt_key, answer_key), data_source=source)
 
@@ -235,15 +234,15 @@ def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> ParsedRecord:
 class Layout:
     """One column layout."""
 
-    about: str  # what it is, in one line
-    #: prompt_key, answer_key: columns read; a dot reaches inside, `|` separates alternatives
+    about: str  # description, one line
+    #: prompt_key, answer_key: columns read; a dot selects a nested value, `|` separates alternatives
     prompt_key: str
     answer_key: str
-    recognises: Callable[[Values], bool]  # whether a record has it
-    #: (record, prompt_key, answer_key) → what it asks; raises RowError
+    recognises: Callable[[Values], bool]  # whether a record has this layout
+    #: (record, prompt_key, answer_key) → parsed record; raises RowError
     read: Callable[[Values, str, str], ParsedRecord]
-    data_source: str = ""  # of its rows where the record names none; "": the file's name
-    instruction: str = ""  # put after the question unless the user says otherwise
+    data_source: str = ""  # of rows from records that name none; "": the file's name
+    instruction: str = ""  # follows the question, unless the user gives another one
 
 
 def _has_any(values: Values, *names: str) -> bool:
@@ -254,7 +253,7 @@ def _is_verl(values: Values) -> bool:
     return values.keys() >= {"prompt", "data_source"} and isinstance(values.get("reward_model"), Mapping)
 
 
-#: By name, the more particular first: `auto` takes the first that recognises the record.
+#: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
 LAYOUTS: dict[RecipeName, Layout] = {
     "gsm8k": Layout(
         "worked solutions ending in '#### 72'",
@@ -336,20 +335,21 @@ LAYOUTS: dict[RecipeName, Layout] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How records become rows. None means the recipe's own default, see `LAYOUTS`."""
+    """Options for converting records to rows. None: the default of the layout, see `LAYOUTS`."""
 
     name: RecipeName  # the column layout
-    #: column of the prompt; a dot reaches into nested values, `|` separates alternatives
+    #: column of the prompt; a dot selects a nested value, `|` separates alternatives
     prompt_key: str | None = None
     answer_key: str | None = None  # column of the answer
-    #: names the source, and so the grader; default: the record's own, the recipe's, else the file's name
+    #: data source of the rows, which selects the grader; default: the record's, else the layout's, else the
+    #: file's name
     data_source: str | None = None
-    system_prompt: str | None = None  # put before the conversation
-    instruction: str | None = None  # put after the last user message
+    system_prompt: str | None = None  # precedes the conversation
+    instruction: str | None = None  # follows the text of the last message
     source_key: str | None = None  # column that names each record's data source
 
     def resolve(self) -> Recipe:
-        """The same with the recipe's defaults filled in.
+        """Returns a copy with the defaults of the layout filled in.
 
         Raises:
             UsageError: both a data source and a column of data sources are given.
@@ -365,10 +365,10 @@ class Recipe:
         )
 
     def to_row(self, values: Mapping[str, Any], path: Path, index: int) -> Row:
-        """One record as a row; `self` must be resolved.
+        """Converts a record to a row; `self` must be resolved.
 
         Raises:
-            RowError: the record lacks a column or holds the wrong thing in it.
+            RowError: the record lacks a column, or a column has an invalid value.
         """
         layout = LAYOUTS[self.name]
         parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
@@ -398,14 +398,14 @@ class Recipe:
 
 
 def recognise(values: Mapping[str, Any]) -> RecipeName:
-    """The recipe whose columns a record has."""
+    """Returns the name of the first layout that recognises a record."""
     return next(name for name, layout in LAYOUTS.items() if layout.recognises(values))
 
 
 def read_rows(source: Source, recipe: Recipe | None = None) -> Iterator[tuple[Record, Row | None, str]]:
-    """Every record of a file with its row; None and why not where it cannot be used.
+    """Yields every record of a file with its row and ""; or with None and the reason if it cannot be used.
 
-    Without a (resolved) recipe the first record that has columns decides on it.
+    Without a (resolved) recipe, the first record with columns determines it.
     """
     for index, record in enumerate(read_records(source)):
         row, problem = None, record.problem

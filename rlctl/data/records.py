@@ -1,4 +1,4 @@
-"""Parts of one record, as pure functions from raw values to checked ones."""
+"""Pure functions that check and convert the values of one record."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class RowError(ValueError):
-    """What is wrong with one row, without saying which."""
+    """An error in a row; the message does not name the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRecord:
     """The prompt and the answer of one record."""
 
-    messages: tuple[Message, ...]  # the prompt, without what the recipe's options add
+    messages: tuple[Message, ...]  # the prompt, without additions of the recipe's options
     ground_truth: str  # what the grader compares with
     answer: str = ""  # the original answer
-    #: what is asked, where `messages` hold more than that (an instruction); "": all of them
+    #: the question, if `messages` also contain an instruction; "": all of `messages`
     question: str = ""
-    data_source: str = ""  # named by the record itself
+    data_source: str = ""  # that the record names
     #: ability, style, extra: as in `Row`
     ability: str = ""
     style: str = "rule"
     extra: Values = field(default_factory=dict)
-    index: int | None = None  # the record's own number; None: its place in the input
+    index: int | None = None  # number in the record; None: its position in the input
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
-    """A prompt as text, or as a list of {role, content} or of ShareGPT's {from, value}.
+    """Parses a prompt: text, or a list of {role, content} or of ShareGPT's {from, value}.
 
     Raises:
-        RowError: it is missing, empty, or neither.
+        RowError: the prompt is missing, empty, or of another form.
     """
     if value is None:
         raise RowError("the prompt is null")
@@ -76,10 +76,10 @@ def _message(role: Any, content: Any) -> Message:
 
 
 def parse_answer(value: Any, name: str) -> str:
-    """An answer given as text or as a number.
+    """Parses an answer: text or a number.
 
     Raises:
-        RowError: it is missing, empty, or something else.
+        RowError: the answer is missing, empty, or of another type.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value) if math.isfinite(value) else None
@@ -93,12 +93,12 @@ def parse_answer(value: Any, name: str) -> str:
 
 
 def check_text(text: str) -> str:
-    """The text itself, if UTF-8 can hold it.
+    """Returns the text unchanged if it can be encoded as UTF-8.
 
     Raises:
-        RowError: it has bytes that were not UTF-8, or half a surrogate pair.
+        RowError: it contains a lone surrogate, for example from bytes that were not UTF-8.
     """
-    if text.isascii():  # Python knows this without a search
+    if text.isascii():  # takes constant time
         return text
     try:
         text.encode()
@@ -108,7 +108,7 @@ def check_text(text: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The value as text: "" for null, JSON for what is not text.
+    """Converts a value to text: "" for null, JSON for values that are not text.
 
     Raises:
         RowError: it is not valid UTF-8.
@@ -119,20 +119,20 @@ def text_of(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The value's type, as an error names it."""
+    """The value's type, for error messages."""
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number, truth values not counted."""
+    """Whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def lookup(values: Values, key: str) -> Any:
-    """The value of a column: by its name, by a path with dots, or of the first alternative there is.
+    """Returns the value of a column, given by name, dotted path, or alternatives (the first that exists).
 
     Raises:
-        RowError: there is none; says which there are.
+        RowError: there is no such column; lists the existing ones.
     """
     if key in values:
         return values[key]
@@ -148,10 +148,10 @@ def lookup(values: Values, key: str) -> Any:
 
 
 def source_named(values: Values, column: str) -> str:
-    """The data source a column names.
+    """Returns the data source in a column.
 
     Raises:
-        RowError: it names none.
+        RowError: the column is missing, empty or not text.
     """
     source = lookup(values, column)
     if not isinstance(source, str) or not source.strip():
@@ -160,7 +160,7 @@ def source_named(values: Values, column: str) -> str:
 
 
 def extra_info(values: Values) -> dict[str, Any]:
-    """The record's `extra_info`, JSON-able; an `index` that is no number is kept under another name.
+    """Returns the record's `extra_info` as JSON types; an `index` that is no integer is `original_index`.
 
     Raises:
         RowError: a text in it is not valid UTF-8.
@@ -171,24 +171,24 @@ def extra_info(values: Values) -> dict[str, Any]:
         extra["original_index"] = extra.pop("index")
     try:
         orjson.dumps(extra)
-    except TypeError:  # it is strict about more than text: let the slower check decide
+    except TypeError:  # orjson is strict about more than text: the slower check decides
         check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 
 
 def columns_of(values: Values, *names: str) -> dict[str, Any]:
-    """The columns of these names that there are, JSON-able."""
+    """Returns the columns of these names that are not null, as JSON types."""
     return extra_info({"extra_info": {name: values[name] for name in names if values.get(name) is not None}})
 
 
 def extra_of(values: Values) -> dict[str, Any]:
-    """`extra_info` as read from Parquet: JSON-able, the fields kept as JSON text merged back."""
+    """Converts `extra_info` from Parquet to JSON types; merges the fields that are stored as JSON text."""
     extra = {str(name): json_able(value) for name, value in values.items()}
     text = extra.get(OTHER)
     if isinstance(text, str):
         try:
             other = json.loads(text) if text else {}
-        except ValueError:  # a field of that name in a file of another program
+        except ValueError:  # a file of another program with a field of this name
             other = None
         if isinstance(other, dict):
             del extra[OTHER]
@@ -197,7 +197,7 @@ def extra_of(values: Values) -> dict[str, Any]:
 
 
 def json_able(value: Any) -> Any:
-    """The value in JSON's types; what has none (dates, decimals, bytes) as text."""
+    """Converts a value to JSON types; values without one (dates, decimals, bytes) become text."""
     if isinstance(value, Mapping):
         return {str(name): json_able(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""What the model reads of a row: its messages through the chat template, then as token ids. No torch.
+"""Renders the messages of a row with the chat template and tokenises them. Does not import torch.
 
-Training, evaluation and data preparation share this, so that a length measured is a length trained on.
+Training, evaluation and data preparation share this module, so that measured lengths are those in training.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from rlctl.errors import UsageError
 
 
 class Renderer:
-    """Renders and tokenises rows as one tokenizer does.
+    """Renders and tokenises rows with one tokenizer.
 
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template renders the messages. Without a template
-            the contents are joined by blank lines, after the tokenizer's own start token if it adds one.
-        chat_template_kwargs: further arguments of the template, such as `enable_thinking`; None: not given.
+            the contents are joined by blank lines, after the tokenizer's start token if it adds one.
+        chat_template_kwargs: further arguments of the template, such as `enable_thinking`; arguments that are
+            None are omitted.
 
     Raises:
-        UsageError: the template does not read one of them.
+        UsageError: the template does not use one of them.
     """
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -41,14 +42,14 @@ class Renderer:
                 fix=f"leave it out; where a preset gives it: data.chat_template_kwargs.{unread[0]}=null",
             )
         added = tokenizer("")["input_ids"]
-        #: whether the tokenizer puts its start token before plain text
+        #: whether the tokenizer adds its start token to plain text
         self.adds_start = bool(added) and added[0] == tokenizer.bos_token_id
 
     def text(self, row: Row, *, generation_prompt: bool = True) -> str:
-        """The row's prompt as text, special tokens included.
+        """Returns the row's prompt as text, including special tokens.
 
         Raises:
-            UsageError: the template refuses it; names the row.
+            UsageError: the template refuses the prompt; names the row.
         """
         if not self.tokenizer.chat_template:
             start = str(self.tokenizer.bos_token) if self.adds_start else ""
@@ -69,17 +70,17 @@ class Renderer:
         return text
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each rendered text; nothing is added, since the template wrote it all."""
-        # Not verbose: callers report long prompts themselves.
+        """Returns the token ids of rendered texts; adds no special tokens, because the texts contain them."""
+        # verbose=False, because callers report long prompts.
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     def check_start(self, row: Row, ids: Sequence[int]) -> None:
-        """Refuse what no run should train on.
+        """Checks that a prompt has tokens, and does not start with two start tokens.
 
         Raises:
-            UsageError: there are no tokens, or two start tokens; names the row.
+            UsageError: the check fails; names the row.
         """
         if not ids:
             raise UsageError("the prompt has no tokens", where=_where(row))
@@ -93,12 +94,12 @@ class Renderer:
 
 
 def messages_of(row: Row) -> tuple[dict[str, str], ...]:
-    """The row's prompt as chat templates take it."""
+    """The row's prompt in the format that chat templates expect."""
     return tuple({"role": message.role, "content": message.content} for message in row.prompt)
 
 
 def template_sha256(chat_template: str | None) -> str | None:
-    """The chat template's fingerprint; None without one."""
+    """SHA-256 of the chat template; None without a template."""
     return hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else None
 
 

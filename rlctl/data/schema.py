@@ -1,6 +1,6 @@
-"""One row in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`); Arrow batches.
+"""Rows in verl's layout (`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`) and Arrow batches.
 
-Batches are made column by column: no dictionary per row, and no guessing of types.
+Batches are built column by column, without a dictionary per row and without type inference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 GSM8K_SOURCE = "openai/gsm8k"
-#: The fields of `extra_info` with an Arrow column of their own; the rest is JSON text in `OTHER`.
+#: Fields of `extra_info` with a separate Arrow column; the others are stored as JSON text in `OTHER`.
 EXTRA_COLUMNS = ("split", "index", "question", "answer")
 OTHER = "other"
 
@@ -30,35 +30,34 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt and how its answers are graded."""
+    """A prompt and the information to grade its responses."""
 
-    data_source: str  # where it comes from; chooses the grader
+    data_source: str  # name of the data set; selects the grader
     prompt: tuple[Message, ...]  # the conversation so far, at least one message
     ground_truth: str  # what the grader compares with
     ability: str = ""  # kind of task, for reports
     style: str = "rule"  # `rule`, `model` or `code`: how it is graded
     split: str = ""  # `train` or `test`
-    index: int = 0  # place in the original input, from 0
+    index: int = 0  # position in the original input, from 0
     question: str = ""  # the original prompt text, before any instruction was added
     answer: str = ""  # the original answer text, reasoning included
-    #: `extra_info` as user functions get it, JSON-able; a row that was read has all its fields there
+    #: `extra_info` for user functions, as JSON types; for a row read from Parquet it has all fields
     extra: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""  # `file:row` it was read from, for messages; not written
+    where: str = ""  # `file:row` of its origin, for messages; not written
 
     @property
     def other(self) -> str:
-        """The fields of `extra` without a column of their own, as JSON text; "" for none."""
+        """The fields of `extra` without a separate column, as JSON text; "" if there are none."""
         other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
         return json.dumps(other, ensure_ascii=False, sort_keys=True) if other else ""
 
 
 @cache
 def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Schema:
-    """The schema of files: verl's own, field by field, so that `datasets.concatenate_datasets` takes both.
+    """Schema of the files: verl's, field by field, so that `datasets.concatenate_datasets` accepts both.
 
-    No nulls are written. Strings have 32-bit offsets: `BatchWriter` keeps row groups far below 2 GiB.
-
-    `with_other`: `extra_info` also has the field `OTHER`.
+    No nulls are written. Strings have 32-bit offsets, because `BatchWriter` keeps row groups far below 2 GiB;
+    with `is_large` they have 64-bit offsets. With `with_other`, `extra_info` also has the field `OTHER`.
     """
     import pyarrow as pa
 
@@ -77,12 +76,12 @@ def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Sche
 
 
 def large_schema() -> pa.Schema:
-    """The same with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
+    """`arrow_schema` with 64-bit offsets and the field `OTHER`, for batches of any size in memory."""
     return arrow_schema(with_other=True, is_large=True)
 
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
-    """An Arrow record batch of `large_schema()`. All rows are of this split; None: each of its own."""
+    """Converts rows to an Arrow record batch of `large_schema()`; sets their split, unless it is None."""
     import numpy as np
     import pyarrow as pa
 
@@ -112,7 +111,7 @@ def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
 
 
 def placed(batch: Any, split: str, index: Any) -> Any:
-    """The batch with every row's `split` and `index` replaced."""
+    """Returns the batch with every row's `split` and `index` replaced."""
     import pyarrow as pa
 
     schema = large_schema()
@@ -123,7 +122,7 @@ def placed(batch: Any, split: str, index: Any) -> Any:
     return batch.set_column(place, schema.field(place), _struct(fields, extra.type))
 
 
-# `pa.array` imports pandas where it is installed, which takes longer than the rows of a small input.
+# `pa.array` imports pandas if it is installed, which takes longer than converting a small input.
 def _text(values: Iterable[str]) -> Any:
     import numpy as np
     import pyarrow as pa
@@ -136,7 +135,7 @@ def _text(values: Iterable[str]) -> Any:
 
 
 def integers(values: Any, kind: Any) -> Any:
-    """An Arrow array of this type from numbers or a numpy array."""
+    """Creates an Arrow array of this type from numbers or a NumPy array."""
     import numpy as np
     import pyarrow as pa
 

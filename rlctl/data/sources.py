@@ -1,4 +1,4 @@
-"""From names to files, and from files to blocks; memory holds one block at most."""
+"""Finds input files by name, and reads them as blocks with at most one block in memory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from rlctl.errors import EnvironmentFailure, UsageError, first_line
 HUB = "hf:"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
-#: What is kept of a line that is too long to be read.
+#: Bytes kept of a line that is too long to read.
 HEAD_BYTES = 1000
-#: Splits in the names of directories and files, `train-00000-of-00004.parquet`; those not to be trained on.
+#: Splits held out from training, in names of directories and files such as `test-00000-of-00004.parquet`.
 _HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}
 _SPLIT = re.compile(rf"(train|{'|'.join(sorted(_HELD_OUT))})(?![a-z])", re.IGNORECASE)
-#: Files of `prepare-data` and of `datasets` that hold no rows.
+#: Files of `prepare-data` and of `datasets` that contain no rows.
 _NOT_ROWS = {
     *("manifest.json", "quarantine.jsonl", "dataset_dict.json", "dataset_info.json", "state.json"),
     "dataset_infos.json",
 }
-#: Of a dataset that `save_to_disk` wrote: its files, or its splits.
+#: Files that `save_to_disk` writes: they list the files of a dataset, or its splits.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -50,16 +50,18 @@ class Source:
     """One input file."""
 
     path: Path
-    name: str  # data source of rows where neither they nor the request name one
+    name: str  # data source of rows if neither they nor the request name one
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:
-    """The files meant: each as given, a directory as all readable files in and below it in order of name, a
-    Hugging Face dataset as its Arrow files.
+    """Finds the input files for names of files, directories and Hugging Face datasets.
+
+    A directory gives all readable files in it and below it, ordered by name; a Hugging Face dataset gives its
+    Arrow files.
 
     Raises:
-        UsageError: one does not exist, is of no known format, or is a dataset of several splits.
-        EnvironmentFailure: a dataset of the hub cannot be had here.
+        UsageError: a name does not exist, has no known format, or is a dataset of several splits.
+        EnvironmentFailure: a dataset of the hub cannot be loaded.
     """
     return [source for name in names for source in _find(name)]
 
@@ -86,7 +88,7 @@ def _file(path: Path) -> Source:
 
 
 def _inside(path: Path) -> list[Source]:
-    """The readable files of a directory and all below it, in order of name; hidden ones are left out."""
+    """The readable files in a directory and below it, ordered by name, without hidden ones."""
     found: list[Source] = []
     entries: list[Path] = []
     for entry in sorted(path.iterdir()):
@@ -96,7 +98,7 @@ def _inside(path: Path) -> list[Source]:
             if entry.is_file() and _reader(entry) and entry.name not in _NOT_ROWS:
                 found.append(_file(entry))
                 entries.append(entry)
-        elif not path.resolve().is_relative_to(entry.resolve()):  # not a link to a directory above
+        elif not path.resolve().is_relative_to(entry.resolve()):  # not a link to a parent directory
             below = _saved_files(entry) if _is_dataset(entry) else _inside(entry)
             entries += [entry] if below else []
             found += below
@@ -105,10 +107,10 @@ def _inside(path: Path) -> list[Source]:
 
 
 def check_splits(directory: Path, entries: Iterable[Path]) -> None:
-    """Refuse to read training data and data held out from training as one.
+    """Refuses to read training data together with data held out from training.
 
     Raises:
-        UsageError: the names of some say `train`, and those of others `test`, `validation` or the like.
+        UsageError: some names start with `train`, and others with `test`, `validation` or similar.
     """
     by_split: dict[str, str] = {}
     for entry in entries:
@@ -157,8 +159,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _hub_files(name: str) -> list[Source]:
-    """The cached Arrow files of `hf:organisation/name[:split]` (the split is `train` unless given), with the
-    dataset's name; downloads it where it is not cached.
+    """The cached Arrow files of `hf:organisation/name[:split]`, downloaded if they are not cached.
+
+    The default split is `train`. The name of the sources is that of the dataset.
     """
     try:
         import datasets
@@ -166,14 +169,14 @@ def _hub_files(name: str) -> list[Source]:
         what = "datasets of the hub are read by the package `datasets`, which is missing"
         raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"') from error
     dataset, _, split = name.removeprefix(HUB).partition(":")
-    if not dataset or "[" in split:  # a slice is a view of files that hold more
+    if not dataset or "[" in split:  # a slice is a view of files that contain more rows
         what = "a slice of a split cannot be read" if dataset else "no dataset is named"
         raise UsageError(what, where=name, fix="write hf:organisation/name or hf:organisation/name:split")
     try:
         loaded = datasets.load_dataset(dataset, split=split or "train")
     except ValueError as error:  # an unknown split, or a dataset of several configurations
         raise UsageError(first_line(error), where=name, fix="see its page for its splits") from error
-    except Exception as error:  # network, cache and hub errors of several libraries, with no common base
+    except Exception as error:  # network, cache and hub errors of several libraries: no common base class
         fix = "check its name and the network, or download its files and name them"
         raise EnvironmentFailure(
             f"the dataset could not be loaded: {first_line(error)}", where=name, fix=fix
@@ -184,16 +187,16 @@ def _hub_files(name: str) -> list[Source]:
 
 
 def read_records(source: Source) -> Iterator[Record]:
-    """Every row of one file, unreadable ones included; raises as `read_blocks` does."""
+    """Yields every row of a file, including unreadable ones; raises the same errors as `read_blocks`."""
     for block in read_blocks(source):
         yield from records_of(block)
 
 
 def read_blocks(source: Source) -> Iterator[Block]:
-    """A file's rows, in order.
+    """Yields the rows of a file as blocks, in order.
 
     Raises:
-        UsageError: the file as a whole cannot be read (empty, truncated, corrupt); names the row reached.
+        UsageError: the file cannot be read as a whole (empty, truncated, corrupt); names the last row read.
     """
     import pyarrow as pa
 
@@ -217,7 +220,7 @@ def read_blocks(source: Source) -> Iterator[Block]:
 
 #: First row, last row, the rows, bytes of the file read so far.
 Piece = tuple[int, int, Content, int]
-#: Line, fields, what is wrong with them.
+#: Line, fields, problem (empty if there is none).
 CsvRow = tuple[int, list[str], str]
 Reader = Callable[[Path], Iterator[Piece]]
 
@@ -235,8 +238,8 @@ def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place:
 
 
 def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
-    """A few lines at a time, the last newline perhaps missing."""
-    parts: list[bytes] = []  # the beginning of one line
+    """Yields a few whole lines at a time; the last newline may be missing."""
+    parts: list[bytes] = []  # the start of one line
     while chunk := file.read(BLOCK_BYTES):
         cut = chunk.rfind(b"\n") + 1
         if cut:
@@ -255,7 +258,7 @@ def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
 
 
 def _read_json(path: Path) -> Iterator[Piece]:
-    """JSON Lines, an array of objects, or an object: the suffix does not say which."""
+    """Reads JSON Lines, an array of objects, or an object; the suffix does not determine which."""
     with open_text(path) as text:
         if is_json_lines(text):
             yield from _line_pieces(text.file, text.position, in_place=text.in_place)
@@ -271,7 +274,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
     csv.field_size_limit(MAX_LINE_BYTES)
     with open_text(path) as opened:
         delimiter = csv_delimiter(path, opened.head)
-        # Bytes that are not UTF-8 become lone surrogates, which the row checks refuse by row.
+        # Bytes that are not UTF-8 become lone surrogates, so that the checks refuse only their rows.
         text = TextIOWrapper(opened.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = _csv_rows(text, delimiter)
         line, header, problem = next(rows, (1, [], ""))
@@ -289,7 +292,7 @@ def _read_csv(path: Path) -> Iterator[Piece]:
 
 
 def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:
-    """A block of rows; a header that is repeated, as where files were joined, is none."""
+    """Yields one block of rows; skips repeated headers, as in concatenated files."""
     chars = 0
     data = (row for row in rows if [name.strip() for name in row[1]] != header)
     for line, fields, problem in islice(data, BLOCK_ROWS):
@@ -321,7 +324,7 @@ def _csv_rows(text: Iterable[str], delimiter: str) -> Iterator[CsvRow]:
 def _read_parquet(path: Path) -> Iterator[Piece]:
     import pyarrow.parquet as pq
 
-    # Without these two settings a row group is read in one piece, however large it is.
+    # Without these two settings a row group of any size is read at once.
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
         groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
@@ -331,7 +334,7 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
 
 
 def _read_arrow(path: Path) -> Iterator[Piece]:
-    """A file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
+    """Reads a file of a Hugging Face dataset (an Arrow stream), or any other Arrow file."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as file:

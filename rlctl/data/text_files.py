@@ -1,4 +1,4 @@
-"""Text files as UTF-8 bytes, decompressed and recoded; their format, recognised by their beginning."""
+"""Opens text files as UTF-8 bytes, decompressed and recoded; recognises formats by the first bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlctl.errors import UsageError
 
 BOM = b"\xef\xbb\xbf"
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-#: Bytes at the beginning of a file by which its format is recognised.
+#: Number of first bytes of a file that are used to recognise its format.
 HEAD_BYTES = 1 << 16
-#: Names under which files keep a list of rows.
+#: Keys under which JSON files store a list of rows.
 CONTAINERS = {"data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems"}
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -45,21 +45,22 @@ class TextFile:
     """An open text file."""
 
     file: Any  # its bytes, decompressed, as UTF-8
-    head: bytes  # the first of them, at most about `HEAD_BYTES`
+    head: bytes  # the first bytes of `file`, at most about `HEAD_BYTES`
     is_whole: bool  # the head is the whole file
-    position: Callable[[], int]  # how many bytes of the file on disk were read so far
-    in_place: bool  # `file` has the bytes of the file on disk
+    position: Callable[[], int]  # number of bytes of the file on disk read so far
+    in_place: bool  # `file` has the same bytes as the file on disk
 
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextFile]:
-    """A file, decompressed by its suffix or first bytes; UTF-16 and UTF-32, with or without a mark, as UTF-8.
+    """Opens a file; decompresses it by its suffix or first bytes, and recodes UTF-16 and UTF-32 to UTF-8.
 
-    Lines that end in a carriage return alone end in a line feed instead.
+    UTF-16 is recognised with or without a byte-order mark, UTF-32 only with one. If lines end in a carriage
+    return alone, each becomes a line feed.
 
     Raises:
-        UsageError: it is no text file.
-        OSError: the compressed data or the last character is cut off.
+        UsageError: the file is not a text file.
+        OSError: the compressed data is truncated, or the UTF-16 or UTF-32 text is invalid.
     """
     with path.open("rb") as raw:
         start = raw.peek(8)[:8]
@@ -98,7 +99,7 @@ def _starts(head: bytes, kinds: dict[bytes, str]) -> str | None:
 
 
 def _encoding(head: bytes) -> str | None:
-    """The encoding of text that is not UTF-8: by its byte-order mark, or by where its zero bytes are."""
+    """Encoding of text that is not UTF-8, by its byte-order mark or its zero bytes; None for UTF-8."""
     if marked := _starts(head, _BOMS):
         return marked
     low, high = head[0:2000:2].count(0), head[1:2000:2].count(0)
@@ -111,7 +112,7 @@ def _encoding(head: bytes) -> str | None:
 
 
 class _Recoded(io.RawIOBase):
-    """A stream as UTF-8 with line feeds; half of a surrogate pair stays, and is no valid UTF-8 in its row."""
+    """A stream recoded to UTF-8 with line feeds; a lone surrogate is kept, and its row is not valid UTF-8."""
 
     def __init__(self, file: Any, head: bytes, encoding: str | None, ends_in_returns: bool) -> None:
         self._file, self._head, self._encoding = file, head, encoding
@@ -121,11 +122,11 @@ class _Recoded(io.RawIOBase):
         self._is_over = False
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as one piece of the stream does."""
+        """Reads up to one chunk of the stream into the buffer; returns the number of bytes."""
         while not self._left and not self._is_over:
             data, self._head = self._head or self._file.read(HEAD_BYTES), b""
             self._is_over = not data
@@ -145,7 +146,7 @@ class _Recoded(io.RawIOBase):
 
 
 def is_json_lines(text: TextFile) -> bool:
-    """Whether each line is a value of its own, or all of the file is one."""
+    """Whether each line is a separate JSON value, or else the whole file is one."""
     head = text.head.removeprefix(BOM).lstrip()
     line, newline, rest = head.partition(b"\n")
     following = rest.lstrip()[:1]
@@ -169,7 +170,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def csv_delimiter(path: Path, head: bytes) -> str:
-    """The delimiter its name promises, unless only another one divides the header."""
+    """Returns the delimiter of the file's suffix, or another one if only that splits the header."""
     usual = "\t" if ".tsv" in path.name.lower() else ","
     lines = head.removeprefix(BOM).decode(errors="replace").splitlines() or [""]
 

@@ -1,4 +1,4 @@
-"""Parquet files and the directory around them: there completely, or not at all."""
+"""Writes Parquet files, and directories that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlctl.files import sync
 
 ROW_GROUP_ROWS = 16384
 ROW_GROUP_BYTES = 32 << 20
-#: Columns whose values repeat. Dictionaries and statistics of the others, all long texts, cost half of the
-#: time of writing and save nothing.
+#: Columns with repeated values. For the other columns, which are long texts, dictionaries and statistics
+#: would take half of the writing time and save nothing.
 _REPETITIVE = [
     *("data_source", "datasource", "ability", "style", "prompt.list.element.role", "input.list.element.role"),
     *("reward_model.style", "extra_info.split", "extra_info.index"),
@@ -29,7 +29,7 @@ _REPETITIVE = [
 
 
 class BatchWriter:
-    """One Parquet file, written a row group at a time; no file if no row comes."""
+    """Writes one Parquet file, a row group at a time; creates no file without rows."""
 
     def __init__(self, path: Path, schema: Any) -> None:
         self._path = path
@@ -40,9 +40,9 @@ class BatchWriter:
         self._pending_bytes = 0
 
     def add(self, batch: Any) -> None:
-        """Append an Arrow record batch whose columns can be cast to the file's; large ones in pieces.
+        """Appends an Arrow record batch with columns that can be cast to the file's; splits large batches.
 
-        A struct loses the fields that the file's has not.
+        Fields of a struct that the file's schema lacks are dropped.
         """
         import pyarrow as pa
 
@@ -53,7 +53,7 @@ class BatchWriter:
             return
         try:
             self._pending.append(batch.cast(self._schema))
-        except pa.ArrowInvalid:  # a slice whose text begins beyond 2 GiB of its batch: a copy begins at 0
+        except pa.ArrowInvalid:  # the slice's text starts beyond 2 GiB of its batch; a copy starts at 0
             everything = integers(np.arange(batch.num_rows), pa.int64())
             self._pending.append(batch.take(everything).cast(self._schema))
         self._pending_rows += batch.num_rows
@@ -85,7 +85,7 @@ class BatchWriter:
 
 
 def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
-    """Write rows as one Parquet file in the row schema, all of this split; no file if there are none."""
+    """Writes rows of one split as a Parquet file in the row schema; creates no file without rows."""
     with BatchWriter(path, arrow_schema(with_other=any(row.other for row in rows))) as batches:
         for start in range(0, len(rows), ROW_GROUP_ROWS):
             batches.add(batch_of(rows[start : start + ROW_GROUP_ROWS], split))
@@ -93,13 +93,13 @@ def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
 
 @contextmanager
 def staged_directory(out: Path) -> Iterator[Path]:
-    """A directory next to `out` that takes its name when the block succeeds, and is removed when it fails.
+    """Yields a directory next to `out` that is renamed to `out` if the block succeeds, and removed if not.
 
-    A previous `out` is replaced; whether it may be is for the caller to decide.
+    An existing `out` is replaced; the caller must check whether it may be.
 
     Raises:
-        UsageError: the place lies below a file.
-        EnvironmentFailure: the disk is full, or the place cannot be written to.
+        UsageError: a parent of `out` is a file, or another process created `out`.
+        EnvironmentFailure: the disk is full, or the location is not writable.
     """
     out = out.resolve()
     try:
@@ -129,7 +129,7 @@ def staged_directory(out: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(out: Path) -> None:
-    """Remove what a killed process left; put a directory back that was killed while being replaced."""
+    """Removes leftovers of killed processes; restores `out` if a process was killed while replacing it."""
     out = out.resolve()
     for kind in ("old", "partial"):
         for left in out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"):
@@ -143,7 +143,7 @@ def clear_leftovers(out: Path) -> None:
 
 
 def check_vacant(out: Path) -> None:
-    """Refuse to write where anything is already.
+    """Refuses to write to a location that is not empty.
 
     Raises:
         UsageError: `out` is a file, or a directory that is not empty.

@@ -79,7 +79,7 @@ def landlock_version() -> int:
 
 
 def confine_files(changeable: str) -> None:
-    """Restricts file access with Landlock: Python and system libraries are readable, one directory is writable.
+    """Restricts file access with Landlock: Python and system libraries readable, one directory writable.
 
     All other files are inaccessible, except /dev/null. The process cannot create directories or links in the
     directory, so it is easy to remove.

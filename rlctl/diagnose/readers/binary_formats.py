@@ -15,21 +15,21 @@ from rlctl.diagnose.readers.collect import MAIN, STEP_KEYS, LogReading
 from rlctl.diagnose.readers.console import Console
 
 PARQUET_MARK, WANDB_MARK = b"PAR1", b":W&B"
-#: In the first record of every event file.
+#: Part of the first record of every event file.
 EVENTS_MARK = b"brain.Event:"
 
 _LARGEST_RECORD = 1 << 28
 _TRAINER_ARGUMENTS = "args/text_summary"  # Hugging Face's callback: the training arguments as JSON
-# LevelDB's log format, which W&B writes.
+# LevelDB's log format, which W&B uses.
 _HEADER_BYTES, _BLOCK_BYTES, _RECORD_HEADER_BYTES = 7, 1 << 15, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def read_parquet(path: Path, reading: LogReading) -> bool:
-    """Read the wanted columns, batch by batch; False if there is no step column.
+    """Reads the wanted columns, batch by batch; False if there is no step column.
 
     Raises:
-        ValueError: it is damaged, or no Parquet.
+        ValueError: the file is damaged, or not a Parquet file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -63,7 +63,7 @@ def _logged(column: Any, rows: np.ndarray[Any, Any]) -> Any:
 
 
 def read_events(files: Sequence[Path], reading: LogReading) -> None:
-    """Read the scalars of one run; its files in the order they were begun."""
+    """Reads the scalars of one run from its files, in the order in which they were begun."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -100,8 +100,8 @@ def read_events(files: Sequence[Path], reading: LogReading) -> None:
 def _event_records(stream: IO[bytes], path: Path, reading: LogReading) -> Iterator[bytes]:
     """The records' contents: length (8 bytes), its checksum (4), content, checksum (4).
 
-    The package's own reader spends most of its time on checksums in Python. A file that is still written to
-    ends with an incomplete record.
+    TensorBoard's reader is not used, because it spends most of its time on checksums in Python. A file that
+    is still being written may end with an incomplete record.
     """
     while head := stream.read(12):
         length = int.from_bytes(head[:8], "little")
@@ -137,7 +137,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
-    """Read history and configuration of the run; its console output where it has no history."""
+    """Reads history and configuration of the run; its console output where it has no history."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -150,7 +150,7 @@ def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
             continue
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            # Sorted: W&B writes a row's items in any order, and rows with the same keys are kept together.
+            # Sorted, because W&B writes items in any order, and the collector groups rows by their keys.
             row = {_name(item): _value(item) for item in sorted(record.history.item, key=_name)}
             if record.history.HasField("step"):
                 row.setdefault("_step", record.history.step.num)
@@ -173,8 +173,9 @@ def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
 def _wandb_records(stream: IO[bytes], reading: LogReading) -> Iterator[bytes]:
     """The records' contents, in LevelDB's log format.
 
-    Blocks of 32 KiB; a record is a chunk or several: checksum (4 bytes), length (2), kind (1), content. Space
-    that holds no further header is padding. The package no longer ships a reader for it.
+    The file consists of blocks of 32 KiB. A record is one chunk or several: checksum (4 bytes), length (2),
+    kind (1), content. The end of a block is padding if it is too short for a header. The wandb package no
+    longer includes a reader of this format.
     """
     stream.read(_HEADER_BYTES)
     position, parts = _HEADER_BYTES, b""

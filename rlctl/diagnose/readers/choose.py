@@ -18,7 +18,7 @@ _SUFFIXES = frozenset(
 )
 _EVENTS = "tfevents"
 _DEEPEST = 5
-#: Of more logs than this only the least deep are read.
+#: Maximum number of logs that are examined; logs in deeper directories are left out first.
 _MOST = 200
 
 
@@ -27,26 +27,28 @@ class Candidate:
     """One log."""
 
     files: tuple[Path, ...]  # its files: several for TensorBoard, one otherwise
-    shown: Path  # the path that stands for it
+    shown: Path  # the path to report
 
 
 class LogContent(NamedTuple):
-    """How much a log contains, by its first rows; compared from left to right."""
+    """Amount of content in a log's first rows; compared field by field, in this order."""
 
-    metrics: int  # canonical metrics in it
-    rows: int  # read of it
-    last_step: int  # the newest seen
+    metrics: int  # number of canonical metrics
+    rows: int  # number of rows read
+    last_step: int  # the newest step read
 
 
 def choose(directory: Path, content: Callable[[Candidate], LogContent]) -> tuple[Candidate, list[str]]:
-    """The log with the most content, and a note which it is.
+    """Returns the log with the most content, and notes that name it.
+
+    A `metrics.jsonl` next to a `spec.yaml` directly in the directory is always chosen, without a note.
 
     Args:
         directory: searched to a depth of five.
-        content: of a log; of equal ones the newest is taken.
+        content: returns the content of a log; of logs with equal content the newest is chosen.
 
     Raises:
-        UsageError: there is no log in it.
+        UsageError: there is no log in the directory.
     """
     log = directory / LOG_FILE
     if log.is_file() and (directory / RUN_SPEC_FILE).is_file():

@@ -1,7 +1,8 @@
-"""Rows as they were logged → one series per name, sorted by step, without what a restart repeated.
+"""Converts logged rows to one series per name, sorted by step, without rows that a restart repeated.
 
-A log may have several clocks: steps that one writer counts on its own. Most logs have one. Evaluations may be
-logged late, slime counts updates and rollouts apart, and TensorBoard writes every metric by itself.
+A log may have several clocks, where a clock is a sequence of steps that one writer counts. Most logs have
+one clock. But evaluations may be logged late, slime counts updates and rollouts separately, and TensorBoard
+stores every metric separately.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlctl.diagnose.table import Framework, LoggedException
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: What the step is called, the first that a row has.
+#: Names of the step; the first one that a row has is used.
 STEP_KEYS = (
     *("step", "train/global_step", "eval/global_step", "train/step", "rollout/step", "eval/step"),
     *("global_step", "training/global_step", "trainer/global_step", "_step", "Step", "iteration", "iter"),
@@ -34,13 +35,13 @@ _IS_EVAL = re.compile(r"eval|val[-_/]|validation|test[-_/]")
 _IS_META = re.compile(r"(?:train(?:ing)?/)?(?:epoch|time|timestamp|total_flos|global_step|num_tokens)|_\w+")
 
 
-#: Values, and whether each was logged as a number; (n,) both.
+#: Values, and whether each was logged; both (n,).
 Logged = tuple["NDArray[np.float64]", "NDArray[np.bool_]"]
 
 
 @dataclass(slots=True)
 class _Column:
-    """Finite values of one name on one clock with their rows; `bad`: rows that logged no finite number."""
+    """Finite values of one name on one clock, with their rows; `bad`: rows with any other number."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -49,7 +50,7 @@ class _Column:
 
 @dataclass(slots=True)
 class _Clock:
-    """Rows counted by one writer: steps, places in the log, and the number of each row's set of names."""
+    """Rows counted by one writer: their steps, positions in the log, and indices of their sets of names."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     order: array[int] = field(default_factory=lambda: array("q"))
@@ -59,7 +60,7 @@ class _Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What rows with the same keys have in common; `columns`: the wanted names with their columns."""
+    """Shared properties of rows with the same keys; `columns`: the wanted names with their columns."""
 
     clock: _Clock
     number: int
@@ -69,30 +70,30 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One log by the names it used."""
+    """The content of one log, under the names in the log."""
 
     steps: NDArray[np.int64]  # (N,) every step of the log, ascending
-    #: name → (N,) values of the last pass, NaN where it was not logged as a finite number
+    #: name → (N,) values without those repeated later, NaN where no finite number was logged
     columns: dict[str, NDArray[np.float64]]
     #: name → steps at which NaN, an infinity, or a number beyond 1e100 was logged
     nonfinite: Mapping[str, NDArray[np.int64]]
-    names: frozenset[str]  # every name seen, those not kept included
-    #: how many times faster the updates are counted than the rollouts, where both are
+    names: frozenset[str]  # every name in the log, including those not kept
+    #: number of updates per rollout, where the log counts both; otherwise None
     updates_per_rollout: int | None
-    notes: tuple[str, ...]  # what had to be tolerated
+    notes: tuple[str, ...]  # problems that were tolerated
 
 
 class Collector:
-    """Takes rows, keeps what is wanted.
+    """Collects the wanted values of rows.
 
     Args:
-        keeps: whether a name's values are wanted; memory grows with these and the number of rows only.
+        keeps: whether a name's values are wanted; memory grows only with the number of these and of rows.
 
     Attributes:
-        names: every name seen.
-        null_is_nan: whether null stands for NaN (in JSON, which has none) and not for "not logged".
-        num_rows: rows taken.
-        last_step: the newest row's.
+        names: every name in the rows.
+        null_is_nan: whether null means NaN (which JSON cannot express), not "not logged".
+        num_rows: number of rows collected.
+        last_step: step of the newest row.
     """
 
     def __init__(self, keeps: Callable[[str], bool]) -> None:
@@ -107,7 +108,7 @@ class Collector:
         self._name_sets: dict[frozenset[str], int] = {}
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Take one row; False if it has no step."""
+        """Adds one row; False if it has no step."""
         keys = tuple(row)
         if keys in self._nested:
             row = dict(_flat(row))
@@ -134,18 +135,18 @@ class Collector:
 
     @property
     def num_known(self) -> int:
-        """Wanted metrics with a value."""
+        """Number of wanted metrics with at least one value, finite or not."""
         columns = [item for clock in self._clocks.values() for item in clock.columns.items()]
         return len({name for name, column in columns if len(column.rows) or len(column.bad)})
 
     def renumber(self, steps: Sequence[int]) -> None:
-        """Replace every step s by `steps[s]`."""
+        """Replaces every step s by `steps[s]`."""
         for clock in self._clocks.values():
             clock.steps = array("q", (steps[step] for step in clock.steps))
         self.last_step = steps[self.last_step]
 
     def _add_steps(self, clock: _Clock, number: int, steps: Sequence[int]) -> int:
-        """Count rows with the same set of names; returns the place of the first."""
+        """Appends rows with the same set of names to a clock; returns the index of the first."""
         first = len(clock.steps)
         clock.steps.extend(steps)
         clock.order.extend(range(self.num_rows, self.num_rows + len(steps)))
@@ -155,7 +156,7 @@ class Collector:
         return first
 
     def add_columns(self, clock: str, steps: NDArray[np.int64], columns: Mapping[str, Logged]) -> None:
-        """Take (n,) rows at once, on a clock of that name."""
+        """Adds n rows at once to the clock of that name; steps are (n,)."""
         self.names.update(columns)
         rows = self._clocks.setdefault(clock, _Clock())
         first = self._add_steps(rows, self._number_of(frozenset(columns)), steps.tolist())
@@ -168,7 +169,7 @@ class Collector:
             column.bad.extend(places[was_logged & ~is_finite].tolist())
 
     def finish(self) -> Collected:
-        """Bring all clocks to one axis of steps; the collector is empty afterwards."""
+        """Merges all clocks into one axis of steps; the collector is empty afterwards."""
         kept, notes = {}, []
         for name, clock in self._clocks.items():
             in_order = _goes_back_by_restarts_only(clock, list(self._name_sets))
@@ -186,12 +187,12 @@ class Collector:
         nonfinite: dict[str, NDArray[np.int64]] = {}
         for name, clock in self._clocks.items():
             places = np.searchsorted(axis, steps[name])
-            while clock.columns:  # one after the other, so that the values are not in memory twice
+            while clock.columns:  # column by column, so that the values are not in memory twice
                 key, column = clock.columns.popitem()
                 values = columns.setdefault(key, np.full(len(axis), np.nan))
                 rows = np.array(column.rows, dtype=np.int64)
                 use = kept[name][rows]
-                values[places[rows[use]]] = np.array(column.values)[use]  # of two for one step the later
+                values[places[rows[use]]] = np.array(column.values)[use]  # the last value of a step is kept
                 if bad := [row for row in column.bad if kept[name][row]]:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         left_out = sum(int((~rows).sum()) for rows in kept.values())
@@ -218,19 +219,19 @@ class Collector:
         return self._name_sets.setdefault(names, len(self._name_sets))
 
     def _drop_stale_evaluations(self, kept: dict[str, NDArray[np.bool_]]) -> None:
-        """A restart also repeats evaluations: those of steps that the main rows log again later."""
+        """Drops evaluations that a restart repeats: those of steps that the main rows log again later."""
         if not kept.keys() >= {MAIN, EVAL} or kept[MAIN].all():
             return
         main, evals = self._clocks[MAIN], self._clocks[EVAL]
         steps = np.array(main.steps)
         lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], LARGEST_STEP)
         next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
-        # Late evaluations stay: their step is below the main rows' next.
+        # Evaluations that are only logged late are kept: no later main row has a lower step.
         kept[EVAL] = np.array(evals.steps) <= lowest_later[next_main]
 
 
 def is_step_or_time(name: str) -> bool:
-    """Whether a name counts steps or measures time, and is no metric."""
+    """Whether a name is a step or a time, not a metric."""
     return name in STEP_KEYS or _IS_META.fullmatch(name) is not None
 
 
@@ -246,7 +247,7 @@ def _family(clock: str) -> str:
 
 
 def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
-    """From clocks `train/…` and `rollout/…`, which count from 0."""
+    """Updates per rollout, from the clocks `train/…` and `rollout/…`, which count from 0; else None."""
     last = {"train": -1, "rollout": -1}
     for name, clock in clocks.items():
         if (family := _family(name)) in last:
@@ -257,9 +258,10 @@ def _updates_per_rollout(clocks: Mapping[str, _Clock]) -> int | None:
 
 
 def _goes_back_by_restarts_only(clock: _Clock, name_sets: Sequence[frozenset[str]]) -> bool:
-    """Whether every row whose step is below the one before logs a step and a metric that were logged before.
+    """Whether restarts explain every row whose step is below that of the row before.
 
-    Rows that are shuffled, or of writers that take turns, go back to steps or metrics that are new.
+    After a restart, such a row repeats a metric at a step where it was logged before. Shuffled rows, or rows
+    of alternating writers, go back to new steps or metrics.
     """
     steps = np.array(clock.steps)
     if not (steps[1:] < steps[:-1]).any():
@@ -276,7 +278,7 @@ def _goes_back_by_restarts_only(clock: _Clock, name_sets: Sequence[frozenset[str
 
 
 def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """(N,) bool: rows whose step is below every later one; neighbours that share a step count as one."""
+    """(N,) bool: rows whose step is below all later steps; consecutive rows of one step count as one."""
     if len(steps) == 0:
         return np.empty(0, dtype=bool)
     starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
@@ -286,7 +288,7 @@ def _last_pass(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested objects by their path; wrappers such as verl's `data` are left out of it."""
+    """Flattens nested objects to paths; wrappers such as verl's `data` are left out of the path."""
     for key, value in row.items():
         if isinstance(value, dict):
             is_wrapper = not prefix and key in {"data", "metrics", "logs"}
@@ -297,16 +299,16 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 @dataclass(slots=True)
 class LogReading:
-    """A log while it is read; every reader fills it."""
+    """State of reading one log, which the readers fill."""
 
-    collector: Collector  # takes the rows
+    collector: Collector  # collects the rows
     limit: int | None = None  # rows after which a reader may stop, for a preview; None reads everything
     hint: Framework | None = None  # the framework, where the format shows it
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
     stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
-    exception: LoggedException | None = None  # what the log ends with, if that is one
-    notes: list[str] = field(default_factory=list)  # what had to be tolerated
-    watch: Watch | None = None  # called with how far a file was read, where that is known
+    exception: LoggedException | None = None  # the exception that the log ends with
+    notes: list[str] = field(default_factory=list)  # problems that were tolerated
+    watch: Watch | None = None  # called with the read position, where it is known
 
     @property
     def is_full(self) -> bool:

@@ -1,7 +1,7 @@
 """Facts of a run from the configuration in its log.
 
-A framework's file lists under `config` where a fact is stated: dotted keys, `a * b` for a product, a list for
-alternatives of which the first that is present counts. What takes more than that stands here.
+A framework's file lists under `config` which key states a fact: a dotted key, `a * b` for a product, or a
+list of alternatives, of which the first that is present is used. The functions here derive all other facts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Config:
     """Typed values of another program's configuration, nested or with dotted keys; None where missing.
 
     Attributes:
-        is_complete: what is missing has its default.
+        is_complete: whether a missing key has its default value.
     """
 
     def __init__(self, content: Mapping[str, Any], is_complete: bool = True) -> None:
@@ -70,13 +70,14 @@ class Config:
 def configured_facts(
     framework: str, table: Mapping[str, Any], content: Mapping[str, Any], *, is_complete: bool = True
 ) -> Facts:
-    """What a configuration states.
+    """Returns the facts that a configuration states.
 
     Args:
-        framework: whose it is.
-        table: the `config` of its file; a whole configuration without all of `requires` is another's.
+        framework: the framework of the configuration.
+        table: `config` of the framework's file. A whole configuration without all keys of `requires` belongs
+            to another program and states no facts.
         content: the configuration.
-        is_complete: it is the whole configuration, not some settings.
+        is_complete: whether it is the whole configuration, not single settings.
     """
     if framework == "rlctl":
         return _rlctl(content) if is_complete else Facts()
@@ -92,7 +93,7 @@ def _facts(framework: str, table: Mapping[str, Any], config: Config) -> dict[str
 
 
 def setting_keys(framework: str, table: Mapping[str, Any]) -> frozenset[str]:
-    """Every key on which a fact of the framework depends."""
+    """Every configuration key on which a fact of the framework depends."""
     keys: set[str] = set()
 
     class Recorder(Config):
@@ -121,7 +122,7 @@ def _stated(config: Config, fact: str, keys: str | list[str]) -> Any:
 
 
 def _rlctl(content: Mapping[str, Any]) -> Facts:
-    """From the resolved spec, as it is sent to trackers."""
+    """Facts from the resolved spec, in the form that is sent to trackers."""
     from pydantic import ValidationError
 
     from rlctl.diagnose.table import facts_of
@@ -130,12 +131,12 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
     sections = {key: value for key, value in content.items() if key in RunSpec.model_fields}
     try:
         return facts_of(RunSpec.model_validate(sections)) if sections else Facts()
-    except ValidationError:  # of another version
+    except ValidationError:  # a spec of another version
         return Facts()
 
 
 def _updates(responses: int | None, per_update: int | None, epochs: int | None) -> int | None:
-    """Optimizer updates on one batch."""
+    """Number of optimizer updates on one batch."""
     return max(1, responses // per_update) * epochs if responses and per_update and epochs else None
 
 
@@ -180,7 +181,7 @@ def _trl(config: Config) -> dict[str, Any]:
 
 
 def _openrlhf(config: Config) -> dict[str, Any]:
-    """From either generation of its arguments: sections with dots, or flat with underscores."""
+    """Facts from either generation of OpenRLHF's arguments: dotted sections, or flat with underscores."""
     responses = config.whole("rollout.batch_size * rollout.n_samples_per_prompt")
     responses = responses or config.whole("rollout_batch_size * n_samples_per_prompt")
     mini = config.whole("train.batch_size") or config.whole("train_batch_size")

@@ -1,8 +1,8 @@
-"""Console output: the rows that frameworks print, between any other lines and as people paste them.
+"""Console output: finds the rows that frameworks print among other lines, also in pasted text.
 
-A row may be one line of a known form, a printed dictionary (over one line or many), a table, or a list of
-`name: value` lines. What each form found is kept apart until the end (`PrintedRows`), because a log holds
-what graders, agents and models print, too.
+A row may be one line of a known form, a printed dictionary (on one line or several), a table, or a list of
+`name: value` lines. The rows of each form are kept separate until the end (`PrintedRows`), because a log also
+contains the output of graders, agents and models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlctl.diagnose.readers.values import NUMBER, pairs, printed_number
 from rlctl.diagnose.table import Framework
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-#: A paste often lost the escape character before a colour.
+#: Colour codes without the escape character, which pasting often removes.
 _LOST_COLOUR = re.compile(r"\ufffd?\[(?:0|1|3\d|9\d|[01];\d+|\d+;\d+)?m")
 _QUOTE = re.compile(r"\s*>(?:\s?>)*\s?")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
@@ -29,14 +29,14 @@ _DICTIONARY = re.compile(r"\{\s*['\"][^{}]*\}")
 _BARE_PAIRS = re.compile(r"['\"][\w/().-]+['\"]:\s")
 _FEWEST_PAIRS = 3
 _MOST_PROCESSES = 100
-#: Longer lines hold no table, no list and no setting.
+#: Longer lines are not searched for tables, lists and settings.
 _LONGEST = 10_000
 _CELL = re.compile(
     rf"(?P<name>[A-Za-z][\w .()/@-]*?)\s*(?::|=|\s)\s*(?P<number>{NUMBER})(?P<percent>%?)(?!\S*/)",
     re.IGNORECASE,
 )
 _VERL_CELL = re.compile(r"[^\s:]+(?::[^\s:]+)+")
-#: Lines that number what is printed below them.
+#: Lines that state the step of the list below them.
 _HEADINGS: tuple[tuple[str, Framework, str, re.Pattern[str]], ...] = (
     ("= Step ", "nemo-rl", BULLETS, re.compile(r"={3,} Step (\d+)/\S+ ={3,}")),
     ("Train step ", "areal", BARS, re.compile(r"\bTrain step (\d+)/\d+ done")),
@@ -56,7 +56,7 @@ def _verl_cells(text: str) -> Row:
 
 
 def _continues_verl(before: str, text: str) -> bool:
-    """Whether a line is the rest of a row that a terminal wrapped, at any place."""
+    """Whether a line is the rest of a row that a terminal wrapped at any position."""
     first, *rest = text.strip().strip("-").strip().split(" - ")
     if rest:
         return " " not in first and all(map(_VERL_CELL.fullmatch, rest))
@@ -75,7 +75,7 @@ def _piped_cells(text: str) -> Row:
 
 
 def _megatron_cells(text: str) -> Row:
-    """ms-swift's Megatron trainer writes a few of its names with spaces."""
+    """Cells between pipes, with spaces in names replaced: ms-swift's Megatron trainer prints some."""
     return {name.replace(" ", "_"): value for name, value in _piped_cells(text).items()}
 
 
@@ -91,9 +91,9 @@ class _Form:
 
     kind: Framework | None  # the framework that prints it; None for a form that any script may print
     mark: str  # a text that every such line contains
-    pattern: re.Pattern[str]  # groups `step`, `body`, and `clock` where the framework has several
-    cells: Callable[[str], Row]  # the body's numbers by name
-    least: int = 0  # wanted names that a row must have
+    pattern: re.Pattern[str]  # groups `step`, `body`, and `clock` where the framework has several clocks
+    cells: Callable[[str], Row]  # returns the body's numbers by name
+    least: int = 0  # minimum number of wanted names in a row
 
 
 _FORMS = (
@@ -138,16 +138,16 @@ _CLOCKS = {"step": "train/step", "eval": "eval/step"}
 
 
 class Console:
-    """Turns printed lines into rows; `finish` adds these to the reading."""
+    """Converts printed lines to rows; `finish` adds the rows to the reading."""
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
         self._rows = PrintedRows(reading)
         self._exception = LastException()
         self._line = 0
-        # A row that the next line may continue, and where its form was found in it.
+        # A row that the next line may continue: its form, text, and the match of the form's pattern.
         self._wrapped: tuple[_Form, str, re.Match[str] | None] | None = None
-        self._braces: dict[str, Braces] = {}  # by process
+        self._braces: dict[str, Braces] = {}  # by the process prefix of the line
         self._listing = Listing()
         self._table: PrintedTable | None = None
         self._heading: tuple[Framework, str, int] | None = None
@@ -159,11 +159,11 @@ class Console:
         return self._reading.limit is not None and self._rows.num_rows >= self._reading.limit
 
     def add(self, row: Row, step: int | None = None) -> bool:
-        """Take a row of a printed dictionary, or of a JSON line without a step."""
+        """Adds a row from a printed dictionary, or from a JSON line without a step."""
         return self._rows.add_dictionary(row, step)
 
     def read(self, line: bytes, number: int = 0) -> bool:
-        """Take one line; False if there was no row in it."""
+        """Reads one line; False if it contains no row."""
         self._line = number
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         if "\x1b" in text:
@@ -178,7 +178,7 @@ class Console:
         return False
 
     def finish(self) -> None:
-        """Hand over what was found."""
+        """Passes the rows and the last exception to the reading."""
         self._end_wrapped()
         self._end_listing()
         for braces in self._braces.values():
@@ -232,7 +232,7 @@ class Console:
         return self._rows.add_numbered(form.kind or "step", row, form.kind)
 
     def _take_wrapped(self, text: str) -> bool | None:
-        """Join a row of verl's with the line that continues it; None if the line is another."""
+        """Joins a row of verl with the line that continues it; None if the line does not continue it."""
         if self._wrapped is None:
             return None
         form, before, _ = self._wrapped
@@ -252,7 +252,7 @@ class Console:
     # --- dictionaries ----------------------------------------------------------------------------
 
     def _other(self, prefix: str, text: str) -> bool:
-        """Dictionaries, tables, lists; else a setting, a heading, a progress bar or an exception."""
+        """Reads dictionaries, tables, lists, bars; otherwise a setting, a heading or an exception."""
         if "%|" in text and self._bar(text):
             return True
         step, self._next_step = self._next_step, None
@@ -276,13 +276,13 @@ class Console:
         return has_ended
 
     def _bar(self, text: str) -> bool:
-        """Record the position of a progress bar; figures next to a full one are a row."""
+        """Records the position of a progress bar; figures next to a full bar are a row."""
         is_full = self._rows.progress(text)
         row = _listed_cells(text.rpartition("[")[2]) if is_full and "=" in text else {}
         return sum(map(self._rows.wants, row)) > 1 and self._rows.add("progress bar", row)
 
     def _remark(self, text: str) -> None:
-        """Take a heading, settings or an exception from a line without a row."""
+        """Reads a heading, settings or an exception from a line without a row."""
         if "te" in text:
             for mark, kind, style, pattern in _HEADINGS:
                 if mark in text and (match := pattern.search(text)):
@@ -293,7 +293,7 @@ class Console:
         self._exception.take(text, self._line, self._rows)
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
-        """Whether there is a row among those of a line, or that a line begins; None if it has none."""
+        """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
         found, place = [], text.find("{")
         while place >= 0:
             if match := _DICTIONARY.match(text, place):
@@ -308,7 +308,7 @@ class Console:
         return any(found) if found else None
 
     def _take_braces(self, prefix: str, text: str) -> bool:
-        """Continue a dictionary of many lines."""
+        """Continues a dictionary of several lines."""
         braces = self._braces[prefix]
         state = braces.take(text)
         if state == "open":

@@ -1,4 +1,4 @@
-"""From a path to a `RunLog`: format and framework are recognized by the content, not by the file's name."""
+"""Reads a path as a `RunLog`; format and framework are recognized by the content, not by the file's name."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ _BINARY_SHARE = 0.02
 
 
 def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) -> RunLog:
-    """Read one run's log, of any framework.
+    """Reads one run's log, of any framework.
 
     Args:
-        path: a log file, plain or gzipped; a directory, of whose logs the one with the most content is read;
-            `-` for standard input. A `spec.yaml` next to the log is the run's.
-        wanted: canonical metrics to keep, `<…>` standing for any text; memory grows with these and the number
-            of rows only.
-        watch: called with how far the file was read, in bytes.
+        path: a log file, plain or gzipped; a directory, in which the log with the most content is read; or
+            `-` for standard input. A `spec.yaml` next to the log is taken as the spec of the run.
+        wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
+            of these and of rows.
+        watch: called with the number of bytes read so far, and the size of the file.
 
     Raises:
-        UsageError: no such file, not a log that is known, no step or no known metric in it.
+        UsageError: the file does not exist, is not a known log, or contains no step or no known metric.
     """
     metrics = MetricFilter(wanted)
     notes: list[str] = []
@@ -95,7 +95,7 @@ def read_run(path: Path, wanted: Collection[str], watch: Watch | None = None) ->
 
 
 def _is_unread(name: str, framework: FrameworkNames) -> bool:
-    """Whether a name stands for no known metric, and not for a step, time, speed or memory."""
+    """Whether a name is neither a known metric nor a step, time, speed or memory."""
     return not (framework.translate(name) or is_step_or_time(name) or _USAGE.search(name))
 
 
@@ -104,10 +104,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _recognized(collected: Collected, reading: LogReading, log: Path) -> FrameworkNames:
-    """Who wrote it.
+    """The framework that wrote the log.
 
     Raises:
-        UsageError: there is no step, or no known metric.
+        UsageError: the log contains no step, or no known metric.
     """
     found = framework_of(collected.names, reading.hint)
     if not len(collected.steps):
@@ -123,7 +123,7 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Framewo
 
 
 def _content(candidate: Candidate) -> LogContent:
-    """Of a log's first rows; all 0 for other files."""
+    """The amount of content in a log's first rows; all 0 for files that are not logs."""
     reading = LogReading(Collector(knows), limit=_FIRST_ROWS)
     try:
         _read_files(candidate.files, reading)
@@ -139,7 +139,7 @@ def _content(candidate: Candidate) -> LogContent:
 
 
 def _config_next_to(log: Path) -> dict[str, Any]:
-    """The configuration that W&B, ms-swift or Hydra put next to a log; empty if there is none."""
+    """The configuration that W&B, ms-swift or Hydra wrote next to a log; empty if there is none."""
     for name in _CONFIG_FILES if log != STDIN else ():
         try:
             content = yaml.safe_load((log.parent / name).read_text(encoding="utf-8"))
@@ -154,10 +154,10 @@ def _config_next_to(log: Path) -> dict[str, Any]:
 
 
 def _read_files(files: Sequence[Path], reading: LogReading) -> None:
-    """Read one log: a file, or the event files of one TensorBoard directory.
+    """Reads one log: a file, or the event files of one TensorBoard directory.
 
     Raises:
-        UsageError: it cannot be read, is empty or binary, or a table has no step column.
+        UsageError: the log cannot be read, is empty or binary, or is a table without a step column.
     """
     try:
         if len(files) > 1:
@@ -196,7 +196,7 @@ def _read(source: LogSource, reading: LogReading) -> None:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether it holds control characters that no text does; some NUL bytes may be in any log."""
+    """Whether the bytes contain more control characters than a text; any log may contain some NUL bytes."""
     rest = head.replace(b"\0", b"")
     controls = len(rest) - len(rest.translate(None, _CONTROLS))
     return controls > _BINARY_SHARE * len(head) or 0 < len(rest) < len(head) // 2

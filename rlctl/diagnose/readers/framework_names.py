@@ -1,8 +1,9 @@
-"""What frameworks call their metrics: from a log's names to canonical columns.
+"""Metric names of the frameworks: maps the names in a log to canonical columns.
 
-Each `frameworks/*.toml` holds one framework: the names that only it uses (`marks`), its names and patterns
-for canonical metrics with their meaning there, facts that are true of all its runs (`facts`) or follow
-from a name (`implied_facts`), and where its configuration states others (`config`, see `configuration.py`).
+Each `frameworks/*.toml` describes one framework: the names that only it uses (`marks`), its names and
+patterns for canonical metrics with their definitions there, facts that are true of all its runs (`facts`) or
+follow from a name (`implied_facts`), and configuration keys that state others (`config`, see
+`configuration.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _MARK_WEIGHT = 20
 
 @dataclass(frozen=True, slots=True)
 class NamedMetric:
-    """What a name in a log stands for."""
+    """The canonical metric of a name in a log."""
 
     key: str  # the canonical metric; in patterns `\\1` is the first group
-    meaning: str = ""  # where the figure differs from rlctl's definition, one clause
+    meaning: str = ""  # definition of the figure where it differs from rlctl's, one clause
     scale: float = 1.0  # factor on the values
-    #: `sum`: the canonical metric is the sum of all names with this key; else the first logged
+    #: `sum`: the canonical metric is the sum of all names with this key; otherwise it is the first one logged
     aggregate: str = ""
-    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if known
+    #: `update`: the figure is a sum over the batch's updates, and is divided by their number if it is known
     per: str = ""
 
 
@@ -56,7 +57,7 @@ class FrameworkNames:
     config: Mapping[str, Any]
 
     def translate(self, name: str) -> NamedMetric | None:
-        """What the name stands for; None if unknown."""
+        """The canonical metric of the name; None if unknown."""
         return _translate(self, name)
 
     def is_marked(self, name: str) -> bool:
@@ -95,7 +96,7 @@ def _load(name: str) -> FrameworkNames:
 
 
 def _content(name: str) -> dict[str, Any]:
-    """The file's; on top of that of the framework that it `extends`."""
+    """Content of a framework's file, merged over that of the framework that it `extends`."""
     path = Path(__file__).parent / "frameworks" / f"{name}.toml"
     own = tomllib.loads(path.read_text(encoding="utf-8"))
     if "extends" not in own:
@@ -113,7 +114,7 @@ def _named(value: Any) -> NamedMetric:
     return NamedMetric(value) if isinstance(value, str) else NamedMetric(**value)
 
 
-#: Of equally good ones the first is taken.
+#: All frameworks; the first of those that match a log equally well is used.
 FRAMEWORKS: tuple[FrameworkNames, ...] = tuple(
     _load(name)
     for name in (
@@ -138,7 +139,7 @@ class MetricFilter:
         return key in self._exact or any(pattern.fullmatch(key) for pattern in self._patterns)
 
     def by_any_name(self, name: str) -> bool:
-        """Whether some framework has this name for a wanted metric."""
+        """Whether any framework uses this name for a wanted metric."""
         if name not in self._names:
             found = [framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN)]
             self._names[name] = any(named is not None and named.key in self for named in found)
@@ -147,21 +148,21 @@ class MetricFilter:
 
 @lru_cache(maxsize=1 << 16)
 def knows(name: str) -> bool:
-    """Whether the name stands for a metric in some framework."""
+    """Whether any framework uses the name for a metric."""
     return any(framework.translate(name) for framework in (*FRAMEWORKS, _UNKNOWN))
 
 
 @lru_cache(maxsize=1)
 def setting_names() -> frozenset[str]:
-    """Every key of a configuration on which a fact of some framework depends."""
+    """Every configuration key on which a fact of any framework depends."""
     each = (setting_keys(one.framework, one.config) for one in FRAMEWORKS)
     return frozenset().union(*each)
 
 
 def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNames | None:
-    """The framework that explains most of the names, among equals the `hint` that the format gives.
+    """Returns the framework that best matches the names; `hint`, from the log's format, decides ties.
 
-    The one for unknown frameworks if only generic names are known; None if none is.
+    Returns `_UNKNOWN` if only generic names are known, and None if no name is known.
     """
 
     def score(framework: FrameworkNames) -> int:
@@ -172,7 +173,7 @@ def framework_of(names: Collection[str], hint: Framework | None) -> FrameworkNam
     found = max(FRAMEWORKS, key=score)
     if not score(_UNKNOWN):
         return found if score(found) else None
-    # A few generic names alone, such as `loss` and `reward`, belong to no framework.
+    # A few generic names alone, such as `loss` and `reward`, do not identify a framework.
     marked = found.framework == hint or any(map(found.is_marked, names)) or found.uses_rlctl_names
     return found if score(found) and marked else _UNKNOWN
 
@@ -184,13 +185,13 @@ def canonical_table(
     reading: LogReading,
     known: Facts | None,
 ) -> tuple[Table, dict[str, MetricOrigin], Facts, dict[str, str]]:
-    """Canonical columns of the wanted metrics and where each comes from, facts of the run and their origins.
+    """Canonical columns of the wanted metrics and their origins, facts of the run and their origins.
 
     Args:
-        collected: the log by its own names; its columns are used up.
-        framework: who wrote it.
-        wanted: what to keep.
-        reading: for the configuration the log has.
+        collected: the log under its own names; its columns are removed.
+        framework: the framework that wrote the log.
+        wanted: metrics to keep.
+        reading: configuration and settings in the log.
         known: the facts from the run's spec, if there is one.
     """
     name_of, table = framework.framework, framework.config
@@ -221,7 +222,7 @@ def canonical_table(
             continue
         column *= named.scale / ((facts.updates_per_batch or 1) if named.per == "update" else 1)
         earlier = columns.get(named.key)
-        if earlier is not None:  # the sum where either was logged
+        if earlier is not None:  # sum the two where at least one was logged
             neither = np.isnan(earlier) & np.isnan(column)
             column = np.where(neither, np.nan, np.nan_to_num(earlier) + np.nan_to_num(column))
         columns[named.key] = column
@@ -232,7 +233,7 @@ def canonical_table(
 
 
 def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str, str]]:
-    """Every fact from the first source that knows it, and which that is."""
+    """Every fact from the first source that states it, and the origin of that source."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source, origin in reversed(sources):
@@ -243,7 +244,7 @@ def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str,
 
 
 def _in_order(names: Collection[str], framework: FrameworkNames) -> list[tuple[str, NamedMetric]]:
-    """Known names, those that the file lists earlier first."""
+    """The known names, in the order of the framework's file."""
     places = {name: place for place, name in enumerate(framework.names)}
     known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]
     return sorted(known, key=lambda one: places.get(one[0].removeprefix(framework.prefix), len(places)))

@@ -1,4 +1,4 @@
-"""The exception that a log ends with."""
+"""Finds the exception that a log ends with."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _EXCEPTION = re.compile(
     r"(?P<text>(?:\w+\.)*(?P<type>\w*(?:Error|Exception|Interrupt|Exit|Timeout|Died\w*))(?:\(\w+\))?(?::\s.*)?)\s*$"
 )
 _KILLED = re.compile(r"(?:.*\s)?(?P<text>(?:Killed|Segmentation fault|Bus error)(?:\s*\(core dumped\))?)\s*$")
-#: What ends a run even where no traceback is printed.
+#: An exception that ends a run even if no traceback is printed.
 _FATAL = "OutOfMemoryError"
-#: What launchers raise when a process of theirs has failed; the cause is above.
+#: Exceptions that launchers raise when a child process has failed; its exception is printed above.
 _OF_LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "SystemExit", "RayTaskError"})
-#: The run was stopped from outside.
+#: Exceptions of a run that was stopped from outside.
 _STOPS = frozenset({"KeyboardInterrupt", "SignalException"})
 _LONGEST = 500
 _LINES_AFTER = 200
 
 
 class LastException:
-    """Follows tracebacks through the lines that are no rows.
+    """Collects exceptions from the lines that are not rows.
 
-    A handled exception may be printed without a traceback, or far from the end: neither ends a log. Nor does
-    one that was printed before while training went on.
+    A handled exception may be printed without a traceback, or far from the log's end; neither counts. Nor
+    does an exception that was already printed before a row, because training continued after it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LastException:
         self._survived: set[str] = set()
 
     def clear(self) -> None:
-        """A row followed: training continued."""
+        """Discards the exceptions found so far, because a row follows them: training continued."""
         self._survived |= self._since_row
         self._since_row.clear()
         self._found, self._in_traceback = None, False
@@ -47,13 +47,13 @@ class LastException:
     def at_end(self, last_line: int) -> LoggedException | None:
         """The last exception since the last row, if it is near the end of the log.
 
-        A launcher's counts only if there is no other.
+        A launcher's exception counts only if there is no other.
         """
         found = self._found
         return found if found and last_line - found.line <= _LINES_AFTER else None
 
     def take(self, text: str, line: int, rows: PrintedRows) -> None:
-        """Take one line that is no row."""
+        """Processes one line that is not a row."""
         if _TRACEBACK in text:
             self._in_traceback, self._frame = True, ""
         elif 'File "' in text and (frame := _FRAME.search(text)):

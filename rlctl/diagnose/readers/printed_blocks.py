@@ -19,10 +19,10 @@ _MOST_LINES = 20_000
 
 
 class Braces:
-    """A dictionary over many lines, as `pprint` and terminals break it.
+    """A dictionary printed over several lines, by `pprint` or by a terminal that wraps.
 
     Attributes:
-        step: from the line above it.
+        step: the step that the line above it states, if any.
     """
 
     def __init__(self, text: str, depth: int, step: int | None) -> None:
@@ -32,18 +32,18 @@ class Braces:
 
     @classmethod
     def begin(cls, text: str, step: int | None) -> Braces | None:
-        """For a text that opens a dictionary and does not close it; None for any other."""
+        """Begins a dictionary if the text opens one and does not close it; otherwise returns None."""
         if not _OPENING.match(text) or (depth := _depth(text)) <= 0:
             return None
         return cls(text, depth, step)
 
     @property
     def text(self) -> str:
-        """All of it; a line may break within a name."""
+        """The joined text of all lines; a line may break within a name."""
         return "\n".join(self._lines) if self._lines[-1][:1] in " }" else "".join(self._lines)
 
     def take(self, text: str) -> Literal["open", "closed", "not its own"]:
-        """Take the next line if it continues the dictionary."""
+        """Adds the next line if it continues the dictionary."""
         if not _CONTINUES.match(text) or len(self._lines) > _MOST_LINES:
             return "not its own"
         self._lines.append(text)
@@ -51,12 +51,12 @@ class Braces:
         return "open" if self._depth > 0 else "closed"
 
     def cut_off(self) -> Row:
-        """The pairs that are complete; the last number may be cut."""
+        """The complete pairs of a dictionary that was cut off; without the last, which may be incomplete."""
         text = self.text.rstrip()
         return pairs(text[: text.rfind(",") + 1])
 
     def value(self) -> dict[str, Any]:
-        """It as a configuration; empty if it is not a literal."""
+        """The dictionary as a configuration; empty if it is not a Python literal."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 value = ast.literal_eval("\n".join(self._lines))
@@ -72,7 +72,7 @@ def _depth(text: str) -> int:
 
 # --- tables ------------------------------------------------------------------------------------------
 
-#: Names that a notebook's table has for others.
+#: Column name in a notebook's table → name in rows.
 _COLUMNS = {"Step": "step", "Training Loss": "loss", "Validation Loss": "eval_loss", "Epoch": "epoch"}
 _TO_BARS = str.maketrans("│┃║", "|||")
 _NOT_LOGGED = frozenset({"", "-", "—", "No Log", "None", "null", "N/A", "n/a"})
@@ -80,9 +80,9 @@ _STEP_COLUMN = re.compile(r"(?:global[ _])?step\s*[:#=]?\s*(\d+)", re.IGNORECASE
 
 
 class PrintedTable:
-    """A table with a line of names: with pipes, tabs, or columns of spaces.
+    """A table with a header line, separated by pipes, tabs or several spaces.
 
-    Its rows are steps; or its columns are, with one metric a row.
+    Each row is a step, or each column is a step and each row a metric.
     """
 
     def __init__(self, delimiter: str | None, names: list[str]) -> None:
@@ -92,7 +92,7 @@ class PrintedTable:
 
     @classmethod
     def begin(cls, text: str, wants: Callable[[str], bool]) -> PrintedTable | None:
-        """For a line of names with metrics or steps among them; None for any other."""
+        """Begins a table if the line is a header with metrics or steps; otherwise returns None."""
         delimiter = "|" if _has_bars(text) else "\t" if "\t" in text else None
         if delimiter is None and not ("  " in text and ("step" in text.lower() or "loss" in text)):
             return None
@@ -107,7 +107,7 @@ class PrintedTable:
         return cls(delimiter, names) if wanted and (has_step or wanted > 1) else None
 
     def take(self, text: str) -> list[Row] | None:
-        """The rows of a line; None if the table has ended."""
+        """Returns the rows of a line; None if the table has ended."""
         if _is_border(text):
             return []
         cells = _cells(text, self._delimiter)
@@ -148,7 +148,7 @@ def _is_border(text: str) -> bool:
 
 
 def column_name(cell: str) -> str:
-    """A metric's name as it is in rows, from a table's header."""
+    """The name of a metric in rows, for a cell of a table's header."""
     cell = re.sub(r"\s*/\s*", "/", cell.strip().strip("*`").strip())
     return _COLUMNS.get(cell, cell)
 
@@ -160,12 +160,12 @@ _LONGEST_NUMBER = 40
 _SECTION = re.compile(r"\W*(Validation) Results:?\s*$")
 
 
-#: How the entries of a list are marked.
+#: Styles of a list: how its entries are marked.
 BULLETS, BARS, PLAIN = "bullets", "bars", "plain"
 
 
 class Listing:
-    """Lines of one name and one value, or of several pairs between bars, that stand together."""
+    """Consecutive lines of one name and one value each, or of several pairs between bars."""
 
     def __init__(self) -> None:
         self._row: Row = {}
@@ -174,15 +174,15 @@ class Listing:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no entry since the last end."""
+        """Whether there is no entry since the last call of `end`."""
         return not self._row
 
     def is_other(self, text: str) -> bool:
-        """Whether the line is marked otherwise than the entries before it."""
+        """Whether the line has another style than the entries before it."""
         return _style(text) != self._style
 
     def take(self, text: str) -> Row:
-        """The entries of a line; empty if it has none."""
+        """Adds and returns the entries of a line; empty if it has none."""
         found: Row = {}
         if _has_bars(text):
             cells = _cells(text, "|")
@@ -202,13 +202,13 @@ class Listing:
         return found
 
     def end(self) -> tuple[str, Row]:
-        """All entries since the last end, and how they are marked."""
+        """Ends the list; returns its style and all entries since the last end."""
         row, self._row, self._section = self._row, {}, ""
         return self._style, row
 
 
 def _entry(text: str) -> tuple[str, float] | None:
-    """Name and value of `name: value`, `name = value` or `name value`, marked or quoted; else None."""
+    """Name and value of `name: value`, `name = value` or `name value`, also bulleted or quoted; else None."""
     text = text.strip().removeprefix("wandb:").rstrip(",").removesuffix(" tokens").removesuffix(" nats")
     place = max(text.rfind(mark) for mark in " \t:=")
     name, last = text[:place].strip(" \t:=•*·-'\"`"), text[place + 1 :]

@@ -1,4 +1,4 @@
-"""Settings that a log states one by one: flags of a launch line, Hydra overrides, lines of YAML."""
+"""Single settings in a log: flags of a launch command, Hydra overrides, lines of YAML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def keep_settings(text: str, stated: dict[str, Any]) -> None:
-    """Add a line's settings that some framework's facts depend on to `stated`; the first value counts."""
+    """Adds to `stated` a line's settings that a framework's facts depend on; the first value counts."""
     found: list[re.Match[str] | None] = list(_FLAG.finditer(text)) if "--" in text else []
     if "=" in text:
         found += _OVERRIDE.finditer(text)

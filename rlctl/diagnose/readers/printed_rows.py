@@ -1,4 +1,4 @@
-"""Printed rows, grouped by the form they were printed in; the group with most metrics is the log's."""
+"""Groups printed rows by their form; the rows of the form with the most metrics are used as the log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rlctl.diagnose.table import Framework
 
 Row = dict[str, float | int | None]
 
-#: A printed dictionary is a trainer's row only with one of these; graders and data loaders print others.
+#: A printed dictionary is a trainer's row only with one of these keys; graders and data loaders print
+#: dictionaries without them.
 _TRAINER_KEYS = frozenset(
     {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
 )
-#: Of a configuration as well as of a row.
+#: Keys that occur in configurations as well as in rows.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|\s*(?P<done>\d{1,18})/(?P<all>\d{1,18}) \[[^\]]*\]?")
@@ -28,15 +29,15 @@ class _Form:
     """Rows of one form."""
 
     collector: Collector
-    framework: Framework | None  # that prints it, if only one does
-    count: int = 0  # rows that had no step, evaluations left out
-    epochs: list[float] = field(default_factory=list)  # of each of these rows
-    #: for each of these rows, total → place of every progress bar
+    framework: Framework | None  # the framework that prints this form, if only one does
+    count: int = 0  # rows without a step, not counting evaluations
+    epochs: list[float] = field(default_factory=list)  # epoch of each of these rows
+    #: for each of these rows, total → position of every progress bar
     bars: list[dict[int, int]] = field(default_factory=list)
 
 
 class PrintedRows:
-    """Collects rows of any form; `finish` passes on those of the form with most metrics."""
+    """Collects rows of any form; `finish` keeps the rows of the form with the most metrics."""
 
     def __init__(self, reading: LogReading) -> None:
         self._reading = reading
@@ -46,17 +47,17 @@ class PrintedRows:
 
     @property
     def num_rows(self) -> int:
-        """Of the form with most."""
+        """Number of rows of the form with the most rows."""
         return max((form.collector.num_rows for form in self._forms.values()), default=0)
 
     @property
     def last_step(self) -> int | None:
-        """Of the form with most rows."""
+        """Newest step of the form with the most rows."""
         each = [form.collector for form in self._forms.values()]
         return max(each, key=lambda one: one.num_rows).last_step if each else None
 
     def progress(self, text: str) -> bool:
-        """Record the position of the trainer's progress bars; True if the last one is full."""
+        """Records the positions of the trainer's progress bars; True if the last one is full."""
         is_full, end = False, 0
         for bar in _BAR.finditer(text):
             what, end = text[end : bar.start()].strip(), bar.end()
@@ -66,16 +67,17 @@ class PrintedRows:
         return is_full
 
     def add_dictionary(self, row: Row, step: int | None = None) -> bool:
-        """Take a printed dictionary if it is a trainer's.
+        """Adds a printed dictionary if it is a trainer's row; returns whether it is.
 
         Args:
-            step: from the line above it.
+            row: its numbers by name.
+            step: the step that the line above it states, if any.
         """
-        # `train_runtime` is in the summary of the whole run.
+        # `train_runtime` marks the summary of the whole run.
         if len(row) < 2 or "train_runtime" in row:
             return False
         if "loss" not in row and any(name.startswith("eval_") for name in row):
-            # Some trainers put the prefix before some of the names only.
+            # Some trainers add the prefix only to some of the names.
             is_named = {name: name in _OF_ANY_ROW or name.startswith("eval_") for name in row}
             row = {name if is_named[name] else f"eval_{name}": value for name, value in row.items()}
         names = row.keys() - _SETTINGS
@@ -89,11 +91,11 @@ class PrintedRows:
         return self.add(f"dictionary {step_key}", row)
 
     def add_numbered(self, kind: str, row: Row, framework: Framework | None) -> bool:
-        """Take a row that has a step."""
+        """Adds a row that has a step."""
         return self._form(kind, framework).collector.add(row)
 
     def add(self, kind: str, row: Row) -> bool:
-        """Take a row; without a step it is counted."""
+        """Adds a row; a row without a step is numbered by counting."""
         form = self._form(kind, None)
         if not any(key in row for key in STEP_KEYS):
             if not all(name.startswith("eval_") or name == "epoch" for name in row):
@@ -111,7 +113,7 @@ class PrintedRows:
         return self._forms[kind]
 
     def finish(self) -> None:
-        """Hand over the rows of one form, unless rows of JSON hold more."""
+        """Passes the rows of one form to the reading, unless its JSON rows have more metrics."""
         held = [form for form in self._forms.values() if form.collector.num_known]
         if not held:
             return
@@ -126,9 +128,9 @@ class PrintedRows:
             self._number(best)
 
     def _number(self, form: _Form) -> None:
-        """Give counted rows the steps of the progress bar next to them, or those that their epochs imply."""
+        """Sets the steps of counted rows from the progress bars next to them, or from their epochs."""
         notes = self._reading.notes
-        # A bar is above its row, or below it; then the first row has none above, or one at 0.
+        # Bars are printed above their rows, or below; then the first row has no bar above it, or one at 0.
         for bars in (form.bars, [*form.bars[1:], self._bars]):
             totals = [total for total in bars[0] if _counts(total, bars)]
             if totals:
@@ -149,13 +151,13 @@ class PrintedRows:
 
 
 def _counts(total: int, bars: list[dict[int, int]]) -> bool:
-    """Whether the bar with this total moves on with every row, from above 0."""
+    """Whether the bar with this total is above 0 at every row, and advances between rows."""
     places = [bar.get(total, 0) for bar in bars]
     return all(places) and all(a != b for a, b in pairwise(places))
 
 
 def _counted_again(epochs: list[float]) -> list[int]:
-    """Steps of rows whose epoch fell back to one that was logged before: the run was restarted."""
+    """Steps of the rows of a restarted run, whose epochs go back to one that was logged before."""
     steps: list[int] = []
     passed: list[float] = []
     for epoch in epochs:

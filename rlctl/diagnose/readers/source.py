@@ -1,4 +1,4 @@
-"""Opening a log: plain or compressed files, and standard input."""
+"""Opens a log: a plain or compressed file, or standard input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlctl.diagnose.table import STDIN
 
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 16
-#: Called with the bytes of a file read so far, and all of them.
+#: Called with the number of bytes read so far, and the size of the file.
 Watch = Callable[[int, int], None]
 
 
@@ -26,12 +26,12 @@ Watch = Callable[[int, int], None]
 class LogSource:
     """One file to read."""
 
-    path: Path  # as the user knows it
-    file: Path  # where its bytes are
-    is_gzip: bool  # whether they are compressed
+    path: Path  # the path that the user gave
+    file: Path  # the file to read: the same, or a copy on disk
+    is_gzip: bool  # whether the file is compressed
     head: bytes  # the first bytes, decompressed
-    notes: list[str]  # what had to be tolerated when decompressing, after reading
-    watch: Watch | None = None  # called while it is read
+    notes: list[str]  # damage that was tolerated when decompressing; filled while reading
+    watch: Watch | None = None  # called while the file is read
 
     def open(self) -> IO[bytes]:
         """The decompressed bytes from the start."""
@@ -40,7 +40,7 @@ class LogSource:
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
-        """A path with the decompressed bytes, for libraries that seek."""
+        """Path of a file with the decompressed bytes, for libraries that seek."""
         if not self.is_gzip:
             yield self.file
             return
@@ -52,10 +52,10 @@ class LogSource:
 
 @contextmanager
 def opened(path: Path, watch: Watch | None = None) -> Iterator[LogSource]:
-    """The source at `path`; what can be read only once, such as standard input, is copied to disk meanwhile.
+    """Opens the source at `path`; input that can be read only once (standard input) is copied to disk.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the path cannot be read.
     """
     if path.is_file() and path != STDIN:
         yield _source(path, path, watch)
@@ -80,37 +80,37 @@ def _open(file: Path, is_gzip: bool, notes: list[str], watch: Watch | None = Non
 
 
 class _Watched(io.FileIO):
-    """A file that reports how far it was read."""
+    """A file that reports its read position."""
 
     def __init__(self, file: Path, watch: Watch) -> None:
         super().__init__(file)
         self._watch, self._total = watch, file.stat().st_size
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer; 0 at the end."""
+        """Fills the buffer; returns 0 at the end."""
         size = super().readinto(buffer) or 0
         self._watch(self.tell(), self._total)
         return size
 
 
 class _TolerantGzip(io.RawIOBase):
-    """The decompressed bytes before any damage; `gzip` itself raises."""
+    """Decompressed bytes up to the first damage, where `gzip` would raise."""
 
     def __init__(self, raw: IO[bytes], notes: list[str]) -> None:
         self._raw, self._notes = raw, notes
         self._file = gzip.GzipFile(fileobj=raw)
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def close(self) -> None:
-        """Close the file, too."""
+        """Closes the compressed file, too."""
         self._raw.close()
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as one chunk goes; 0 at the end."""
+        """Reads at most one chunk into the buffer; returns 0 at the end."""
         try:
             chunk = self._file.read1(len(buffer))
         except EOFError:

@@ -25,7 +25,7 @@ _RUN_SEPARATOR = " - "  # W&B's export: "run name - metric", with __MIN and __MA
 
 
 def read_lines(stream: IO[bytes], reading: LogReading) -> None:
-    """One JSON object per line, or what a framework prints; other lines are skipped."""
+    """Reads one JSON object per line, or rows that a framework prints; skips other lines."""
     collector = reading.collector
     console = Console(reading)
     num_objects = num_others = num_with_nul = number = 0
@@ -58,7 +58,7 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for anything else."""
+    """Parses a JSON object; None for anything else."""
     try:
         row = from_json(line, cache_strings="keys")
     except ValueError:
@@ -72,7 +72,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def may_be_document(head: bytes) -> bool:
-    """Whether the file may be one JSON value, and not one per line, from its first bytes."""
+    """Whether the file may be one JSON value, not one per line, judging by its first bytes."""
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"[":
         return text[1:].lstrip()[:1] == b"{"
@@ -89,7 +89,7 @@ def may_be_document(head: bytes) -> bool:
 
 
 def read_document(stream: IO[bytes], reading: LogReading) -> bool:
-    """A JSON document: `trainer_state.json`, a list of rows, or columns; False if it holds no history."""
+    """Reads a JSON document: `trainer_state.json`, a list of rows, or columns; False if it has no history."""
     content = stream.read().removeprefix(codecs.BOM_UTF8)
     is_cut = False
     try:
@@ -121,7 +121,7 @@ def _add_rows(rows: Iterable[Any], reading: LogReading) -> bool:
 
 
 def _transposed(columns: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Column → list, or column → index → value, as rows."""
+    """Converts column → list, or column → index → value, to rows."""
     indexed = {
         name: values if isinstance(values, Mapping) else dict(enumerate(values))
         for name, values in columns.items()
@@ -133,7 +133,7 @@ def _transposed(columns: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _add_by_step(document: Mapping[str, Any], reading: LogReading) -> bool:
-    """Metric → step → value: every metric on a clock of its own."""
+    """Adds the values of metric → step → value, with a separate clock for every metric."""
     found = False
     for name, values in document.items():
         if not isinstance(values, Mapping) or not values or not all(key.isdecimal() for key in values):
@@ -162,7 +162,7 @@ def csv_header(head: bytes) -> tuple[list[str], str] | None:
 
 
 def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogReading) -> None:
-    """One pass over the rows; empty cells were not logged."""
+    """Reads the rows of a table in one pass; empty cells count as not logged."""
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
     rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
     next(rows, None)
@@ -182,7 +182,10 @@ def read_csv(stream: IO[bytes], names: list[str], delimiter: str, reading: LogRe
 
 
 def _columns_of_one_run(names: list[str], reading: LogReading) -> dict[str, int]:
-    """Name → place. An export of several runs has a column per run and metric: the first run is read."""
+    """Column indices by name.
+
+    An export of several runs has a column per run and metric; only the first run is read.
+    """
     plain = {name: place for place, name in enumerate(names) if name}
     steps = {name: place for name, place in plain.items() if name in STEP_KEYS}
     others = {name: place for name, place in plain.items() if name not in steps}

@@ -1,4 +1,4 @@
-"""The cells of a log: numbers, steps, or neither."""
+"""Parses the cells of a log: numbers, steps, or neither."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 #: Larger numbers are not steps.
 LARGEST_STEP = 1 << 62
-#: Far beyond what single precision holds: more is an overflow, and what is less may be squared.
+#: Larger numbers count as overflow: this is far beyond single precision, and its square is still finite.
 LARGEST_VALUE = 1e100
 
-#: A number as text.
+#: Regular expression of a number as text.
 NUMBER = (
     r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b"
 )
@@ -20,13 +20,13 @@ _VALUE = (
 )
 _WHOLE_VALUE = re.compile(_VALUE + r"(?P<percent>%?)", re.IGNORECASE)
 _PAIR = re.compile(rf"['\"](?P<name>[^'\"{{}}]{{1,200}})['\"]:\s*{_VALUE}(?!%)", re.IGNORECASE)
-#: A step of so many, as a text.
+#: A step with the total number of steps, as text: `'step': '5/547'`.
 _OF_ALL = re.compile(r"['\"](?P<name>\w*step[\w/]*)['\"]:\s*['\"](?P<number>\d+)/\d+['\"]")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def as_number(value: object) -> float:
-    """A number, or a text that is one (`0.5`, `1,234`, `NaN`, `-Infinity`); NaN for anything else."""
+    """The value of a number, or of its text (`0.5`, `1,234`, `NaN`, `-Infinity`); NaN for anything else."""
     if isinstance(value, str | int | float):
         try:
             return float(value)
@@ -40,14 +40,17 @@ def as_number(value: object) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value that is not finite is a number nevertheless, or a text that is one."""
+    """Whether a value is a number that cannot be stored as finite: NaN, infinite, or too large.
+
+    A text counts only if it is NaN or infinite.
+    """
     if isinstance(value, str):
         return value.strip().lower().lstrip("+-") in {"nan", "inf", "infinity"}
     return isinstance(value, int | float)
 
 
 def whole(value: object) -> int | None:
-    """A step: a whole number, whatever its type, or one of so many (`5/547`); None for anything else."""
+    """A step: a whole number of any type, or a text such as `5/547`; None for anything else."""
     if type(value) is not int:
         if isinstance(value, str) and "/" in value:
             value = value.partition("/")[0]
@@ -61,7 +64,7 @@ def whole(value: object) -> int | None:
 def printed_number(text: str) -> float | None:
     """The number that a program printed, a percentage as a share; None for any other text."""
     try:
-        return float(text)  # nearly always, and many times faster than a regular expression
+        return float(text)  # the usual case, and many times faster than a regular expression
     except ValueError:
         match = _WHOLE_VALUE.match(text)
         return (
@@ -70,7 +73,7 @@ def printed_number(text: str) -> float | None:
 
 
 def pairs(text: str) -> dict[str, float | int | None]:
-    """The numbers of a printed dictionary."""
+    """The numbers of a printed dictionary by name."""
     found: dict[str, float | int | None] = {
         pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)
     }

@@ -1,4 +1,4 @@
-"""Spec sections `actor`, `critic` and `ref`: policy update, value model for `gae`, reference policy for the KL."""
+"""Spec sections `actor`, `critic` and `ref`: policy update, value model for `gae`, reference of the KL."""
 
 from __future__ import annotations
 

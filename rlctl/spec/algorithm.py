@@ -1,4 +1,4 @@
-"""Spec section `algorithm`: advantages, and the correction for the mismatch of rollout and training policy."""
+"""Spec section `algorithm`: advantages, and the correction between rollout and training policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Threshold = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_ty
 
 
 class RolloutCorrectionSpec(Section):
-    """Importance sampling (IS) and rejection sampling (RS) against the mismatch of rollout and training policy."""
+    """Importance and rejection sampling (IS, RS) between the rollout and the training policy."""
 
     dialect: Annotated[Literal["rlctl", "verl"], BeforeValidator(_dialect_name)] = "rlctl"
     """Which meaning the RS names and the default bound have: rlctl's (`guide` is an alias), or verl 0.9's."""
@@ -88,7 +88,7 @@ def _score_name(value: object) -> object:
 
 
 class FilterGroupsSpec(Section):
-    """Dynamic sampling: train only on groups with differing rewards; sample more prompts to replace the rest."""
+    """Dynamic sampling: train only on groups with differing rewards; sample more prompts for the rest."""
 
     enable: bool = False
     """Sample further prompts in place of groups whose rewards are all equal (DAPO)."""

@@ -42,7 +42,7 @@ def check_spec(
 
     Args:
         spec: a validated spec.
-        skip: keys that are invalid or not set yet (`spec` has their defaults). Checks that read one are skipped.
+        skip: keys that are invalid or not set yet (`spec` has defaults). Checks that read one are skipped.
         is_meant: returns whether to omit a warning as intended, given the keys that its check reads.
     """
     return [
@@ -111,7 +111,7 @@ def frequencies_are_possible(spec: RunSpec) -> Problems:
     "model.attn_implementation",
 )
 def rows_can_be_shared(spec: RunSpec) -> Problems:
-    """Sequence-parallel groups lie within one node; only policy and reference support sequence parallelism."""
+    """A sequence-parallel group lies within one node; only policy and reference support it, not a critic."""
     size, key = spec.engine.sequence_parallel, "engine.sequence_parallel"
     if size == 1:
         return

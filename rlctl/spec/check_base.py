@@ -47,7 +47,7 @@ def is_changed(spec: RunSpec, key: str) -> bool:
 
 
 def fitting_batch(spec: RunSpec) -> tuple[int, int]:
-    """Sizes of batch and actor mini-batch, in prompts, that divide over the ranks; close to those of the spec."""
+    """Prompts per batch and per actor mini-batch that divide over the ranks, close to those of the spec."""
     batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
     whole = -(-batch // world) * world
     if not spec.actor.ppo_mini_batch_size:

@@ -1,4 +1,4 @@
-"""Constants of the embedded model and its task. Does not import torch, because the dry run reads this module."""
+"""Constants of the embedded model and its task. Imports no torch, because the dry run reads this module."""
 
 from __future__ import annotations
 

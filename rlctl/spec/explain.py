@@ -53,8 +53,8 @@ class Band:
 class BatchArithmetic:
     """Numbers of samples, mini-batches, micro-batches and optimizer steps of a spec, per batch if not noted.
 
-    `num_rows` is None if the training files cannot be read here (rows are then counted at the start of the run).
-    `num_batches`, for the whole run, is None if it depends on `num_rows` and that is None. With a token budget
+    `num_rows` is None if the training files cannot be read here (rows are counted at the start of the run);
+    `num_batches`, for the whole run, is None if it depends on them. With a token budget
     (`micro_batch_tokens`), the number of micro-batches depends on the lengths of the responses, and
     `micro_batches_per_rank` is None.
     """

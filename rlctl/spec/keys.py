@@ -127,7 +127,7 @@ def accepts(key: str, kind: type) -> bool:
 
 
 def advice_for(key: str) -> str | None:
-    """Suggestion for an unknown `key`: its translation from verl or TRL, the nearest key, or the section's keys."""
+    """Suggestion for an unknown `key`: its translation, the nearest key, or the keys of its section."""
     for name, advice in _ELSEWHERE.items():
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):

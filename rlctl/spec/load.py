@@ -1,8 +1,8 @@
-"""From presets, spec files and `key=value` arguments to one checked RunSpec.
+"""Builds one checked RunSpec from presets, spec files and `key=value` arguments.
 
     defaults < embedded model's preset < presets, left to right < spec files < key=value
 
-The default of `engine.dtype` follows this machine's hardware. Each layer is a flat mapping
+The default of `engine.dtype` depends on this machine's hardware. Each layer is a flat mapping
 `dotted key → leaf`. The last layer that sets a key wins and is its origin. All errors are reported at once:
 unreadable sources and unknown keys, then types and ranges, then contradictions between the remaining values.
 """
@@ -46,8 +46,8 @@ class Origin:
     """The source of a value.
 
     Attributes:
-        layer: which of the layers set it.
-        name: preset name, file path, or what the hardware has.
+        layer: the layer that set it.
+        name: preset name, file path, or the reason for a default that depends on the hardware.
         line: 1-based line in that file.
     """
 
@@ -64,20 +64,20 @@ class Origin:
 
 
 DEFAULT = Origin("default")
-#: Layers that nobody asked for.
+#: Layers that apply without a choice of the user.
 _NEUTRAL = {"default", "hardware", "embedded"}
 #: The key whose default depends on the machine.
 _DTYPE = "engine.dtype"
 
-#: Characters of a wrong value that a message repeats.
+#: Maximum number of characters of an invalid value that a message shows.
 _SHOWN = 200
 
-#: The resolved spec in a run directory, as `dump_spec` writes it.
+#: File of the resolved spec in a run directory; its content is that of `dump_spec`.
 RUN_SPEC_FILE = "spec.yaml"
 
 
 def spec_file_of(run_dir: Path) -> Path:
-    """The resolved spec of a run.
+    """Path of the resolved spec of a run.
 
     Raises:
         UsageError: not a run directory.
@@ -123,7 +123,7 @@ def load_spec(
         presets: names of shipped presets or paths of preset files, weakest first.
         files: spec files, stronger than presets, weakest first.
         overrides: `dotted.key=value`, strongest.
-        left_open: keys that this part of a spec need not set: checks that read one are skipped.
+        left_open: keys that may stay unset: checks that read one of them are skipped.
 
     Raises:
         SpecError: with every problem found.
@@ -151,12 +151,12 @@ def load_spec(
     }
 
     def is_meant(warning: Problem, keys: tuple[str, ...]) -> bool:
-        """What one shipped preset decides by itself, its comments explain: it does not warn about itself."""
+        """Whether one shipped preset sets all values that lead to the warning; its comments explain them."""
         deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
         is_shipped = len(deciding) == 1 and deciding <= all_presets().keys()
         return is_shipped and origins.get(warning.key, DEFAULT).layer in {"preset", "embedded"}
 
-    # A contradiction with an unreadable value is not reported.
+    # Contradictions with an invalid value are not reported.
     skip = left_open.union(problem.key for problem in invalid)
     found = check_spec(spec, skip=skip, is_meant=is_meant)
     problems += [_located(problem, origins) for problem in found]
@@ -166,7 +166,7 @@ def load_spec(
 
 
 def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:
-    """The spec of a run whose other files are read anyway: an invalid one gives a note, and no error."""
+    """Loads the spec of a run; if it is invalid, returns None and a note instead of raising an error."""
     try:
         return load_spec(files=[file]).spec, []
     except SpecError as error:
@@ -175,19 +175,19 @@ def spec_or_note(file: Path) -> tuple[RunSpec | None, list[str]]:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """The resolved spec as YAML that `load_spec` reads back equal."""
+    """The resolved spec as YAML, from which `load_spec` reads an equal spec."""
     content = spec.model_dump(mode="json")
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
 
 def dump_value(value: Any) -> str:
-    """One plain value (JSON types) as YAML in one line, as `load_spec` reads it."""
+    """One plain value (JSON types) as YAML on a single line, which `load_spec` can read."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1 << 20)
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of a preset given by bare name or by path."""
+    """Entries of a preset that is given by its name or its path."""
     known = all_presets()
     if preset in known:
         return _read_file(known[preset].path, Origin("preset", preset), problems)
@@ -203,7 +203,7 @@ def _read_preset(preset: str, problems: list[Problem]) -> dict[str, _Entry]:
 
 
 def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of one YAML file, each with its own line."""
+    """Entries of one YAML file, each with its line number."""
     source: SpecSource = read_yaml_file(path, known_leaves().keys() - open_leaves())
     for fault in source.faults:
         where = str(replace(origin, line=fault.line))
@@ -216,7 +216,7 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
 
 
 def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> dict[str, _Entry]:
-    """Entries of `key=value` arguments; the last of two for the same key wins."""
+    """Entries of `key=value` arguments; of several for the same key, the last one wins."""
     origin = Origin("command line")
     entries: dict[str, _Entry] = {}
     for argument in overrides:
@@ -235,7 +235,7 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> dict[s
 
 
 def _override_fix(argument: str) -> str | None:
-    """What to write instead of an argument that cannot be read."""
+    """Suggestion for an argument that cannot be parsed; None: there is none."""
     if argument.startswith("+"):
         return f"leave it out: {argument.lstrip('+')}"
     if argument.startswith("~"):
@@ -264,7 +264,7 @@ def _unknown_keys(entries: dict[str, _Entry]) -> list[Problem]:
 
 
 def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
-    """The spec without its bad values, and their problems."""
+    """Validates the entries; returns the spec, with defaults for invalid values, and the problems."""
     flags = [key for key, entry in entries.items() if isinstance(entry.leaf.value, bool)]
     misplaced = [key for key in flags if not accepts(key, bool)]  # pydantic would read true as 1
     problems = [_problem(key, entries[key], "must not be true or false") for key in misplaced]
@@ -286,7 +286,7 @@ def _validate(entries: dict[str, _Entry]) -> tuple[RunSpec, list[Problem]]:
 
 
 def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
-    """One of pydantic's errors in plain words."""
+    """Converts an error of Pydantic to a problem."""
     what = str(details["msg"]).removeprefix("Value error, ").replace("Input should", "must")
     within = _within(key, details["loc"])
     got = details["input"] if within else entry.leaf.value
@@ -309,7 +309,7 @@ def _invalid(key: str, entry: _Entry, details: Any) -> Problem:
 
 
 def _within(key: str, location: tuple[int | str, ...]) -> str:
-    """Which part of a list is wrong: `item 2, weight: `; empty for the whole value."""
+    """The part of a list that is invalid, e.g. `item 2, weight: `; empty for the whole value."""
     below = location[len(key.split(".")) :]
     if not below or not isinstance(below[0], int):
         return ""
@@ -321,7 +321,7 @@ def _problem(key: str, entry: _Entry, what: str, fix: str | None = None) -> Prob
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:
-    """The leaf of a pydantic error (its location may continue into a list or a union)."""
+    """The dotted key of a Pydantic error, whose location may continue into a list or a union."""
     for length in range(1, len(location) + 1):
         key = ".".join(str(part) for part in location[:length])
         if key in known_leaves():
@@ -330,23 +330,23 @@ def _key_of(location: tuple[int | str, ...]) -> str:
 
 
 def _value(key: str, leaf: Leaf) -> Any:
-    """As pydantic takes it: `2.10` as a name or a threshold keeps its digits."""
+    """The value for Pydantic: a number in a field that accepts text is passed as written, e.g. `2.10`."""
     as_text = type(leaf.value) in {int, float} and leaf.text and accepts(key, str)
     return leaf.text if as_text else leaf.value
 
 
 def _located(problem: Problem, origins: dict[str, Origin]) -> Problem:
-    """The problem with the origin of the value, unless it is a default."""
+    """Adds the origin of the value to the problem, unless the value is a default."""
     origin = origins.get(problem.key, DEFAULT)
     is_default = origin.layer in {"default", "hardware"}
     return problem if is_default or problem.where else replace(problem, where=str(origin))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `yaml_source` reads: text that would be read as a number or null is quoted."""
+    """Writes YAML that `yaml_source` reads back: text that looks like a number or null is quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write equal lists twice: `yaml_source` refuses aliases."""
+        """Returns True, so that repeated lists are written in full: `yaml_source` refuses aliases."""
         return True
 
 

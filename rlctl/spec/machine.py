@@ -1,4 +1,4 @@
-"""Machines that a run is planned for: this one, or one of a few by name. No torch."""
+"""Machines that a run can be planned for: this one, or a named one. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from rlctl.spec.hardware import gpus, gpus_are_hidden
 GIB = 2**30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SHARED_MEMORY = Path("/dev/shm")
-#: A CPU core's matrix product in float32, FLOP/s, and what it reads from memory, bytes/s.
+#: Per CPU core: float32 matrix products in FLOP/s, and memory bandwidth in bytes/s.
 _CORE_FLOPS, _CORE_BANDWIDTH = 70e9, 10e9
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run has; speeds are the makers' peak figures.
+    """Hardware of a run; speeds are the vendors' peak figures.
 
     Attributes:
-        name: of the machine.
+        name: name of the machine.
         gpu: name of its GPUs.
-        gpus: per node; 0: the run computes on the CPU.
-        nodes: machines of this kind.
+        gpus: GPUs per node; 0: the run uses the CPU.
+        nodes: number of nodes.
         gpu_bytes: memory of one GPU.
-        host_bytes: memory of one node that the run may use.
+        host_bytes: host memory of one node that the run may use.
         shm_bytes: size of a node's `/dev/shm`.
-        flops: of one GPU in dense bf16 matrix products, per second.
+        flops: FLOP/s of one GPU in dense bf16 matrix products.
         gpu_bandwidth: bytes/s between a GPU and its memory.
-        link: bytes/s that a GPU sends to another of its node.
+        link: bytes/s from a GPU to another one of the same node.
         bus: bytes/s between a GPU and the host.
-        network: bytes/s that a GPU sends to another node.
+        network: bytes/s from a GPU to another node.
         host_bandwidth: bytes/s between a node's CPUs and its memory.
     """
 
@@ -60,7 +60,7 @@ _H100 = Machine(
 _8XH100 = replace(
     _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
 )
-#: By the name that `--machine` takes. A GPU's memory as the driver reports it; a host as clouds rent it out.
+#: Name for `--machine` → machine. GPU memory as the driver reports it; hosts as cloud providers offer them.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -73,7 +73,7 @@ MACHINES: dict[str, Machine] = {
         ),
     )
 }
-#: A part of a GPU's name → flops, gpu_bandwidth, link, bus.
+#: Substring of a GPU's name → flops, gpu_bandwidth, link, bus.
 _SPEEDS = {
     "H200": (989e12, 4.8e12, 450e9, 50e9),
     "H100": (989e12, 3.35e12, 450e9, 50e9),
@@ -87,10 +87,10 @@ _UNKNOWN_GPU = (150e12, 1.0e12, 25e9, 25e9)
 
 
 def machine_of(name: str | None) -> Machine:
-    """The machine by its name; None: this one.
+    """The machine of that name; None: this one.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: the name is unknown.
     """
     if name is None:
         return this_machine()
@@ -101,7 +101,7 @@ def machine_of(name: str | None) -> Machine:
 
 @cache
 def this_machine() -> Machine:
-    """What is here. Its memory is what the system, or the container's limit, lets a run have."""
+    """Hardware of this machine; host memory is the physical memory or the container's limit, if lower."""
     limits = [float(psutil.virtual_memory().total)]
     for path in _CGROUP_LIMITS:
         text = path.read_text().strip() if path.is_file() else ""

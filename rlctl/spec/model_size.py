@@ -1,4 +1,4 @@
-"""The size of a model, without loading or downloading it: from local files, or as published.
+"""Size of a model from local files or published figures, without loading or downloading it.
 
 Published dimensions are those of each model's `config.json` on the Hugging Face hub.
 """
@@ -29,12 +29,12 @@ class Shape:
         layers: decoder layers.
         hidden: width of the residual stream.
         inner: width of the feed-forward layers (`intermediate_size`).
-        heads: of queries.
-        kv_heads: of keys and values.
-        head_dim: numbers per head.
-        vocab: tokens.
-        norms_heads: queries and keys have norms of their own (Qwen3).
-        window: tokens that its shortest sliding window covers; None: every layer attends to all.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: dimension of a head.
+        vocab: size of the vocabulary.
+        norms_heads: whether queries and keys are normalised per head (Qwen3).
+        window: the shortest sliding window in tokens; None: every layer attends to all tokens.
     """
 
     layers: int
@@ -49,16 +49,16 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Numbers of all heads' queries per token."""
+        """Dimension of the queries of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Numbers of all heads' keys per token; of values there are as many."""
+        """Dimension of the keys of all heads together; the same for the values."""
         return self.kv_heads * self.head_dim
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """A layer's matrices by their usual names: inputs and outputs."""
+        """Matrices of a layer by their usual names → (inputs, outputs)."""
         return {
             "q_proj": (self.hidden, self.queries),
             "k_proj": (self.hidden, self.keys),
@@ -72,14 +72,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What memory estimates need to know; None where it cannot be known here.
+    """Figures of a model for memory estimates; None where they are unknown.
 
     Attributes:
-        source: in words, where the figures come from.
-        num_parameters: all of them.
+        source: source of the figures, in words.
+        num_parameters: number of all parameters.
         shape: the transformer's dimensions.
-        num_read_by_text: of a model that reads images as well, those that text reaches: the others are
-            held, not trained. None: all of them.
+        num_read_by_text: for a model that also reads images, the number of parameters that text inputs use;
+            the others are loaded but not trained. None: all parameters.
     """
 
     source: str
@@ -89,7 +89,7 @@ class ModelSize:
 
     @property
     def num_trainable(self) -> int | None:
-        """Parameters that are trained where there are no adapters."""
+        """Number of parameters that are trained without LoRA."""
         return self.num_parameters if self.num_read_by_text is None else self.num_read_by_text
 
 
@@ -121,13 +121,13 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def _local_directory(spec: ModelSpec) -> Path | None:
-    """The model's own directory, or its snapshot in the hub's cache."""
+    """The model's directory, or its snapshot in the hub's cache; None: neither exists."""
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return path
     repository = hub_cache() / f"models--{spec.path.replace('/', '--')}"
     revision = spec.revision or "main"
-    with contextlib.suppress(OSError):  # a commit hash has no ref: it names its snapshot itself
+    with contextlib.suppress(OSError):  # a commit hash has no ref: it is the name of its snapshot
         revision = (repository / "refs" / revision).read_text().strip()
     snapshot = repository / "snapshots" / revision
     return snapshot if snapshot.is_dir() else None
@@ -140,7 +140,7 @@ def hub_cache() -> Path:
 
 
 def _read_shapes(directory: Path) -> dict[str, list[int]]:
-    """Name → shape of all tensors, from the files' headers alone; empty where they cannot be read."""
+    """Name → shape of all tensors, read from the files' headers; empty if a header cannot be read."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
@@ -154,9 +154,9 @@ def _read_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def _read_by_text(shapes: dict[str, list[int]], shape: Shape | None) -> int | None:
-    """Elements of the text decoder and its output head; None where no tensor is the decoder's embedding.
+    """Number of parameters of the text decoder and its output head; None if no tensor is its embedding.
 
-    The embedding is of the decoder itself, so that the other tensors of the same module are the decoder's.
+    The token embedding is a direct child of the decoder's module; all tensors of that module are counted.
     """
     if shape is None:
         return None
@@ -170,7 +170,7 @@ def _read_by_text(shapes: dict[str, list[int]], shape: Shape | None) -> int | No
 
 
 def _from_config(whole: dict[str, Any]) -> ModelSize:
-    """Dimensions by the names nearly all causal language models use."""
+    """Reads dimensions under the names that nearly all causal language models use."""
     reads_more = isinstance(whole.get("text_config"), dict)
     config: dict[str, Any] = whole["text_config"] if reads_more else whole
     config = _LEFT_OUT.get(str(config.get("model_type")), {}) | config
@@ -199,7 +199,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
 
 
 def _tower(config: dict[str, Any]) -> int:
-    """Parameters of an encoder of images or sound, about: attention and feed-forward of its layers."""
+    """Approximate number of parameters of an image or audio encoder: attention and feed-forward layers."""
     layers = _count(config, "num_hidden_layers") or _count(config, "depth") or 0
     hidden = _count(config, "hidden_size") or _count(config, "embed_dim") or 0
     return layers * 2 * hidden * (2 * hidden + (_count(config, "intermediate_size") or 4 * hidden))
@@ -218,7 +218,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: Architecture → what its config.json leaves out where it is the default of its class.
+#: Architecture → entries that its config.json omits because they are defaults of the configuration class.
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -262,8 +262,8 @@ def _qwen3(parameters: int, layers: int, hidden: int, inner: int, heads: int) ->
     return parameters, shape
 
 
-#: Parameters, dimensions, and where that is not all of them the parameters that text reaches, by hub id or
-#: short name: the models that presets name.
+#: Hub id or short name of the models that presets name → number of parameters, dimensions, and, if lower, the
+#: number of parameters that text inputs use.
 PUBLISHED: dict[str, tuple[int, Shape] | tuple[int, Shape, int]] = {
     **dict.fromkeys(("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), _SMOLLM2_135M),
     **dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"), _qwen3(596_049_920, 28, 1024, 3072, 16)),

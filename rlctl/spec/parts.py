@@ -1,4 +1,4 @@
-"""Values of a spec that name registered parts, and the parameters of these parts."""
+"""Validation of spec values that name registered parts, and of the parameters of these parts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ class Registered:
     """Annotation of a text field: the name of a part, or `path/to/file.py:function`.
 
     Attributes:
-        registry: of such parts.
-        imports_files: a user's file is imported when the spec is checked; else where the part runs.
+        registry: the registry of such parts.
+        imports_files: whether checking the spec imports a user's file; else only the process that runs it.
     """
 
     registry: Registry
     imports_files: bool = True
 
     def check(self, name: str) -> str:
-        """The name, if there is such a part."""
+        """Returns the name if such a part exists.
+
+        Raises:
+            PydanticCustomError: there is no such part, or the user's file cannot be imported.
+        """
         if is_file_function(name) and not self.imports_files:
             return name
         if not is_file_function(name) and name not in set(self.registry):
@@ -58,7 +62,7 @@ class Registered:
 
 
 def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
-    """The part's own parameters with their defaults; None: it has none.
+    """Validated parameters of the part, with defaults for those not given; None: the part has no parameters.
 
     Raises:
         ValidationError: a value is wrong; `param_problems` describes it.
@@ -67,7 +71,7 @@ def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
 
 
 def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with the parameters at `key` for the part `name`."""
+    """Problems of the parameters at `key` for the part `name`; empty if they are valid."""
     part = registry.part(name)
     if part.params is None:
         what, fix = f"{name} takes no parameters", "leave it out"

@@ -1,4 +1,4 @@
-"""Options passed to vLLM and DeepSpeed unchanged, and which of them the spec sets itself.
+"""Options that are passed to vLLM and DeepSpeed unchanged, and the reserved ones that rlctl sets.
 
 `rollout.engine_kwargs` is merged into the arguments of vLLM's `LLM`, or of `vllm serve`; `engine.deepspeed`
 into DeepSpeed's configuration. `check_rollout` refuses an option that rlctl sets.
@@ -15,7 +15,7 @@ _LORA = "model.lora_rank and rollout.merge_lora"
 _OWN_BATCHES = "rlctl forms mini-batches and micro-batches itself"
 _OWN_OPTIMIZER = "rlctl brings its own AdamW: actor.lr, actor.betas, actor.weight_decay"
 
-#: Argument of vLLM's `LLM` → the spec key that sets it, or why rlctl must.
+#: Argument of vLLM's `LLM` → the spec key that sets it, or the reason why rlctl sets it.
 VLLM_OWNERS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -39,7 +39,7 @@ VLLM_OWNERS = {
     "host": "rlctl chooses the address of its servers",
     "port": "rlctl chooses the address of its servers",
 }
-#: The same for DeepSpeed's configuration; a key that ends in a dot stands for everything below it.
+#: The same for DeepSpeed's configuration; a key that ends in a dot matches all keys below it.
 DEEPSPEED_OWNERS = {
     "train_batch_size": _OWN_BATCHES,
     "train_micro_batch_size_per_gpu": _OWN_BATCHES,
@@ -59,7 +59,7 @@ DEEPSPEED_OWNERS = {
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `more` on top, mapping by mapping."""
+    """A copy of `base` updated with `more`; nested mappings are merged recursively."""
     result = dict(base)
     for key, value in more.items():
         below = result.get(key)
@@ -69,7 +69,7 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options of vLLM as `vllm serve` reads them: `--name value`, `--flag` and `--no-flag`."""
+    """Converts vLLM options to arguments of `vllm serve`: `--name value`, `--flag` and `--no-flag`."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

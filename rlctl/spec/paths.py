@@ -1,4 +1,4 @@
-"""Local files and directories that a spec names: what a pattern matches, and absolute paths."""
+"""Local files and directories in a spec: expansion of patterns, conversion to absolute paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlctl.user_code import is_file_function
 
 
 def matches(name: str) -> list[Path]:
-    """The files or directories of a name: itself, or all that match if it is a pattern."""
+    """Files or directories for `name`: the path itself if it exists, else all matches of the pattern."""
     path = Path(name).expanduser()
     return [path] if path.exists() else sorted(map(Path, glob.glob(str(path))))  # noqa: PTH207 - any depth
 
@@ -20,7 +20,7 @@ def matches(name: str) -> list[Path]:
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """`spec` with every local path absolute, so that the run can be resumed from any directory.
 
-    Paths that exist are local; everything else (a hub id, a missing path) stays as it is.
+    Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
     """
     content = spec.model_dump()
     for section, key in (("model", "path"), ("critic", "path"), ("ref", "path")):
@@ -31,7 +31,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def _with_absolute_functions(value: Any) -> Any:
-    """The same tree with the file of every `path/to/file.py:function` absolute."""
+    """A copy of the tree in which the file of every `path/to/file.py:function` is absolute."""
     if isinstance(value, dict):
         return {key: _with_absolute_functions(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
@@ -46,7 +46,7 @@ _FILES = ("train_files", "val_files")
 
 
 def _absolute(path: str | None) -> str | None:
-    """An existing path made absolute; everything else as it is."""
+    """Makes an existing path absolute; returns everything else unchanged."""
     if path is None or path == EMBEDDED or path in NAMED_MODELS or not matches(path):
         return path
     return str(Path(path).expanduser().resolve())

@@ -1,8 +1,8 @@
-"""Where a run's bytes lie and how long its phases take, on a given machine: walked through before it starts.
+"""Estimates of a run's memory and of the duration of its phases on a given machine, before it starts.
 
-The GPU's parts are those of `rlctl.spec.memory`. Times are a roofline: what a phase computes over what the
-machine computes at `_EFFICIENCY`, or what it moves over the link's speed, whichever takes longer. They tell a
-slow run from a broken one; a factor of two either way is usual.
+GPU memory is that of `rlctl.spec.memory`. Times follow a roofline model: the larger of the computing time (at
+`_EFFICIENCY` of the peak) and the transfer time. They are usually correct within a factor of two, which is
+enough to distinguish a slow run from a broken one.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from rlctl.spec.memory import MemoryPart, Phase, adapter_parameters, memory_part
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
 
-#: Share of the peak that matrix products reach, and decoding of the memory's bandwidth.
+#: Fractions of the peak FLOP/s that matrix products reach, and of the memory bandwidth that decoding reaches.
 _EFFICIENCY, _DECODING = 0.4, 0.7
-#: Seconds of a decoding step that no figure of the machine explains: launches, sampling, scheduling.
+#: Overhead of a decoding step in seconds: kernel launches, sampling, scheduling.
 _STEP_S = 0.003
-#: Share of `max_response_length` that a response has on average, for times.
+#: Assumed mean length of a response as a fraction of `max_response_length`, for times.
 _MEAN_RESPONSE = 0.75
-#: Of a process with torch's, CUDA's and vLLM's libraries, and its CUDA context.
+#: Host memory of a process for the libraries of torch, CUDA and vLLM, and for its CUDA context.
 _PROCESS_BYTES = 4 * GIB
-#: What NCCL keeps in `/dev/shm` for a rank.
+#: Memory that NCCL uses in `/dev/shm` per rank.
 _NCCL_BYTES = 32 * 2**20
-#: Numbers that DeepSpeed's stage 3 puts into one host buffer (`sub_group_size`).
+#: Number of elements in one host buffer of DeepSpeed's stage 3 (`sub_group_size`).
 _SUB_GROUP = 1_000_000_000
-#: Bytes per second of a file in shared memory, written and read again.
+#: Bytes per second for writing or reading a file in shared memory.
 _FILES = 3e9
-#: A part of the host's memory that does not go through the whole run.
+#: Phases of host memory that is not held for the whole run.
 _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """What a node's host memory holds.
+    """One part of a node's host memory.
 
     Attributes:
-        name: what needs it.
+        name: what needs the memory.
         num_bytes: per node; None: unknown.
         formula: in words.
-        phase: when it is held; "": always.
-        is_pinned: page-locked; torch rounds each such buffer up to a power of two, which is counted.
+        phase: phase in which it is held; "": always.
+        is_pinned: page-locked; `num_bytes` includes torch's rounding of each buffer up to a power of two.
         is_shared: a file in `/dev/shm`.
     """
 
@@ -58,15 +58,15 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One place on a run's way: the peaks there and what it moves.
+    """One stage of a run: peak memory and transfers.
 
     Attributes:
-        name: load, partition, engine, generate, score, update, step, sync.
-        gpu: bytes per GPU.
-        host: bytes per node, pinned and shared ones included.
-        pinned, shared: of them those that are page-locked, and those in `/dev/shm`.
+        name: load, engine, partition, generate, score, update, step, sync.
+        gpu: peak bytes per GPU.
+        host: peak bytes per node, including pinned and shared memory.
+        pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`.
         moved: link → bytes per GPU.
-        seconds: of one training step; None: it happens once.
+        seconds: per training step; None: the stage runs only once, or the time is unknown.
     """
 
     name: str
@@ -79,11 +79,12 @@ class Stage:
 
 
 class Placement:
-    """A spec on a machine.
+    """Memory and time estimates of a spec on a machine.
 
     Args:
-        spec, size: of the run and its policy.
-        machine: where it is to run.
+        spec: of the run.
+        size: of the policy.
+        machine: the machine to plan for.
     """
 
     def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
@@ -98,22 +99,22 @@ class Placement:
 
     @cached_property
     def gpu_parts(self) -> list[MemoryPart]:
-        """Of one rank, with the cache that fits into the machine's GPU."""
+        """GPU memory parts of one rank, with the key-value cache that fits into the machine's GPU."""
         return memory_parts(self.spec, self.size, self.machine.gpu_bytes if self.machine.gpus else None)
 
     def gpu_peak(self, *phases: Phase) -> float:
-        """Bytes held always, and in the largest of these phases."""
+        """Peak bytes: the parts that are always held, and the largest of `phases`."""
         always = sum(part.num_bytes or 0.0 for part in self.gpu_parts if not part.phases)
         each = [sum(p.num_bytes or 0.0 for p in self.gpu_parts if phase in p.phases) for phase in phases]
         return always + max(each, default=0.0)
 
     @cached_property
     def host_parts(self) -> list[HostPart]:
-        """Of one node; without GPUs only what is not the ranks' own memory, which `gpu_parts` counts."""
+        """Host memory parts of one node; without GPUs, excluding the parts that `gpu_parts` contains."""
         return [part for part in self._host_parts() if part.num_bytes is None or part.num_bytes > 0]
 
     def host_peak(self, *phases: str) -> float:
-        """Bytes held always, and in the largest of these phases; of all where none is given."""
+        """Peak bytes: the parts that are always held, and the largest of `phases` (none given: of all)."""
         sums: dict[str, float] = {}
         for part in self.host_parts:
             sums[part.phase] = sums.get(part.phase, 0.0) + (part.num_bytes or 0.0)
@@ -121,7 +122,7 @@ class Placement:
         return always + max((sums.get(phase, 0.0) for phase in phases or tuple(sums)), default=0.0)
 
     def shared_peak(self) -> float:
-        """Bytes in `/dev/shm` of one node."""
+        """Bytes in `/dev/shm` per node."""
         return sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_shared)
 
     def _host_parts(self) -> Iterator[HostPart]:
@@ -163,7 +164,7 @@ class Placement:
             yield HostPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
 
     def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[HostPart]:
-        """What DeepSpeed keeps on the host; see its `offload_optimizer`."""
+        """Host memory of DeepSpeed's offloading; see its `offload_optimizer`."""
         spec, ranks = self.spec, self.ranks
         of_a_rank = trained / spec.world_size
         config = spec.engine.deepspeed.get("zero_optimization", {})
@@ -176,7 +177,7 @@ class Placement:
             yield HostPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins and when)
         words = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
         yield HostPart(f"{whose}moments", ranks * of_a_rank * 8, words)
-        if self.stage == 3 or self.width == 4:  # in bf16 stage 2 adds them up on the GPU
+        if self.stage == 3 or self.width == 4:  # in bf16, stage 2 accumulates them on the GPU
             sums = _power_of_two(of_a_rank * 4) if pins else of_a_rank * 4
             words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
             yield HostPart(f"{whose}sums of gradients", ranks * sums, words, is_pinned=pins)
@@ -188,13 +189,15 @@ class Placement:
 
     @property
     def _reads_whole(self) -> bool:
-        """Every rank reads a model whole: to keep it so, or for an engine that copies it."""
+        """Whether every rank loads a whole model: below ZeRO-3, or because the rollout engine copies it."""
         return self.stage < 3 or self.spec.rollout_engine.starts_with_policy
 
     @property
     def _largest_weights(self) -> float:
-        """Bytes that a rank holds besides its parts while it reads under ZeRO-3: embeddings, or a layer of a
-        mixture of experts, as read and cut up."""
+        """Additional bytes of a rank while it loads a model under ZeRO-3: the largest weights, twice.
+
+        These are the embeddings or one layer (of a mixture of experts), as read and as partitioned.
+        """
         shape, parameters = self.size.shape, self.size.num_parameters or 0
         if shape is None:
             return 2.0 * parameters * self.width
@@ -203,12 +206,12 @@ class Placement:
 
     @property
     def writes_weights(self) -> bool:
-        """Whether servers get new weights as files."""
+        """Whether servers receive new weights as files."""
         return self.spec.has_rollout_servers and not self.broadcasts_weights
 
     @property
     def broadcasts_weights(self) -> bool:
-        """Whether servers get new weights by broadcast."""
+        """Whether servers receive new weights by broadcast."""
         return self.spec.broadcasts_weights(on_gpus=self.machine.gpus > 0)
 
     @property
@@ -218,11 +221,11 @@ class Placement:
         return self.spec.rollout_engine.frees_memory and rollout.free_cache_engine and colocated
 
     def _pinned_copy(self, num_bytes: float, shared: int = 1) -> float:
-        """Bytes of a rank's weights in pinned buffers, one for each of vLLM's matrices.
+        """Bytes of a rank's weights in pinned buffers, one buffer per matrix of vLLM.
 
         Args:
-            num_bytes: of one number.
-            shared: ranks that have a part of each matrix.
+            num_bytes: bytes per number.
+            shared: ranks over which each matrix is sharded.
         """
         shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
         if shape is None:
@@ -239,10 +242,10 @@ class Placement:
         rest = max(parameters - shape.layers * sum(sizes) - embedding, 0)
         return layers + _power_of_two(embedding * width) + _power_of_two(rest * width)
 
-    # --- the walk ---------------------------------------------------------------------------------
+    # --- stages and times -------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
-        """Load → partition → engine → generate → score → update → step → sync, in this order."""
+        """Load, engine, partition, generate, score, update, step and sync, in this order."""
         spec, size = self.spec, self.size
         whole = (size.num_parameters or 0) * self.width
         shard = whole / spec.world_size
@@ -292,15 +295,17 @@ class Placement:
         ]
 
     def tokens(self) -> float:
-        """Prompt and response tokens of one step on one rank, by the mean length that times assume."""
+        """Prompt and response tokens per step and rank, at the mean lengths that are assumed for times."""
         data = self.spec.data
         length = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE
         return length * self._responses()
 
     def _forward_flops(self, shape: Shape, parameters: int) -> float:
-        """Of a pass over a step's rows on one rank: two operations a weight and token, and two for scores and
-        values a head, position and layer. Micro-batches by sequences run a prompt once for its responses that
-        are in them; the output head runs over responses alone.
+        """FLOPs of a forward pass over the rows of one step on one rank.
+
+        Two per weight and token; for attention, two per element of a query, position and layer. Without a
+        token budget, a micro-batch computes a prompt once for all of its responses there. The output head is
+        computed for response tokens only.
         """
         actor, data, responses = self.spec.actor, self.spec.data, self._responses()
         rows = actor.ppo_micro_batch_size_per_gpu
@@ -321,7 +326,7 @@ class Placement:
         return actor.ppo_max_token_len_per_gpu or each
 
     def seconds(self) -> dict[str, float]:
-        """Phase → seconds of one step; empty where the model's dimensions are not known."""
+        """Phase → seconds per step; empty if the model's dimensions are unknown."""
         spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
         if shape is None or parameters is None:
             return {}
@@ -369,8 +374,10 @@ class Placement:
         return found | {"whole step": sum(found.values())}
 
     def _generation(self, shape: Shape, parameters: int) -> float:
-        """Seconds: every decoding step reads all weights, and the keys and values of what is sampled. The
-        GPUs of an engine add up their parts of the residual stream twice a layer.
+        """Seconds to sample the responses of one step.
+
+        Every decoding step reads all weights, and the keys and values of the running sequences. With several
+        GPUs per engine, each layer has two all-reduces of the residual stream.
         """
         spec, machine, data = self.spec, self.machine, self.spec.data
         cached = 2 * shape.layers * shape.keys * self.sampling_width  # bytes per token
@@ -391,16 +398,16 @@ class Placement:
         if gpus > 1:
             each += 2 * shape.layers * 2 * at_once * shape.hidden * self.sampling_width / machine.link
         prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * parameters
-        # The longest response of a wave goes to the limit; further waves take the mean.
+        # The longest response of the first wave reaches the limit; further waves take the mean length.
         waves = 1 + max(0.0, responses / at_once - 1) * _MEAN_RESPONSE
         return slower * (
             waves * data.max_response_length * each + prompts / (machine.flops * _EFFICIENCY * gpus)
         )
 
-    # --- what does not fit ------------------------------------------------------------------------
+    # --- resources that do not suffice ------------------------------------------------------------
 
     def problems(self) -> Iterator[Problem]:
-        """What the machine has too little of, with the figures: errors where it cannot do, else warnings."""
+        """A problem per resource of which the machine has too little; a warning if the run may still work."""
         spec, machine = self.spec, self.machine
         where = machine.name
         if machine.gpus:
@@ -448,7 +455,7 @@ class Placement:
 
 
 def _power_of_two(num_bytes: float) -> float:
-    """What torch's pinned allocator takes for a buffer of this size."""
+    """Bytes that torch's pinned allocator reserves for a buffer of this size."""
     return float(1 << max(int(num_bytes) - 1, 0).bit_length()) if num_bytes >= 1 else 0.0
 
 

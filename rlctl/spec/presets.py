@@ -57,6 +57,6 @@ def all_presets() -> dict[str, Preset]:
 
 
 def nearest_preset(name: str) -> str | None:
-    """The shipped preset that `name` most likely means."""
+    """The shipped preset with the most similar name; None: there is none."""
     close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.4)
     return close[0] if close else None

@@ -1,7 +1,7 @@
-"""Rollout correction as written in a spec, translated into `CorrectionRules`.
+"""Translation of the rollout correction of a spec into `CorrectionRules`.
 
-The same words mean different things in the dialects `rlctl` and `verl` (`seq_max_k2` at 2.5 accepts ρ up to
-2.5 in the first and up to 9.36 in the second). The code below the spec knows no dialects.
+The same name can have different meanings in the dialects `rlctl` and `verl` (`seq_max_k2` at 2.5 accepts ρ up
+to 2.5 in the first and up to 9.36 in the second). Rules are independent of the dialect.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Bounds = tuple[float | None, float | None]
 
 
 class _ThresholdError(ValueError):
-    """A threshold without a meaning for its criterion; the message says what to write."""
+    """A threshold that is invalid for its weight or criterion; the message explains what to write."""
 
 
 def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
     """Translate the spec's rollout correction into rules.
 
     Raises:
-        SpecError: every unknown criterion and impossible threshold.
+        SpecError: with every unknown criterion and every invalid threshold or parameter.
     """
     problems: list[Problem] = []
     weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
@@ -58,7 +58,7 @@ def correction_rules(spec: RolloutCorrectionSpec) -> CorrectionRules:
 
 
 def loss_rule(spec: RunSpec) -> LossRule:
-    """The policy loss with its numbers; a side of the clip that is null is `clip_ratio`."""
+    """The policy loss with its parameters; null in `clip_ratio_low` or `clip_ratio_high` is `clip_ratio`."""
     actor, correction = spec.actor, spec.algorithm.rollout_correction
     return LossRule(
         name=correction.loss_type,
@@ -85,7 +85,7 @@ def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
 
 
 def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> WeightRule:
-    """Level and normalisation as written; bound and its interval by dialect and threshold form."""
+    """The weight rule; its default bound and interval depend on the dialect and the form of the threshold."""
     is_verl = spec.dialect == "verl"
     params = None
     if spec.rollout_is is not None:
@@ -114,7 +114,7 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
 
 
 def _default_bound(numbers: Numbers, *, is_verl: bool) -> Bound:
-    """rlctl clips on both sides; verl truncates at one number and masks outside two."""
+    """`rlctl` clips on both sides; `verl` truncates for one number and masks outside an interval."""
     if not is_verl:
         return "clip"
     return "truncate" if len(numbers) == 1 else "mask"
@@ -143,8 +143,8 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     if spec.dialect == "verl" and len(thresholds) == 1:
         thresholds = thresholds * len(names)  # verl shares one threshold among all criteria
     rules: dict[str, RejectRule] = {}
-    fitting: dict[str, str] = {}  # criterion → its threshold, or one that it could have
-    faults: list[str] = []  # of the thresholds
+    fitting: dict[str, str] = {}  # criterion → its threshold if valid, or an example
+    faults: list[str] = []  # what is wrong with the thresholds
     is_doubled = False
     unread = dict(spec.rollout_rs_params)
     if len(thresholds) != len(names):
@@ -159,7 +159,7 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
             rule = _reject_rule(name, thresholds[position], criterion, faults) if thresholds else None
             rules |= {name: rule} if rule else {}
             fitting[name] = thresholds[position] if rule else criterion.example(name)
-    # Both keys as they could be written: what corrects one must fit the other.
+    # The suggested thresholds must match the list of criteria, and vice versa.
     fix = f"for example {','.join(fitting.values())}" if fitting else "name a criterion in rollout_rs"
     problems += [Problem("error", RS_THRESHOLD_KEY, fault, fix) for fault in faults]
     if is_doubled:
@@ -174,7 +174,7 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
 def _criterion(
     name: str, spec: RolloutCorrectionSpec, unread: dict[str, Any], problems: list[Problem]
 ) -> _Criterion | None:
-    """What a name means: in the dialect, else in the registry. Takes what it reads out of `unread`."""
+    """Looks a name up in the dialect, else in the registry; removes its parameters from `unread`."""
     if name in _CRITERIA[spec.dialect]:
         return _CRITERIA[spec.dialect][name]
     if not is_file_function(name) and name not in registered_criteria():
@@ -201,9 +201,9 @@ def registered_criteria() -> list[str]:
 
 
 def _reject_rule(name: str, threshold: str, criterion: _Criterion, faults: list[str]) -> RejectRule | None:
-    """The rule, unless its threshold is impossible or would reject on-policy data.
+    """The rule; None, with an entry in `faults`, if the threshold is invalid or would reject on-policy data.
 
-    Of a statistic that does not bound ρ, the latter cannot be known here.
+    The latter is detected only for statistics that bound ρ.
     """
     try:
         rule = criterion.rule(name, parse_threshold(threshold))
@@ -264,19 +264,19 @@ class _Criterion:
 
     @classmethod
     def of(cls, part: Part, params: Any) -> _Criterion:
-        """A registered one: one number bounds its values from above, two on both sides."""
+        """A registered criterion: one number is an upper bound, two are lower and upper bound."""
         reduction: Reduction = "none" if part.unit == "token" else "given"
         return cls(part.name, reduction, _largest_or_both, part.unit, params=params)
 
     def example(self, name: str) -> str:
-        """A threshold that makes a rule."""
+        """A threshold that is valid for this criterion."""
         tried = (*REJECTION_CRITERIA.part(self.statistic).thresholds, "0.1", "2.5")
         return next(text for text in tried if _reject_rule(name, text, self, []))
 
     def rule(self, name: str, numbers: Numbers) -> RejectRule:
         lower, upper = self.bounds(numbers)
         return RejectRule(
-            name.rpartition(":")[2],  # of a user's file, the function: metrics are named after it
+            name.rpartition(":")[2],  # for a user's file the function's name, which metrics contain
             self.statistic,
             self.reduction,
             lower,
@@ -302,12 +302,12 @@ def _smallest(meaning: str) -> Callable[[Numbers], Bounds]:
 
 
 def _largest_or_both(numbers: Numbers) -> Bounds:
-    """One number is an upper bound alone."""
+    """One number is an upper bound; two are lower and upper bound."""
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def _logs(numbers: Numbers) -> Bounds:
-    """verl's thresholds of k1 = −log ρ are written as ratios; one number c means [1/c, c]."""
+    """verl's thresholds for k1 = −log ρ are given as ratios; one number c means [1/c, c]."""
     lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
     return math.log(lower), math.log(upper)
 
@@ -330,8 +330,8 @@ _STATISTICS: dict[str, Callable[[Numbers], Bounds]] = {
     "k2": _largest("k2"),
     "k3": _largest("k3"),
 }
-#: Dialect → name → meaning. In rlctl's, every threshold is on ρ and every criterion rejects whole sequences.
-#: verl 0.9 has `<shape>_<statistic>`.
+#: Dialect → name → criterion. In `rlctl` thresholds bound ρ (except `off_policy`), and every criterion
+#: rejects whole sequences. verl 0.9 has `<shape>_<statistic>`.
 _CRITERIA: dict[str, dict[str, _Criterion]] = {
     "rlctl": {
         "token_k1": _Criterion("ratio", "none", _largest_or_both),

@@ -1,4 +1,4 @@
-"""`reward`: how responses are graded."""
+"""Spec section `reward`: grading of responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GraderName = Annotated[str, Registered(GRADERS, imports_files=False)]
 
 
 class RewardTerm(Section):
-    """One of several rewards that are added up."""
+    """One term of a weighted sum of rewards."""
 
     name: GraderName
     """As `reward.name`."""
@@ -25,12 +25,12 @@ class RewardTerm(Section):
 
     @property
     def label(self) -> str:
-        """Name of its metrics: the grader's name, or the function's."""
+        """Name in metrics: that of the grader or of the user's function."""
         return self.name.rpartition(":")[2]
 
 
 class RewardModelSpec(Section):
-    """The reward model behind `name: model`."""
+    """The reward model of `name: model`."""
 
     path: Annotated[str | None, NullWord] = None
     """Hugging Face sequence classifier with one output."""
@@ -47,7 +47,7 @@ class RewardModelSpec(Section):
 
 
 class CodeSpec(Section):
-    """The sandbox behind `name: code`."""
+    """The sandbox of `name: code`."""
 
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one response may run, all of its tests together."""
@@ -84,5 +84,5 @@ class RewardSpec(Section):
 
     @property
     def all_terms(self) -> list[RewardTerm]:
-        """`terms`, or `name` as the only one."""
+        """`terms`, or `name` as the only term."""
         return [RewardTerm(name=self.name, params=self.params)] if self.terms is None else self.terms

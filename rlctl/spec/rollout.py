@@ -1,4 +1,4 @@
-"""`data` and `rollout`: the prompts, and how responses to them are sampled."""
+"""Spec sections `data` and `rollout`: prompts, and sampling of responses."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.spec.base import NullWord, OpenMapping, Section, StrList
 from rlctl.spec.parts import Registered
 
-#: Ranks for which vLLM's engines can be built; they apply adapters of any rank up to that.
+#: Values of vLLM's `max_lora_rank`; an engine applies adapters of any rank up to its value.
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What a rollout engine can do; the spec's checks and the trainer read it, never the engine's name.
+    """Capabilities of a rollout engine. Checks of the spec and the trainer depend on them, not on its name.
 
     Attributes:
-        modes: values of `rollout.mode`.
-        dtypes: values of `rollout.dtype` beside null.
-        starts_with_policy: its first weights are the policy's; otherwise the first sync brings them.
-        checks_syncs: after each sync a few tokens are sampled and scored by the trainer.
+        modes: supported values of `rollout.mode`.
+        dtypes: supported values of `rollout.dtype` besides null.
+        starts_with_policy: it starts with the policy's weights; otherwise it gets them in the first sync.
+        checks_syncs: each sync is checked: the trainer scores a few tokens that the engine samples.
         samples_while_training: values of `rollout.mode` in which it can sample while the trainer trains.
-        applies_adapters: it takes LoRA's adapter alone and applies it; otherwise it gets merged weights.
+        applies_adapters: it receives only the LoRA adapter and applies it; otherwise it gets merged weights.
         takes_engine_kwargs: it reads `rollout.engine_kwargs`.
-        frees_memory: with `rollout.free_cache_engine` it gives its GPU memory back between calls.
-        forms_batches: it takes any number of prompts at once and forms its own batches.
-        tensor_parallel: several GPUs can hold one engine's model together.
-        min_temperature: the lowest at which it samples as asked.
-        reports_kept: whether it can say which tokens top_p, top_k and min_p left: `never`, `top_k` (where
+        frees_memory: with `rollout.free_cache_engine` it releases its GPU memory between calls.
+        forms_batches: it accepts any number of prompts at once and forms batches internally.
+        tensor_parallel: one engine's model can be sharded over several GPUs.
+        min_temperature: the lowest temperature that it does not raise.
+        reports_kept: when it can report the tokens that top_p, top_k and min_p kept: `never`, `top_k` (if
             rollout.top_k bounds their number) or `always`.
     """
 
@@ -108,7 +108,7 @@ class ServerSpec(Section):
 
     @property
     def is_placed_by_ray(self) -> bool:
-        """Whether Ray says on which machines engines start."""
+        """Whether Ray chooses the machines on which engines start."""
         has_cluster = self.placement == "auto" and "RAY_ADDRESS" in os.environ
         return not self.urls and (has_cluster or self.placement == "ray")
 

@@ -13,7 +13,7 @@ from rlctl.spec.trainer import EngineSpec, TrainerSpec
 
 
 class RunSpec(Section):
-    """One training run: every field has a value."""
+    """Configuration of one training run; every field has a default."""
 
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
@@ -53,7 +53,7 @@ class RunSpec(Section):
 
     @property
     def critic_max_token_len(self) -> int | None:
-        """Tokens per forward pass of the critic on one rank, with null resolved; None: by sequences."""
+        """Tokens per forward pass of the critic on one rank, with null resolved; None: no token budget."""
         return self.critic.ppo_max_token_len_per_gpu or self.actor.ppo_max_token_len_per_gpu
 
     @property
@@ -79,7 +79,7 @@ class RunSpec(Section):
 
     @property
     def rollout_engine(self) -> EngineCapabilities:
-        """What the rollout engine can do."""
+        """Capabilities of the rollout engine."""
         found: EngineCapabilities | None = ROLLOUT_ENGINES.part(self.rollout.name).capabilities
         return found or EngineCapabilities()
 
@@ -89,23 +89,23 @@ class RunSpec(Section):
         return self.rollout.mode == "server" and "server" in self.rollout_engine.modes
 
     def broadcasts_weights(self, *, on_gpus: bool) -> bool:
-        """Whether servers are to get new weights by broadcast; an adapter always is a file."""
+        """Whether servers receive new weights by broadcast; an adapter is always sent as files."""
         transfer = self.rollout.server.weight_transfer
         is_chosen = transfer == "broadcast" or (transfer == "auto" and on_gpus)
         return is_chosen and self.has_rollout_servers and not self.syncs_adapter
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that run different rows; without sequence parallelism every rank does."""
+        """Number of rank groups that process different rows; without sequence parallelism, of ranks."""
         return self.world_size // self.engine.sequence_parallel
 
     @property
     def pass_tokens(self) -> int | None:
-        """Tokens of a pass of the policy at most, over the ranks that run it together; None: by sequences."""
+        """Token budget per pass of the policy, over a sequence-parallel group's ranks; None: no budget."""
         budget = self.actor.ppo_max_token_len_per_gpu
         return None if budget is None else budget * self.engine.sequence_parallel
 
     @property
     def world_size(self) -> int:
-        """Ranks over all machines."""
+        """Number of ranks on all machines."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes

@@ -1,4 +1,4 @@
-"""`trainer`, its guardrails, and `engine` (DeepSpeed)."""
+"""Spec sections `trainer` (with `guardrails`) and `engine` (DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineSpec(Section):
 
 
 class GuardrailsSpec(Section):
-    """What training does when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""
+    """Actions of training when a diagnosis rule fires; the thresholds are those of `rlctl diagnose`."""
 
     mode: Literal["off", "warn", "act"] = "warn"
     """`off`: no rule is evaluated; `warn`: actions are only reported; `act`: actions are taken."""

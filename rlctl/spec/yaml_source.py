@@ -1,8 +1,8 @@
-"""YAML files and `key=value` arguments, read into leaves with their line numbers.
+"""Reader of YAML files and `key=value` arguments: leaves with their line numbers.
 
-PyYAML parses; this module reads its nodes, because values need their position. A strict subset of YAML: one
-UTF-8 document, mappings, lists and scalars of YAML 1.2. Duplicate keys, tabs, anchors and tags are refused;
-`yes` and `1_2` are text.
+This module reads the nodes that PyYAML composes, because plain values have no line numbers. It accepts a
+strict subset of YAML: one UTF-8 document with mappings, lists and scalars of YAML 1.2. Duplicate keys, tabs,
+anchors and tags are refused; `yes` and `1_2` are text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value as it was written.
+    """One value as written in its source.
 
     Attributes:
-        value: bool, int, float, str, None, or a list of such.
-        text: the characters of a plain scalar: `2.10` keeps its digits in a text field.
+        value: bool, int, float, str, None, or a list or mapping of these.
+        text: source text of a plain scalar, so that `2.10` keeps its digits in a text field; else None.
         line: 1-based line in its file; None on the command line.
     """
 
@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a file or argument, with a fix if there is one."""
+    """An error in a file or argument, with a fix if one is known."""
 
     line: int | None
     what: str
@@ -57,7 +57,7 @@ class SpecSource:
     faults: list[Fault] = field(default_factory=list)
 
 
-#: Longer runs of digits are text: no key needs them, and Python refuses to convert over 4,300.
+#: Longer integers are read as text: no key needs them, and Python does not convert more than 4,300 digits.
 _MAX_DIGITS = 1000
 
 
@@ -77,9 +77,9 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
 
 
 def read_yaml_file(path: Path, known: Container[str]) -> SpecSource:
-    """Read a spec file; a key in `known` is a leaf even if a mapping is written there.
+    """Read a spec file; a key in `known` is a leaf even if its value is a mapping.
 
-    A file that cannot be opened is a fault too, so that it is reported with all others.
+    A file that cannot be opened is returned as a fault, so that it is reported together with all others.
     """
     try:
         with path.open("rb") as stream:
@@ -153,7 +153,7 @@ def _refusal(what: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 def _flatten(
     mapping: yaml.MappingNode, prefix: str, known: Container[str], source: SpecSource, lines: dict[str, int]
 ) -> None:
-    """Collect the leaves under `mapping`; `lines` has the line of every key read so far."""
+    """Collect the leaves under `mapping`; `lines` maps every key read so far to its line."""
     for key_node, value_node in mapping.value:
         line = _line(key_node)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -191,7 +191,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _fault_of_bytes(raw: bytes) -> Fault | None:
-    """Errors that are found without parsing."""
+    """An error that is found without parsing; None: there is none."""
     if len(raw) > MAX_BYTES:
         return Fault(None, f"larger than {MAX_BYTES >> 20} MiB", "is this the right file?")
     if raw.startswith(b"\xef\xbb\xbf"):
@@ -207,7 +207,7 @@ def _fault_of_bytes(raw: bytes) -> Fault | None:
 
 
 def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> Fault:
-    """PyYAML's error with its line."""
+    """Converts an error of PyYAML to a fault with its line."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         parts = [part for part in (error.context, error.problem) if part]

@@ -1,4 +1,4 @@
-"""`rlctl`: the commands, and the only place that prints errors and exits.
+"""`rlctl`: registration of the commands. Only this module prints errors and exits.
 
 Command modules import heavy packages inside their functions, so that `--help` is fast.
 """
@@ -33,7 +33,7 @@ from rlctl.cli.train import train
 from rlctl.errors import RlctlError, memory_failure
 from rlctl.user_code import visible
 
-#: A full or read-only disk: neither the request nor the program is wrong.
+#: Error numbers of a full or read-only disk, which are neither usage errors nor bugs.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 app = typer.Typer(
@@ -104,24 +104,24 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams as /dev/null, before a file of the run gets their descriptor."""
+    """Open closed standard streams as /dev/null, so that no file of the run gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open to the end
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal gets escapes, not an error
+    for stream in (sys.stdout, sys.stderr):  # on an ASCII terminal print escapes instead of raising an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
-    """SIGTERM raises like Ctrl-C, so that temporary files and processes are cleaned up."""
+    """Raises an exception on SIGTERM, as on Ctrl-C, so that temporary files and processes are cleaned up."""
     raise SystemExit(128 + number)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line. Every error is printed here and becomes an exit code.
+    """Run one command line. All errors are printed here and converted to an exit code.
 
     Returns:
         0 ok, 1 failed at run time, 2 wrong usage or spec, 3 findings, 4 environment, 130 or 143 interrupted.
@@ -148,7 +148,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _report_bug(error: Exception) -> None:
-    """Two lines for the user; the traceback goes into a file for a bug report."""
+    """Prints two lines and writes the traceback to a file for a bug report."""
     import tempfile
     import traceback
 

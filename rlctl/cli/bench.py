@@ -1,4 +1,4 @@
-"""`rlctl bench corrections`: what every correction does to the gradient, by exact enumeration."""
+"""`rlctl bench corrections`: effect of every correction on the gradient, by exact enumeration or sampling."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def corrections(
 ) -> None:
     """Measure bias, variance, angle and error of the gradient under every correction, in small worlds.
 
-    Of up to six tokens every response is enumerated: nothing is estimated. Learned policies of 16 to 64
-    tokens are sampled. Interrupted, the same command goes on. Writes results.jsonl, report.md and error.svg.
+    Up to six tokens, all responses are enumerated and results are exact. Learned policies of 16 to 64 tokens
+    are sampled. After an interruption the same command continues. Writes results.jsonl, report.md, error.svg.
 
       rlctl bench corrections --out bench
 
@@ -68,10 +68,10 @@ def corrections(
 
 
 def _rule(text: str) -> BenchRule:
-    """`KEY=VALUE …` as a rule.
+    """Converts `KEY=VALUE …` to a rule.
 
     Raises:
-        UsageError: an unknown key or a value that it cannot have.
+        UsageError: not of this form, an unknown key or an invalid value.
     """
     from pydantic import ValidationError
 

@@ -1,4 +1,4 @@
-"""How every command prints its help: flags without a type; commands below a command are listed."""
+"""Help format of all commands, `--json` option and JSON output."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-#: Of every command that lists something.
+#: Option of every command that lists something.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 class _Help:
-    """Help that shows no `<bool>` behind flags, and its prose wrapped to the terminal."""
+    """Mixin for help without `<bool>` after flags and with prose wrapped to the width of the terminal."""
 
     help: str | None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help, its paragraphs laid out; as often as it is asked for."""
+        """Formats the help; restores the original text, so that it can be called repeatedly."""
         given, self.help = self.help, _laid_out(self.help or "")
         try:
             super().format_help(ctx, formatter)  # type: ignore[misc]
@@ -30,30 +30,30 @@ class _Help:
             self.help = given
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, flags without a type."""
+        """The parameters; flags show no type."""
         return _without_types_of_flags(super().get_params(ctx))  # type: ignore[misc]
 
 
 class Command(_Help, TyperCommand):
-    """A command with that help."""
+    """A command with this help format."""
 
 
 class Group(_Help, TyperGroup):
-    """A group of commands with that help."""
+    """A group of commands with this help format."""
 
 
 class CommandWithSubcommands(Command):
-    """A command with arguments of its own that runs a subcommand if the first word names one.
+    """A command with arguments that runs a subcommand if the first argument is the name of one.
 
     Attributes:
-        subcommands: name → function that returns the command's function, so that only the one asked for is
-            imported. An argument of such a name is given as `./NAME`.
+        subcommands: name → function that imports and returns the subcommand's function, so that only the
+            subcommand in use is imported. A path with such a name must be written as `./NAME`.
     """
 
     subcommands: ClassVar[dict[str, Callable[[], Callable[..., None]]]]
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """The subcommand's context when the first word names one."""
+        """The context of the command, or of the subcommand if the first argument is its name."""
         if not args or args[0] not in self.subcommands:
             return super().make_context(info_name, args, parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
@@ -62,7 +62,7 @@ class CommandWithSubcommands(Command):
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help, then the commands below this one."""
+        """Formats the help, then lists the subcommands."""
         super().format_help(ctx, formatter)
         typer.echo(" Commands below this one, each with --help:")
         for name, function in self.subcommands.items():
@@ -73,9 +73,9 @@ class CommandWithSubcommands(Command):
 
 
 def _laid_out(text: str) -> str:
-    """Prose without the line breaks of the source; examples indented and bold.
+    """Removes the line breaks of the source from prose; indents examples and prints them bold.
 
-    A line that begins with a tag keeps its indentation, which Typer else takes away.
+    Typer removes the indentation of a line unless the line begins with a tag.
     """
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     return "\n\n".join(
@@ -94,14 +94,14 @@ def _without_types_of_flags(params: list[Any]) -> list[Any]:
 
 
 def as_json(document: object) -> str:
-    """For programs: indented text that any encoding can carry.
+    """Indented ASCII JSON.
 
-    Numbers that JSON does not have become strings, as in `metrics.jsonl`: "NaN", "Infinity", "-Infinity".
+    Numbers that JSON cannot represent become strings, as in `metrics.jsonl`: "NaN", "Infinity", "-Infinity".
     """
     only_json = json.loads(json.dumps(document, default=str), parse_constant=str)
     return json.dumps(only_json, indent=2) + "\n"
 
 
 def print_json(document: object) -> None:
-    """To standard output."""
+    """Prints a document as JSON to standard output."""
     typer.echo(as_json(document), nl=False)

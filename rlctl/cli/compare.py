@@ -59,10 +59,10 @@ def compare(
 
 
 def numbers(text: str) -> list[int]:
-    """The k of `--k 1,4,8`.
+    """Parses the argument of `--k`, e.g. `1,4,8`.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: not a list of integers.
     """
     try:
         return [int(part) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""`rlctl import`, `rlctl export-config`: other frameworks' configurations to a spec and back."""
+"""`rlctl import` and `rlctl export-config`: translate other frameworks' configurations to a spec and back."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def import_config(
 ) -> None:
     """Translate another framework's launch script or configuration into a spec.
 
-    Reads verl, TRL, OpenRLHF, slime, prime-rl and NeMo-RL. Nothing in the file is run. Every key is listed:
+    Reads verl, TRL, OpenRLHF, slime, prime-rl and NeMo-RL. The file is not executed. Every key is listed:
     translated with the same meaning, translated with a different one (and what differs), not supported, or
-    unknown. Defaults of the framework that are not rlctl's are written into the spec.
+    unknown. Defaults of the framework that differ from rlctl's are written into the spec.
 
       rlctl import run_grpo.sh --set MODEL=Qwen/Qwen3-4B --output grpo.yaml
 
@@ -88,8 +88,8 @@ def export_config(
 ) -> None:
     """Write a spec as a configuration of verl, TRL or OpenRLHF.
 
-    Every key of the spec that is set away from its default, or that is written, is listed with what became of
-    it. verl and OpenRLHF get a launch script, TRL the YAML of `--config`.
+    Every key of the spec that differs from its default, or that is written, is listed with its translation.
+    The output is a launch script for verl and OpenRLHF, and the YAML of `--config` for TRL.
 
       rlctl export-config my-run.yaml --to verl --output run.sh
 

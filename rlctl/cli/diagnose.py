@@ -1,4 +1,4 @@
-"""`rlctl diagnose`: faults in a run's log, their causes and fixes."""
+"""`rlctl diagnose`: reports faults in a run's log, with causes and fixes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _mismatch() -> Callable[..., None]:
 
 
 class DiagnoseCommand(CommandWithSubcommands):
-    """`diagnose PATH…`, with the commands `diagnose compare A B` and `diagnose mismatch`."""
+    """`diagnose PATH…`, with the subcommands `diagnose compare A B` and `diagnose mismatch`."""
 
     subcommands: ClassVar = {"compare": _compare, "mismatch": _mismatch}
 
@@ -139,10 +139,10 @@ def diagnose(
 
 
 def _refuse(why: str, **options: object) -> None:
-    """Refuse the options that are given.
+    """Refuse options that do not apply.
 
     Raises:
-        UsageError: one is, and `why` is about it.
+        UsageError: one of them is given; `why` is the reason.
     """
     for name, value in options.items():
         if value:
@@ -151,7 +151,7 @@ def _refuse(why: str, **options: object) -> None:
 
 
 def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
-    """Replay every run's dumped rollouts under a grid of corrections, and write what each would do.
+    """Evaluates every run's dumped rollouts under a grid of corrections, and writes the results.
 
     Args:
         paths: run directories or dumped rollouts.
@@ -159,7 +159,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
         out: a file; None: standard output.
 
     Raises:
-        UsageError: there is nothing to replay, `out` cannot be written, or a replay has no such format.
+        UsageError: there are no rollouts, `out` cannot be written, or the format is not supported.
     """
     from rlctl.cli.output import check_out, text_console, write_out
 
@@ -192,7 +192,7 @@ def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
-    """Refuse what cannot work before anything is read."""
+    """Refuse invalid combinations of paths and options before anything is read."""
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input is given twice but can be read only once", where="-")
     if Path("-") in paths and sys.stdin.isatty():
@@ -240,7 +240,7 @@ def _rendered(diagnoses: list[Diagnosis], output_format: DiagnosisFormat) -> str
 
 
 def _write_fix(diagnosis: Diagnosis, path: Path) -> None:
-    """Write the new spec, and report on standard error which findings it covers."""
+    """Write the fixed spec, and report on standard error which findings it covers."""
     from rich.console import Console
 
     from rlctl.diagnose.output_text import print_patch

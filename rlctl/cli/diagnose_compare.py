@@ -1,4 +1,4 @@
-"""`rlctl diagnose compare`: what differs between two runs, and since when."""
+"""`rlctl diagnose compare`: differences between two runs, and the steps at which they begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlctl diagnose mismatch`: why the engine's log-probs are not the trainer's."""
+"""`rlctl diagnose mismatch`: causes of differences between the log-probs of engine and trainer."""
 
 from __future__ import annotations
 

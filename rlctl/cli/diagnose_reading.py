@@ -1,4 +1,4 @@
-"""Logs read with a progress bar, for the commands of `rlctl diagnose`."""
+"""Reading of logs with a progress bar, for the commands of `rlctl diagnose`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlctl.diagnose.table import RunLog
 
 @contextmanager
 def reading(paths: Sequence[Path], wanted: frozenset[str]) -> Iterator[Iterator[RunLog]]:
-    """The runs, read one after the other, with a bar on standard error."""
+    """Yields an iterator that reads the runs one by one, with a progress bar on standard error."""
     with progress_bar(TaskProgressColumn(), TimeElapsedColumn()) as bar:
 
         def advance(task: TaskID, done: int, total: int) -> None:

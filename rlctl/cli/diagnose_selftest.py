@@ -1,4 +1,4 @@
-"""`rlctl diagnose --selftest`: every rule on simulated logs."""
+"""`rlctl diagnose --selftest`: tests every rule on simulated logs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def selftest(output_format: str, out: Path | None) -> None:
 
 
 def _table(results: list[SelftestResult]) -> Table:
-    """Logs that passed of all logs, per rule or kind of healthy run, and framework."""
+    """Passed and total number of logs, per rule (or kind of healthy run) and framework."""
     from rlctl.cli.output import plain_table
     from rlctl.diagnose.selftest import FRAMEWORKS
 

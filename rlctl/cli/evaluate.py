@@ -1,4 +1,4 @@
-"""`rlctl evaluate`: how good is a checkpoint, and how sure is that."""
+"""`rlctl evaluate`: scores of a model on benchmarks or files, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvaluateCommand(CommandWithSubcommands):
     subcommands: ClassVar = {"compare": lambda: compare, "list": lambda: list_benchmarks}
 
 
-#: Options that say how to sample, which regrading does not.
+#: Options that apply only to sampling; `--regrade` refuses them.
 _OF_SAMPLING = (
     *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
     *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),

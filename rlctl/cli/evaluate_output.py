@@ -1,4 +1,4 @@
-"""How evaluations and their comparison look on the terminal."""
+"""Terminal output of evaluations and their comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlctl.evaluate.samples import SAMPLES_FILE
 
 
 def print_evaluation(out: Path, evaluation: Evaluation) -> None:
-    """Figures with intervals per source, what to know of them, and where they lie."""
+    """Prints scores with intervals per source, notes, and the directory of the results."""
     console = Console(highlight=False)
     model = evaluation.about["model"]
     of_run = f", step {model['step']} of {model['run_dir']}" if model["run_dir"] else ""
@@ -33,7 +33,7 @@ def print_evaluation(out: Path, evaluation: Evaluation) -> None:
 
 
 def print_comparison(report: CompareReport, console: Console) -> None:
-    """Both figures, their difference with its interval, and the conclusion, per source."""
+    """Prints, per source, both scores, their difference with its interval, and the conclusion."""
     for name, place in (("A", report.a), ("B", report.b)):
         console.print(Text.assemble((f"{name}  ", "bold"), place), soft_wrap=True)
     for comparison in report.comparisons:
@@ -49,7 +49,7 @@ def print_comparison(report: CompareReport, console: Console) -> None:
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[TableRow]) -> None:
-    """Columns as wide as their longest text, whatever the terminal's width: no cell is wrapped or cut."""
+    """Prints columns as wide as their longest text; cells are never wrapped or cut to fit the terminal."""
     lines = [("", *headings), *((row.name, *row.cells) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for place, (name, *cells) in enumerate(lines):

@@ -1,4 +1,4 @@
-"""`rlctl explain`: one key of the spec, one section, or one metric."""
+"""`rlctl explain`: describes a key of the spec, a section, or a metric."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def explain(
 
 
 def _of_spec(name: str) -> list[dict[str, Any]]:
-    """Entries of the keys that `name` stands for: a key, the end of one, or all keys of a section."""
+    """Entries of the keys that `name` matches: a full key, the end of keys, or all keys of a section."""
     from rlctl.cli.dry_run import show
     from rlctl.cli.schema import key_rows
     from rlctl.spec.keys import known_leaves
@@ -90,7 +90,7 @@ def _of_metric(name: str) -> list[dict[str, Any]]:
 
 
 def _nearest(name: str) -> str:
-    """What to write instead."""
+    """Suggestion for an unknown name."""
     import difflib
 
     from rlctl.metric_names import METRICS

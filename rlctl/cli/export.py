@@ -1,4 +1,4 @@
-"""`rlctl export`: write the model of a checkpoint as a Hugging Face directory."""
+"""`rlctl export`: writes the model of a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def export(
 
 
 def _push(folder: Path, name: str, *, is_public: bool) -> str:
-    """Upload a directory; returns where it is.
+    """Upload a directory; returns its address on the hub.
 
     Raises:
-        EnvironmentFailure: the hub cannot be reached, or refuses.
+        EnvironmentFailure: the hub cannot be reached, or refuses the upload.
     """
     from huggingface_hub import HfApi
 
@@ -93,10 +93,10 @@ def _push(folder: Path, name: str, *, is_public: bool) -> str:
 
 
 def _checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """A checkpoint with verified checksums.
+    """The checkpoint of `step` (None: the newest), with verified checksums.
 
     Raises:
-        UsageError: not a run, no such step, or damaged.
+        UsageError: not a run, or no undamaged checkpoint of that step.
     """
     from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
     from rlctl.spec.load import spec_file_of
@@ -118,7 +118,7 @@ def _adapter(checkpoint: Checkpoint) -> Path:
     """The directory of a LoRA run's adapter.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the checkpoint has no adapter.
     """
     if not (checkpoint.adapter_dir / "adapter_config.json").is_file():
         raise UsageError(
@@ -130,9 +130,9 @@ def _adapter(checkpoint: Checkpoint) -> Path:
 
 
 def _convert(model_dir: Path, dtype: Literal["fp32", "bf16"]) -> None:
-    """Cast the weights in place, one file in memory at a time, and the dtype in the config.
+    """Cast the weights in place, one file in memory at a time, and update the dtype in the config.
 
-    `from_pretrained` is not used: it would run code that comes with the model.
+    `from_pretrained` is not used, because it would run code that comes with the model.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -159,7 +159,7 @@ def _convert(model_dir: Path, dtype: Literal["fp32", "bf16"]) -> None:
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The config, and the configs of its parts, with every dtype it names replaced."""
+    """A copy of the config, including nested configs, with every dtype replaced."""
     return {
         key: _with_dtype(value, name)
         if isinstance(value, dict)

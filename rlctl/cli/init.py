@@ -1,4 +1,4 @@
-"""`rlctl init`: questions about model, data and GPUs, answered by a commented spec file."""
+"""`rlctl init`: asks for model, data and GPUs, and writes a commented spec file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rlctl.spec.load import LoadedSpec
 
-#: Cards with at least this much memory, in GiB, and the preset for one of them; the largest first.
+#: (minimum GPU memory in GiB, preset for one such GPU), in descending order.
 _ONE_GPU = ((130, "1xh200"), (75, "1gpu-80gb"), (44, "1gpu-lora"), (0, "1gpu-24gb"))
 _WIDTH = 100
 
@@ -32,7 +32,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a spec file with comments: asks for what no option says, on a terminal; else takes the default.
+    """Write a commented spec file. On a terminal, asks for values without an option; else uses defaults.
 
     rlctl init
 
@@ -63,7 +63,7 @@ def init(
 
 
 def _ask(question: str, default: str) -> str:
-    """The user's answer; the default where there is no terminal to ask on."""
+    """The user's answer; the default if standard input is no terminal."""
     return str(typer.prompt(question, default=default)) if sys.stdin and sys.stdin.isatty() else default
 
 
@@ -74,14 +74,14 @@ def _hardware(gpus: int, gib: float) -> str:
 
 
 def _gib(card: str) -> float:
-    """Memory of a line of nvidia-smi (`…, 81559 MiB, …`); 80 where it says none."""
+    """GPU memory in GiB from a line of nvidia-smi (`…, 81559 MiB, …`); 80 if the line has none."""
     words = card.replace(",", " ").split()
     sizes = [float(size) for size, unit in pairwise(words) if unit == "MiB"]
     return sizes[0] / 1024 if sizes else 80.0
 
 
 def _commented(loaded: LoadedSpec, presets: list[str]) -> str:
-    """The keys that are not defaults as YAML, each below its meaning."""
+    """YAML of the keys that are not defaults, each with its meaning as a comment."""
     import textwrap
 
     from rlctl.cli.schema import key_rows

@@ -1,4 +1,4 @@
-"""Errors and warnings on the terminal (stderr)."""
+"""Terminal output of errors and warnings (stderr)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
 
 def print_error(error: RlctlError) -> None:
-    """What is wrong, where, and what to write instead."""
+    """Prints what is wrong, where, and what to write instead."""
     console = Console(stderr=True)
     console.print(Text.assemble(("error: ", "bold red"), visible(error.what)), soft_wrap=True)
     if isinstance(error, SpecError):
@@ -24,7 +24,7 @@ def print_error(error: RlctlError) -> None:
 
 
 def print_problems(problems: Iterable[Problem], console: Console | None = None) -> None:
-    """One paragraph per problem, errors first."""
+    """Prints one paragraph per problem, errors first."""
     console = console or Console(stderr=True)
     for problem in sorted(problems, key=lambda problem: problem.severity):
         key = f"{problem.key}: " if problem.key else ""

@@ -1,6 +1,6 @@
-"""Where commands print and write: tables, progress bars, standard output and files.
+"""Output of commands: tables, progress bars, standard output and files.
 
-Imported inside functions, because it needs Rich.
+Imported inside functions, because it imports Rich.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlctl.files import write_text
 
 
 def unwrapped() -> Console:
-    """The console for tables on stdout: as wide as the terminal; where it is piped, nothing is wrapped."""
+    """The console for tables on stdout: as wide as the terminal; piped output is not wrapped."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 10_000
@@ -29,11 +29,11 @@ def unwrapped() -> Console:
 
 
 def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
-    """A table without lines; cells that are too long continue on the next line.
+    """A table without borders; cells that are too long continue on the next line.
 
     Args:
         headings: of the columns.
-        right: the headings of columns of figures, which are aligned right.
+        right: headings of the columns that are aligned right.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
@@ -42,7 +42,7 @@ def plain_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Tabl
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar on standard error, on terminals only: what is being done, then the bar, then `columns`."""
+    """A progress bar on standard error, on terminals only: description, bar, then `columns`."""
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
     return Progress(
@@ -52,7 +52,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def text_console(out: Path | None) -> Iterator[Console]:
-    """A console on standard output, or one whose text goes into the file."""
+    """Yields a console on standard output, or one whose text is written to the file at the end."""
     if out is None:
         yield Console(highlight=False)
         return
@@ -65,7 +65,7 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
     """Refuse an output that would overwrite an input, has no directory, or is a page on a terminal.
 
     Raises:
-        UsageError: it is one of these.
+        UsageError: one of these is the case.
     """
     if out is None:
         if is_page and sys.stdout.isatty():
@@ -81,7 +81,7 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
 
 
 def write_out(text: str, out: Path | None) -> None:
-    """To standard output, or in one go into the file.
+    """Writes the text to standard output, or atomically to the file.
 
     Raises:
         UsageError: the file cannot be written.
@@ -105,15 +105,15 @@ def check_new(path: Path, *, force: bool) -> None:
 
 
 def write_file(path: Path, text: str, *, where: str = "") -> None:
-    """Replace a file in one go, or write into what is no plain file; a link stays one.
+    """Replace a file atomically (for a link, its target), or write to a device or pipe directly.
 
     Args:
         path: of the file.
         text: its content.
-        where: names the file in errors; default: its path.
+        where: name of the file in errors; default: its path.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""`rlctl prepare-data`: any input into the Parquet that training reads; `check` and `show` change nothing."""
+"""`rlctl prepare-data`: converts data files to Parquet for training; `check` and `show` only read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `prepare-data` shows: a bar while it works; text for people, Markdown for pull requests, JSON."""
+"""Output of `prepare-data`: progress bar, and reports as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _BINS, _BAR = 12, 40
-#: Data sources named in a file's line.
+#: Maximum number of data sources in the line of a file.
 _SOURCES_SHOWN = 4
 
 
@@ -55,14 +55,14 @@ class _Bar(Progress):
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """A bar on standard error, on terminals only: bytes read and rows per second, then the phases."""
+    """A progress bar on standard error, on terminals only: bytes read and rows per second, then phases."""
     rate = TextColumn("{task.fields[rate]}")
     with progress_bar(TaskProgressColumn(), rate, TimeRemainingColumn()) as bar:
         yield _Bar(bar)
 
 
 def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
-    """What was done, what was found, and what to run next."""
+    """Lines with the results, the findings, and the next command to run."""
     out = request.out
     result = [
         f"{'unchanged' if summary.unchanged else 'wrote'} {out} (recipe {summary.recipe})",
@@ -86,7 +86,7 @@ def summary_lines(request: PrepareRequest, summary: PrepareSummary) -> list[str]
 
 
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`leakage: 0 of 285 rows of train occur in aime.jsonl`, a line each."""
+    """One line per comparison, e.g. `leakage: 0 of 285 rows of train occur in aime.jsonl`."""
     return [
         f"leakage: {one['rows']:,} of {one['of']:,} rows of {one['rows_of']} occur in {one['against']}"
         for one in comparisons
@@ -113,7 +113,7 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
 
 
 def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> dict[str, Any]:
-    """What `print_rows` shows, in JSON's types."""
+    """The content of `print_rows` as JSON types."""
     found = []
     for one in shown:
         about: dict[str, Any] = {"where": one.where, "problem": one.problem or None}
@@ -129,7 +129,7 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
 
 
 def print_report(report: CheckReport, output: Literal["text", "json", "markdown"]) -> None:
-    """The report on standard output."""
+    """Prints the report to standard output."""
     if output == "json":
         print_json(report.to_json())
     elif output == "markdown":
@@ -139,7 +139,7 @@ def print_report(report: CheckReport, output: Literal["text", "json", "markdown"
 
 
 def print_rows(rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
-    """Rows as the model reads them, then the lengths."""
+    """Prints rows as the model reads them, then a histogram of the lengths."""
     console = Console(highlight=False)
     for shown in rows:
         console.print(Rule(Text(visible(shown.where))))
@@ -203,7 +203,7 @@ def _conclusion(findings: Sequence[DataFinding]) -> str:
 
 
 def _histogram(lengths: Histogram) -> Iterator[str]:
-    """A bar per range, then the quantiles."""
+    """Lines of a histogram: one bar per range, then the quantiles."""
     bins = lengths.bins(_BINS)
     if not bins:
         yield "no usable row"

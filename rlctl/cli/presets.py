@@ -1,4 +1,4 @@
-"""`rlctl presets`: list, read, compare and copy the shipped presets."""
+"""`rlctl presets`: lists, shows, compares and copies the shipped presets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The shipped presets: list, read, compare and copy them.", no_args_is_help=True)
 
-#: Presets of models name no prompts.
+#: Keys that model presets leave to the user.
 _LEFT_TO_THE_USER = frozenset({"data.train_files"})
 
 Name = Annotated[
@@ -127,10 +127,10 @@ def copy(
 
 
 def _preset(name: str) -> Preset:
-    """A shipped preset.
+    """The shipped preset of that name.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is none.
     """
     from rlctl.spec.presets import all_presets, nearest_preset
 

@@ -26,8 +26,8 @@ class Launch:
 
     Attributes:
         launcher: `torchrun`, `deepspeed` or `srun`.
-        where: in words, where to run the commands.
-        commands: shell, one per line and in order; torchrun's: one per node.
+        where: where to run the commands, in words.
+        commands: shell commands in order; for torchrun, one per node.
     """
 
     launcher: str
@@ -82,7 +82,7 @@ def launches(spec: RunSpec, arguments: list[str]) -> list[Launch]:
 
 
 def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:
-    """pdsh starts several nodes, even if the hostfile has one only: the arguments are quoted for it."""
+    """The command of DeepSpeed's launcher; for several nodes it uses pdsh, so arguments are quoted for it."""
     options = f"--hostfile hostfile --num_nodes {nodes} --num_gpus {gpus} --no_local_rank"
     options += f' --master_addr "${{MASTER_ADDR:-}}" --master_port "{_PORT}"'
     if nodes > 1:
@@ -92,16 +92,16 @@ def _deepspeed(nodes: int, gpus: int, arguments: list[str]) -> str:
 
 
 def _for_pdsh(argument: str) -> str:
-    """`argument` quoted so that DeepSpeed's launcher passes it unchanged to the ranks of another node.
+    """Quotes `argument` so that DeepSpeed's launcher passes it unchanged to the ranks of another node.
 
-    pdsh replaces %h, %n and %u, and %% by %. Then the node's shell reads the line. In it DeepSpeed has put
-    arguments with a space between double quotes, with escapes, and has not quoted the others.
+    pdsh replaces %h, %n and %u, and %% by %. Then the node's shell parses the line, in which DeepSpeed has
+    put arguments that contain a space in double quotes, with escapes, and has not quoted the others.
     """
     argument = argument.replace("%", "%%")
     return re.sub(r"[\\$`]", r"\\\g<0>", argument) if " " in argument else shlex.quote(argument)
 
 
 def print_commands(spec: RunSpec, arguments: list[str]) -> None:
-    """Print all of them to stdout."""
+    """Prints the commands of all launchers to stdout."""
     for launch in launches(spec, arguments):
         typer.echo("\n".join([f"# {launch.launcher}: {launch.where}", *launch.commands, ""]))

@@ -1,4 +1,4 @@
-"""`rlctl report`: everything about one run or several, on one page."""
+"""`rlctl report`: writes one page about one or several runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(
 
     Responses are shaded token by token by the log-ratio of both policies, the
     spec is compared with its preset, and several runs share each plot. The page
-    needs nothing else and loads nothing.
+    is self-contained.
 
       rlctl report runs/rlctl/rloo-seq-is-20260101-120000 --open
 

@@ -1,4 +1,4 @@
-"""`rlctl reward test`: is the reward right, and how long does it take, before a GPU is spent."""
+"""`rlctl reward test`: checks correctness and speed of a reward before training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def try_out(
     spec = _spec(what)
     is_shaped = spec.reward.overlong.buffer_length > 0
     cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
-    import torch  # mistakes so far are refused without it
+    import torch  # imported late, so that errors above are reported without it
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     from rlctl.cli.output import progress_bar
@@ -99,10 +99,10 @@ def try_out(
 
 
 def _spec(what: str) -> RunSpec:
-    """The run the reward belongs to; a default one around a grader or function named by itself.
+    """The spec that `what` names; for a grader or function, a default spec that uses it.
 
     Raises:
-        UsageError: it is none of these, or the spec has problems.
+        UsageError: `what` is none of these, or the spec has problems.
     """
     from rlctl.registry import GRADERS
     from rlctl.spec.load import RUN_SPEC_FILE, load_spec
@@ -125,7 +125,7 @@ def _spec(what: str) -> RunSpec:
 
 
 def _batch_seconds(trial: Trial, spec: RunSpec) -> dict[str, Any]:
-    """How long one training batch's grading takes, one after the other and in this machine's processes."""
+    """Seconds to grade one training batch, in one process and in all grading processes of this machine."""
     from rlctl.reward.pool import share_of_cores
 
     size = spec.data.train_batch_size * spec.rollout.n

@@ -1,4 +1,4 @@
-"""What `rlctl reward test` tries: rows of prepared data, and responses stored with their rewards."""
+"""Test cases of `rlctl reward test`: rows of prepared data, and stored responses with their rewards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _FIX = "name an evaluation's samples.parquet, or a run's rollouts directory"
 def cases_of(
     data: Sequence[str], responses: Sequence[str], limit: int | None, *, is_shaped: bool
 ) -> list[Case]:
-    """Each row's ground truth (1 expected), the same with a number changed (0) and an empty answer (0).
+    """Cases with their expected scores: three per row, then the stored responses.
 
-    Then the stored responses.
+    The cases of a row are its ground truth (1 expected), the same with a number changed (0) and an empty
+    answer (0).
 
     Args:
         data: Parquet in the row schema.
         responses: Parquet of an evaluation or of a run's rollouts, or directories of them.
-        limit: rows, and responses, at most; None: all.
-        is_shaped: rewards of rollouts hold a penalty for their length, and are not compared.
+        limit: maximum number of rows, and of responses; None: all.
+        is_shaped: rewards of rollouts include a length penalty, so they are not compared.
 
     Raises:
         UsageError: a file is missing, broken, or of another kind.
@@ -58,7 +59,7 @@ def _sample(row: Row, response: str) -> Sample:
 
 
 def _stored(name: str, rows: Mapping[tuple[str, str], Sequence[Row]], is_shaped: bool) -> Iterator[Case]:
-    """The responses of a file, or of all files of a directory."""
+    """Cases of the responses in a file, or in all Parquet files of a directory."""
     path = Path(name)
     if not path.exists():
         raise UsageError("no such file or directory", where=name, fix=_FIX)

@@ -1,4 +1,4 @@
-"""`rlctl runs`, `rlctl watch`, `rlctl samples`: what runs there are, how one goes on, what it sampled."""
+"""`rlctl runs`, `rlctl watch` and `rlctl samples`: list of runs, live panel, sampled responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RunDirectory = Annotated[
     ),
 ]
 
-#: Seconds between two readings of a watched log.
+#: Seconds between two reads of a watched log.
 _POLL_S = 0.5
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "died": "red", "stopped": "yellow"}
 
@@ -82,7 +82,7 @@ def watch(
     num_rows = num_bytes = 0
     try:
         while True:
-            running = is_running(run_dir)  # asked before the rows are read, so that none is missed
+            running = is_running(run_dir)  # checked before the rows are read, so that none is missed
             size = log.stat().st_size if log.exists() else 0
             rows = record.rows()[num_rows:] if size != num_bytes else []
             for row in rows:
@@ -101,7 +101,7 @@ def watch(
 
 
 def _seconds_since(moment: str | None) -> float:
-    """Seconds since an ISO 8601 time, of UTC where it names no zone; 0 where none is known."""
+    """Seconds since an ISO 8601 time (UTC if it has no time zone); 0 if it is missing or invalid."""
     try:
         then = datetime.fromisoformat(moment or "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""`rlctl schema`: every key, its type, range, default and meaning."""
+"""`rlctl schema`: prints every key with type, range, default and meaning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def schema(
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One key of the spec in words; `default` is JSON."""
+    """Description of one key of the spec; `default` is JSON."""
 
     key: str
     type: str
@@ -73,7 +73,7 @@ def key_rows() -> Iterator[KeyRow]:
 
 
 def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[KeyRow]:
-    """One row per leaf, nested sections in place."""
+    """Yields one row per leaf; keys of nested sections follow in place."""
     for name, field in content["properties"].items():
         if "$ref" in field:
             yield from _rows(definitions[field["$ref"].rsplit("/", 1)[-1]], definitions, f"{prefix}{name}.")

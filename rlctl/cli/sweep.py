@@ -1,4 +1,4 @@
-"""`rlctl sweep`: every combination of some values, run, resumed and compared."""
+"""`rlctl sweep`: runs, resumes and compares every combination of some values."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def sweep(
 ) -> None:
     """Train every combination of some values and compare the settings.
 
-    The same command, or `--dir` alone, goes on where it stopped: finished runs
-    are left alone, others continue from their checkpoint. Settings are compared
+    The same command, or `--dir` alone, continues where it stopped: finished runs
+    are skipped, others continue from their checkpoint. Settings are compared
     with the first one, paired by trainer.seed; with one seed they are paired by
     validation question.
 

@@ -1,4 +1,4 @@
-"""`rlctl train`: read the spec, show it, or run it."""
+"""`rlctl train`: reads the spec, then shows it or runs it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def train(
         print_commands(loaded.spec, [*_as_given(options), *given])
         return
     if plain:
-        os.environ["RLCTL_PLAIN"] = "1"  # ranks of their own read it too
+        os.environ["RLCTL_PLAIN"] = "1"  # ranks in other processes read it too
     raise typer.Exit(_start(loaded, resume))
 
 
@@ -150,15 +150,15 @@ def _start(loaded: LoadedSpec, resume: Path | None) -> int:
 
 
 def _as_given(options: Mapping[str, Iterable[object] | None]) -> list[str]:
-    """Options back as words of a command line."""
+    """Converts options back to words of a command line."""
     return [word for name, values in options.items() for value in values or () for word in (name, str(value))]
 
 
 def _spec_of_run(run_dir: Path, presets: list[str] | None) -> Path:
-    """The resolved spec of a run to resume.
+    """Path of the resolved spec of a run to resume.
 
     Raises:
-        UsageError: no such run, or presets are given: the run's own spec would override them silently.
+        UsageError: no such run, or presets are given, which the run's spec would override silently.
     """
     from rlctl.spec.load import spec_file_of
 

@@ -1,4 +1,4 @@
-"""Messages of `rlctl train` before and after its live display."""
+"""Output of `rlctl train` before and after its live panel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlctl.train.start import Announce
 
 @contextmanager
 def announcing() -> Iterator[Announce]:
-    """Notes on the terminal, and a progress bar while the embedded model is built (once)."""
+    """Yields callbacks that print notes and show a progress bar while the embedded model is built (once)."""
     console = Console(stderr=True, highlight=False)
     bar = Progress(
         SpinnerColumn(),
@@ -49,7 +49,7 @@ def announcing() -> Iterator[Announce]:
 
 
 def print_summary(run_dir: Path) -> None:
-    """Results, files, and what to run next."""
+    """Prints results, files, and the next commands to run."""
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return
@@ -70,7 +70,7 @@ def print_summary(run_dir: Path) -> None:
 
 
 def _guarded(summary: dict[str, Any]) -> str:
-    """Alarms and actions of the guardrails; empty if there were none."""
+    """Line about alarms and actions of the guardrails; empty if there were none."""
     counts = summary.get("guardrails", {})
     if reason := counts.get("stopped_because"):
         return f"\nGuardrails stopped the run: {reason}"

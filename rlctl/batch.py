@@ -1,4 +1,4 @@
-"""One batch gains fields step by step: Prompts → Rollouts → ScoredBatch → TrainBatch.
+"""The records of a batch, in order of computation: Prompts → Rollouts → ScoredBatch → TrainBatch.
 
 Letters: N prompts, B = N × n responses, P prompt tokens, T response tokens, L = P + T.
 Log-probs are nats in float32 at the sampling temperature; index t is response token t itself
@@ -37,7 +37,7 @@ class Prompts:
     group_ids: Tensor  # (N,) int64, the prompt's index in the whole batch, over all ranks
     data_sources: tuple[str, ...]  # (N,) selects the grader of the response
     ground_truths: tuple[str, ...]  # (N,)
-    texts: tuple[str, ...]  # (N,) the prompt with the chat template applied, for dumps and graders
+    texts: tuple[str, ...]  # (N,) the rendered prompt text that is tokenized, for dumps and graders
     extra_infos: tuple[Mapping[str, Any], ...] = ()  # (N,) or none: the row's `extra_info`, JSON-able
     messages: tuple[tuple[Mapping[str, str], ...], ...] = ()  # (N,) or none: the prompt as {role, content}
 
@@ -88,7 +88,7 @@ class KeptTokens:
         return cls(torch.cat(counts), torch.cat([part.ids for part in parts]))
 
     def to(self, device: Any) -> KeptTokens:
-        """Returns a copy on another device."""
+        """Returns the same data on `device`."""
         return KeptTokens(self.counts.to(device), self.ids.to(device))
 
 
@@ -119,7 +119,10 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """n sampled responses per prompt. Those of one prompt are adjacent; only `group_ids` identifies them."""
+    """n sampled responses per prompt.
+
+    Responses of one prompt are adjacent, but only `group_ids` define which rows belong together.
+    """
 
     input_ids: Tensor  # (B, L) int64: prompt left-padded, response right-padded
     attention_mask: Tensor  # (B, L) bool
@@ -144,7 +147,7 @@ class Rollouts:
         return self._each(lambda value: value[rows])
 
     def to(self, device: Any) -> Rollouts:
-        """Returns a copy on another device."""
+        """Returns the same data on `device`."""
         return self._each(lambda value: value if isinstance(value, tuple) else value.to(device))
 
     def _each(self, change: Callable[[Any], Any]) -> Rollouts:

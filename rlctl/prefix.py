@@ -76,8 +76,8 @@ def can_share_prefix(model: Any) -> bool:
     """Whether the model gives the same states from repeated keys and values as from whole rows.
 
     Recurrent states and unusual caches cannot be repeated. Instead of a list of architectures, this
-    checks the type of the cache and compares both computations on a short probe. Gradient
-    checkpointing excludes sharing.
+    checks the type of the cache and compares both computations on a short probe. Returns False with
+    gradient checkpointing.
     """
     body = body_of(model)
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

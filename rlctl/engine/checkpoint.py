@@ -112,7 +112,7 @@ def partial_path(root: Path, step: int) -> Path:
 
 @contextmanager
 def writing(root: Path, step: int) -> Iterator[None]:
-    """Turns any exception inside into one error, and removes the incomplete checkpoint.
+    """Turns exceptions other than `RlctlError` into `RunFailure`, and removes the incomplete checkpoint.
 
     A full disk raises OSError in Python, RuntimeError in torch, and another error in safetensors.
 

@@ -333,7 +333,7 @@ class PartitionedLoading:
         late = config.get_text_config().vocab_size if any(tied) else None
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            is_read = getattr(parameter, "_is_hf_initialized", False)  # False: initialised at the end
+            is_read = getattr(parameter, "_is_hf_initialized", False)  # False: in no file, initialised last
             is_new = parameter is not None and not parameter.is_meta and not hasattr(parameter, "ds_id")
             if is_read and is_new and parameter is not None and late not in parameter.shape[:1]:
                 cut_up(parameter)

@@ -103,7 +103,7 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> int:
     end_with_parent(signal.SIGKILL, launcher)
     try:
         code = target(*args)
-        if code > 128:  # on a signal, which the agent also got: it ignores return values
+        if code > 128:  # on a signal; the agent got it too and ignores return values
             sys.stdout.flush()
             os._exit(code)
         return code

@@ -85,7 +85,7 @@ def _on_gpus(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
 
 
 def _refuse_other_activation(model: Any) -> None:
-    """Refuses other activations, because the library replaces feed-forward layers regardless of theirs."""
+    """Refuses activations that the kernels do not compute, because the library does not check them."""
     config = model.config.get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     for kind in {module._get_name() for module in model.modules()} & _ACTIVATIONS.keys():

@@ -76,7 +76,7 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A weight under its name in the model without adapters, with the adapter merged in if there is one.
+    """A weight of the model without adapters; its value includes the adapter, if `parts` contain one.
 
     Attributes:
         name: name in the model before `add_lora`.
@@ -140,7 +140,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: Any, tensors: dict[str, Tensor]) -> Adapter:
-        """The adapter of `model`, a result of `add_lora`, with these values."""
+        """The adapter that `add_lora` added to `model`, with these values."""
         config = replace(
             model.peft_config[_ADAPTER],
             base_model_name_or_path=model.name_or_path or None,

@@ -133,7 +133,7 @@ def _causal_lm(path: str, use_liger: bool, partition: PartitionedLoading | None,
 
 
 def _reader(config: Any) -> Any:
-    """The transformers class that loads the model: for causal language models, else for image and text."""
+    """The auto class that loads the model: for causal language models, or else for images and text."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

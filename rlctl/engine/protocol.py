@@ -51,7 +51,7 @@ class AdapterSnapshot(Protocol):
     """Copy of the weights of a LoRA adapter."""
 
     def save(self, directory: Path) -> None:
-        """Writes them in PEFT's format."""
+        """Writes the adapter in PEFT's format."""
         ...
 
 

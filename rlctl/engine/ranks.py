@@ -1,4 +1,4 @@
-"""The processes (ranks) of a run: their number, their devices, and collectives."""
+"""The processes of a run: rank, device, and collectives."""
 
 from __future__ import annotations
 

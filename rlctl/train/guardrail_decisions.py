@@ -153,7 +153,8 @@ class BatchDecision:
     Attributes:
         tighten: train the next batch with tightened bounds.
         stop_reason: why the run ends now; "" if it continues.
-        forecast_scale: upper limit of the learning-rate factor: < 1 while a critical level is forecast.
+        forecast_scale: 1, or less while a critical level is forecast; with `on_forecast: scale_lr` the upper
+            limit of the learning-rate factor.
         notices: (kind, text) to show; each kind is shown once per run.
     """
 

@@ -187,7 +187,7 @@ def epoch_of(run: Run, step: int) -> float:
 
 
 def performance(metrics: dict[str, float], timer: StepTimer, ranks: Ranks) -> dict[str, float]:
-    """Seconds, tokens per second and rank, and peak memory (GiB) at one step."""
+    """Seconds of one step, tokens per second and rank, and peak memory of the run so far (GiB)."""
     seconds = timer.seconds["step"]
     if ranks.device.type == "cuda":
         gib = torch.cuda.max_memory_allocated() / 2**30

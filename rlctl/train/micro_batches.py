@@ -35,7 +35,7 @@ def micro_batches(
         max_tokens: rows × columns per part; a longer row is a separate part.
         ranks: the processes of the run; all call this.
         first: (B,) bool, rows that the first parts contain. Parts by tokens never mix them with other rows;
-            of the parts by number, one may. None: any order.
+            of the parts by number, at most one does, if they fill at least one part. None: any order.
     """
     total, device = len(inputs), inputs.input_ids.device
     if max_tokens is None:

@@ -89,7 +89,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
     run.stream.drain()
-    if run.rollout_writer:  # a resumed run does not repeat these steps
+    if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
     has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
     has["draws"] = run.draws is not None

@@ -67,7 +67,7 @@ class UpdateSettings:
         )
 
     def tightened(self) -> UpdateSettings:
-        """A copy with every bound in effect one step tighter; equal to `self` if there is none."""
+        """A copy with all bounds in effect tightened (`tighter_…`); equal to `self` if there are none."""
         weight = tighter_weight(self.rules.weight) if self.weights_are_applied else self.rules.weight
         reject = tuple(tighter_criterion(rule) for rule in self.rules.reject)
         return replace(self, rules=replace(self.rules, weight=weight, reject=reject))

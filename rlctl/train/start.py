@@ -30,7 +30,7 @@ from rlctl.train.watchdog import Watchdog
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
 
-#: Exit code; also that of `rlctl diagnose --fail-on`: findings are the reason.
+#: Exit code if the guardrails ended the run; the same as for findings under `rlctl diagnose --fail-on`.
 STOPPED_BY_GUARDRAILS = 3
 
 

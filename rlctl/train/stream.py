@@ -1,4 +1,4 @@
-"""A queue of rollouts in training order, sampled ahead in the same thread or during training."""
+"""A queue of rollouts in training order, sampled ahead in the same thread or concurrently."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class SweepRow:
         value: mean over the completed runs, see `result`; None: no run is completed.
         against_first: difference from the first setting, paired by seed, or by question if only one seed is
             completed.
-        paired_by: `seed` or `question`.
+        paired_by: `seed` or `question`; None for the first setting.
     """
 
     setting: dict[str, str]

@@ -38,7 +38,7 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
 
 
 def release_engine(run: Run, step: int) -> None:
-    """Releases the memory of an engine in this process until the next sync; all sampling must be done."""
+    """Releases the memory of an engine in this process until the next sync; call it after all sampling."""
     run.rollout.release(weights_follow=_is_sync_due(run, step))
 
 

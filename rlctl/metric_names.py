@@ -94,7 +94,7 @@ def _weights(kind: str, which: str, peers: bool) -> Iterator[Metric]:
 
 
 def _bounds_and_counts() -> Iterator[Metric]:
-    """Effects of bound and rejection, and counts of sequences and updates that could not be corrected."""
+    """Effects of bounding and rejection, and counts of sequences and updates that could not be corrected."""
 
     def metric(key: str, unit: str, definition: str, verl: bool = True) -> Metric:
         name = CORRECTION + key
@@ -122,7 +122,7 @@ def _bounds_and_counts() -> Iterator[Metric]:
     yield metric("skipped_updates", "updates", skipped, verl=False)
 
 
-#: verl logs the same names, but the same quantities only under this dialect.
+#: verl logs the same names; the quantities are the same only under this dialect.
 _VERL_DIALECT = "verl (under `dialect: verl`)"
 
 

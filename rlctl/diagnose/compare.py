@@ -162,7 +162,7 @@ def metric_change(key: str, a: Table, b: Table) -> MetricChange | None:
     floor = th.SIGMA_FLOOR * np.maximum(np.abs(medians_a), np.abs(medians_b))
     distance = (medians_b - medians_a) / np.maximum(np.maximum(noise, floor), np.finfo(float).tiny)
     apart = (side * distance > APART_SIGMAS for side in (1.0, -1.0))
-    # Smoothing prevents that single windows begin or interrupt a stretch.
+    # Smoothed, so that single windows neither begin nor interrupt a stretch.
     streaks = [longest_true(smoothed(flags.astype(np.uint8)).astype(bool)) for flags in apart]
     start, length = max(streaks, key=lambda streak: streak[1])
     if length < th.WINDOW:
@@ -295,7 +295,7 @@ def sentences(found: RunComparison) -> Iterator[str]:
 
 
 def comparison_document(found: RunComparison) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
+    """The comparison as plain values for JSON."""
     steps = dict(zip(("first", "last", "count"), found.shared, strict=True)) if found.shared else None
     return {
         "a": str(found.a.run.path),

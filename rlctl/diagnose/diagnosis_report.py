@@ -34,7 +34,7 @@ _CONFIGURED = {
 }
 
 
-#: Framework → setting → pattern of the metrics that are logged only with this setting.
+#: Framework → setting → pattern of the metrics that the framework logs with this setting.
 _ENABLING: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "actor_rollout_ref.rollout.calculate_log_probs=True": "rollout_corr/|mismatch/|training/roll",
@@ -77,7 +77,7 @@ class FindingReport(NamedTuple):
 class RunReport:
     """A diagnosis as texts."""
 
-    name: str  # the log
+    name: str  # path of the log, for display
     about: str  # steps, framework, experiment, model and dates, as far as they are known
     summary: str  # all findings in one line
     verdict: str  # as in `Diagnosis`
@@ -230,7 +230,7 @@ def _commands(run: RunLog) -> tuple[str, ...]:
 
 
 def diagnosis_document(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
+    """The diagnoses as plain values for JSON."""
     return {"runs": [_run_document(diagnosis) for diagnosis in diagnoses]}
 
 

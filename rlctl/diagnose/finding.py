@@ -41,7 +41,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault that a rule detected."""
+    """A fault or a remark that a rule reports."""
 
     severity: Severity  # `critical` threatens the run, `warning` needs a decision, `info` is a remark
     what: str  # one sentence

@@ -114,7 +114,7 @@ ONE_UPDATE_PER_PASS = change(
 
 
 def slower(run: RunLog) -> tuple[Fix]:
-    """Halves the peak learning rate, as configured or otherwise as logged."""
+    """Fix that halves the peak learning rate, as configured or otherwise as logged."""
     logged = run.table.series("actor/lr").values
     peak = run.facts.lr or (float(logged.max()) if len(logged) else None)
     return (change(f"actor.lr={peak / 2:.2g}") if peak else by_hand("halve the learning rate"),)
@@ -146,7 +146,7 @@ def fresher(run: RunLog, *, fully: bool) -> tuple[Fix, ...]:
 
 
 def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
-    """Rejects responses with extreme tokens, unless a rejection criterion is configured."""
+    """Fix that rejects responses with extreme tokens; empty if a rejection criterion is configured."""
     if run.facts.rollout_rs not in {None, "off"}:
         return ()
     return (
@@ -161,7 +161,7 @@ def reject_outliers(run: RunLog) -> tuple[Fix, ...]:
 
 
 def wider_bound(run: RunLog) -> tuple[Fix, ...]:
-    """Raises the bound of the weights to 5 where it is lower or unknown, so that fewer are truncated."""
+    """Fix that raises the bound of the weights to 5 where it is lower or unknown, to truncate fewer."""
     threshold = run.facts.rollout_is_threshold
     if run.facts.rollout_is == "off" or (threshold is not None and threshold >= 5.0):
         return ()
@@ -169,7 +169,7 @@ def wider_bound(run: RunLog) -> tuple[Fix, ...]:
 
 
 def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
-    """Enables importance weights per token where none are configured.
+    """Fix that enables importance weights per token where none are configured.
 
     In bypass mode only REINFORCE multiplies by the weights; for other losses the fix also turns bypass mode
     off.
@@ -191,7 +191,7 @@ def correct_tokens(run: RunLog) -> tuple[Fix, ...]:
 
 
 def geometric(run: RunLog) -> tuple[Fix, ...]:
-    """Weights that do not grow with the response length, bounded near 1 (verl and TRL have none)."""
+    """Fix with weights near 1 that do not grow with the response length (verl and TRL have none)."""
     if run.facts.rollout_is == "geometric":
         return ()
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
@@ -217,13 +217,13 @@ def same_precision(run: RunLog) -> tuple[Fix, ...]:
 
 
 def larger_groups(run: RunLog) -> tuple[Fix, ...]:
-    """Doubles the responses per prompt, where their number is known."""
+    """Fix that doubles the responses per prompt, where their number is known."""
     size = run.facts.group_size
     return (change(f"rollout.n={2 * size}", why="larger groups"),) if size else ()
 
 
 def guarded(run: RunLog) -> tuple[Fix, ...]:
-    """Lets the guardrails act on such updates during training, unless they already do."""
+    """Fix that lets the guardrails act on such updates during training; empty if they already do."""
     if run.spec is None or run.spec.trainer.guardrails.mode == "act":
         return ()
     return (change("trainer.guardrails.mode=act", why="let training withhold or scale such updates"),)

@@ -165,7 +165,7 @@ def forecast(series: Series, level: Level, slope_errors: float = SLOPE_ERRORS) -
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    """`np.median` of few values, several times faster."""
+    """Median of few values, several times faster than `np.median`."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] if len(values) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle]))
 

@@ -75,7 +75,7 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
 
 
 def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) -> None:
-    """Prints a label and its text. It wraps only on a terminal, and not if `in_one_line` (text to paste)."""
+    """Prints a label and its text, which wraps only on a terminal and without `in_one_line`."""
     room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
     for line in [text] if in_one_line or not console.is_terminal else text.wrap(console, room):
         line.rstrip()

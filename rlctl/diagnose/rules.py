@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Literal["critical", "warning", "no warnings", "too little to judge"]:
-        """The worst severity from warning on; otherwise whether enough was checked to conclude anything."""
+        """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
         for severity in SEVERITIES[:2]:
             if self.reaches(severity):
                 return severity  # type: ignore[return-value]

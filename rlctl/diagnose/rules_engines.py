@@ -23,8 +23,8 @@ _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rol
 LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
 #: Levels of |log(mean −log π of the samples / entropy)|, which is 0 where the samples are draws from π.
 SAMPLED = Levels(_ENTROPY, (("warning", 0.34), ("critical", 0.69)))
-#: Minimum difference of both in nats per token, and the share of it by which the log-probs of trainer and
-#: engine may differ.
+#: Minimum difference between the mean −log π and the entropy, in nats per token, and the share of it by which
+#: the log-probs of trainer and engine may differ.
 SAMPLED_NATS, SAMPLED_GAP = 0.1, 0.25
 #: Mean −log π, in nats per token, below which engine log-probs of exactly 0 may be right.
 SURE_NATS = 0.01

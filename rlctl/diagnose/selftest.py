@@ -116,7 +116,7 @@ def _check(case: Mapping[str, Any], framework: str, log: Path) -> SelftestResult
 
 
 def selftest_document(results: list[SelftestResult]) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
+    """The results as plain values for JSON."""
     return {"results": [asdict(one) for one in results], "failures": sum(not one.passed for one in results)}
 
 

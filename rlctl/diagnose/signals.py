@@ -155,8 +155,8 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
 def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
     """Indices of the first and the last value that count as beyond the level.
 
-    A window median beyond the level dates the crossing by the middle of its window. If the first (last)
-    window of the series is beyond the level, the crossing includes the first (last) value.
+    The crossing starts at the middle of the first window whose median is beyond the level, and ends at the
+    middle of the last. If that is the first (last) window of the series, it includes the first (last) value.
     """
     places, half = np.flatnonzero(beyond), th.WINDOW // 2
     first = 0 if beyond[0] else int(places[0]) + half
@@ -164,7 +164,7 @@ def _span(beyond: NDArray[np.bool_], num_values: int) -> tuple[int, int]:
 
 
 def _compared_with_start(crossed: Crossing, series: Series, relative: bool, grown_out: bool) -> Crossing:
-    """Reduces a level below critical to a remark if the metric is near its start, or crossed only then."""
+    """Reduces a crossing below critical to a remark if the metric is near its start or crossed only there."""
     if crossed.severity == "critical":
         return crossed
     if grown_out and not crossed.lasts:

@@ -57,7 +57,7 @@ def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
     """Chooses, for every finding that is at least a warning, the first compatible fix; worst finding first.
 
     A fix is compatible if no fix chosen before sets one of its keys to another value, and if the spec with
-    both passes all checks. Without a spec of the run, the fixes are checked on top of the defaults.
+    all of them passes the checks. Without a spec of the run, the fixes are checked on top of the defaults.
     """
     base = diagnosis.run.spec
     chosen: list[Applied] = []

@@ -1,4 +1,4 @@
-"""The criteria for levels, starts, trends and spikes, and the levels that several rules share.
+"""Criteria for crossed levels, the run's start, trends and spikes, and levels that several rules share.
 
 A level is crossed when the median of `WINDOW` consecutive values is beyond it, so that no single step of a
 long log raises an alarm. Steps are those at which the metric was logged. With fewer than `MIN_STEPS` values
@@ -36,10 +36,10 @@ class Levels:
 
     key: str  # the metric
     tiers: tuple[tuple[Severity, float], ...]  # (severity, value), mildest first
-    is_floor: bool = False  # the metric must stay above them, not below
+    is_floor: bool = False  # the metric must stay above the levels, not below
     absolute: bool = False  # the metric's absolute value is compared
     relative: bool = False  # levels below `critical` also require the metric to be far from the run's start
-    min_steps: int = MIN_STEPS  # values needed to apply those below critical
+    min_steps: int = MIN_STEPS  # values needed to apply levels below critical
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""

@@ -252,7 +252,7 @@ class Console:
     # --- dictionaries ----------------------------------------------------------------------------
 
     def _other(self, prefix: str, text: str) -> bool:
-        """Reads dictionaries, tables, lists, bars; otherwise a setting, a heading or an exception."""
+        """Reads progress bars, dictionaries, tables and lists; otherwise settings, headings, exceptions."""
         if "%|" in text and self._bar(text):
             return True
         step, self._next_step = self._next_step, None

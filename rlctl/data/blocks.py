@@ -58,7 +58,7 @@ class Block:
     source: str  # data source of rows without a `data_source`
     first_number: int  # number of the first line (text files) or row (other files), from 1
     content: Content  # the rows, or their location
-    num_bytes: int  # bytes of the file that were read for it, for progress
+    num_bytes: int  # bytes of the file read for it, to report progress
 
 
 class Record(NamedTuple):
@@ -179,7 +179,7 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
     holds_bytes = "binary" in str(table.schema.types)
     try:
         rows = table.to_pylist()
-    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot represent: find the rows
+    except (UnicodeDecodeError, ValueError):  # text or a date that Python cannot represent: row by row
         rows = None
     for place in range(table.num_rows):
         number = block.first_number + place

@@ -114,7 +114,7 @@ class PromptDataset:
         return order
 
     def row_at(self, position: int, *, seed: int, shuffle: bool) -> int:
-        """Index of the prompt at a position in the concatenated epochs, in the orders of `batch_indices`."""
+        """Index of the prompt at a position in the concatenated epochs, ordered as in `batch_indices`."""
         epoch, place = divmod(position, len(self))
         return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
 

@@ -160,7 +160,9 @@ def source_named(values: Values, column: str) -> str:
 
 
 def extra_info(values: Values) -> dict[str, Any]:
-    """Returns the record's `extra_info` as JSON types; an `index` that is no integer is `original_index`.
+    """Returns the record's `extra_info` as JSON types.
+
+    An `index` that is not an integer is renamed to `original_index`.
 
     Raises:
         RowError: a text in it is not valid UTF-8.
@@ -171,7 +173,7 @@ def extra_info(values: Values) -> dict[str, Any]:
         extra["original_index"] = extra.pop("index")
     try:
         orjson.dumps(extra)
-    except TypeError:  # orjson is strict about more than text: the slower check decides
+    except TypeError:  # orjson refuses more than invalid text: the slower check decides
         check_text(json.dumps(extra, ensure_ascii=False))
     return extra
 

@@ -239,7 +239,7 @@ def _line_pieces(file: BufferedReader, position: Callable[[], int], *, in_place:
 
 def _whole_lines(file: BufferedReader) -> Iterator[bytes | OversizedLine]:
     """Yields a few whole lines at a time; the last newline may be missing."""
-    parts: list[bytes] = []  # the start of one line
+    parts: list[bytes] = []  # start of an incomplete line
     while chunk := file.read(BLOCK_BYTES):
         cut = chunk.rfind(b"\n") + 1
         if cut:

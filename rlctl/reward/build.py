@@ -96,7 +96,7 @@ class CombinedReward:
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
-        ended: dict[int, FailureKind] = {}  # row → failure that the response caused; it is scored
+        ended: dict[int, FailureKind] = {}  # row → kind of a failure that the response caused
         answers: list[str | None] = []
         for label, (weight, scorer) in self._terms.items():
             if read_answers and not answers and scorer.reads_answers:
@@ -138,7 +138,7 @@ class CombinedReward:
         )
 
     def close(self) -> None:
-        """End the grading processes."""
+        """Ends the grading processes."""
         for _, scorer in self._terms.values():
             scorer.close()
 

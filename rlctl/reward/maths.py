@@ -1,4 +1,4 @@
-r"""Grades mathematical answers: parses an answer as the same kind of value as the ground truth.
+r"""Grades mathematical answers: parses an answer as the kind of its ground truth and compares both.
 
 A ground truth is one of three kinds. A *number* ("$1,234", "12 apples", "50\%", also 3\pi) equals numbers,
 also in prose. A *text* ("\text{June 20}", "no solution") equals the same text. Any other *expression*, such

@@ -1,4 +1,7 @@
-"""Checks that ground truths can be graded: as a response each must score 1, with another number 0."""
+"""Checks that ground truths can be graded: each must score 1 as a response, with another number 0.
+
+An empty response must score 0, too.
+"""
 
 from __future__ import annotations
 

@@ -80,11 +80,11 @@ class LocalScorer(Scorer):
         self._part = GRADERS.part(name)
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """One grade per sample, in order."""
+        """Returns one grade per sample, in order."""
         return [self._grade(sample) for sample in samples]
 
     def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Grades, and what the responses answer."""
+        """Returns grades and answers."""
         read: Callable[[str], str | None] = self._part.answer_of or (lambda _: None)
         return [(self._grade(sample), read(sample.response)) for sample in samples]
 
@@ -110,15 +110,15 @@ class SourceScorer(Scorer):
         self._scorers: dict[SourceGrader, Scorer] = {}
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """One grade per sample, in order."""
+        """Returns one grade per sample, in order."""
         return self._by_source(samples, lambda scorer, some: scorer.grade(some))
 
     def grade_and_read(self, samples: Sequence[Sample]) -> list[GradeAndAnswer]:
-        """Grades, and what the responses answer."""
+        """Returns grades and answers."""
         return self._by_source(samples, lambda scorer, some: scorer.grade_and_read(some))
 
     def close(self) -> None:
-        """End the grading processes."""
+        """Ends the grading processes."""
         for scorer in self._scorers.values():
             scorer.close()
 

@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A score that is not the expected one."""
+    """A score that differs from the expected one."""
 
     term: str
     kind: Kind

@@ -97,7 +97,7 @@ def encode(value: Any) -> Any:
     """Encodes a value as JSON that distinguishes lists, tuples, sets and dictionaries.
 
     Equal values of these types have equal codes. Any other object is encoded as the name of its type, which
-    equals no value, so an object that claims to equal everything does not pass a test.
+    equals the code of no literal, so an object that claims to equal everything does not pass a test.
     """
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy
         value = value.item()

@@ -5,7 +5,7 @@ dictionary, the change is applied here too. Any other object stays in its proces
 `Remote` for it. Operators and comparisons cannot combine a `Remote` with a value, so that an object of the
 program cannot claim to equal a value of the tests.
 
-Standard library only. Messages are pickles that can only contain the types in `_PLAIN`.
+Standard library only. Messages are pickles that can only load the types in `_PLAIN`.
 """
 
 from __future__ import annotations

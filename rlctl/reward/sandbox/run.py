@@ -54,7 +54,7 @@ class Limits:
 class Outcome:
     """Outcome of a program."""
 
-    refused: str | None  # why the sandbox could not be set up; None: the program ran
+    refused: str | None  # reason why the sandbox could not be set up; None: the program ran
     exit_code: int  # of the program, or of its tests; negative: the signal that ended the process
     timed_out: bool  # it was killed at the time limit
     stdout: str  # what it printed, at most `max_output` bytes
@@ -75,7 +75,7 @@ def run_program(
 
     Args:
         program: Python source; runs as a script, or as a module if there are steps or tests.
-        limits: time and memory; a program that reaches them is ended.
+        limits: at the time limit the program is killed; beyond the memory limit allocations fail.
         stdin: its standard input.
         steps: evaluated after the program, in its namespace.
         tests: Python source; runs in a separate process, which uses the program through `peer.py`.

@@ -32,14 +32,14 @@ class SeccompRule:
     mask: int = 0  # bits to test (of the argument's lower 32 bits)
     if_set: bool = True  # deny if one of them is set; False: if none is
     only: int | None = None  # deny unless the lower 32 bits equal this; `mask` is not used
-    error: int = errno.EPERM  # what the call returns
+    error: int = errno.EPERM  # errno of the denied call
 
 
 ALWAYS = {
     # network; io_uring opens sockets without the system call `socket`
     "socket": SeccompRule((41, 198)),
     "io_uring_setup": SeccompRule((425, 425)),
-    # processes and programs; clone3 hides its flags from filters, glibc falls back to clone
+    # processes and programs; filters cannot read the flags of clone3, and glibc falls back to clone
     "fork": SeccompRule((57, None)),
     "vfork": SeccompRule((58, None)),
     "clone": SeccompRule((56, 220), 0, CLONE_THREAD, if_set=False),
@@ -69,7 +69,7 @@ ALWAYS = {
     "sched_setparam": SeccompRule((142, 118)),
     "sched_setattr": SeccompRule((314, 274)),
     "ioprio_set": SeccompRule((251, 30)),
-    # attributes of files, which Landlock does not guard
+    # attributes of files, which Landlock does not restrict
     "truncate": SeccompRule((76, 45)),
     "chmod": SeccompRule((90, None)),
     "fchmod": SeccompRule((91, 52)),

@@ -20,8 +20,9 @@ of at most 10 tokens, micro-batches of 32 responses, one optimizer step per batc
 and GRPOTrainer. Sides named bf16 compute in bf16 (TRL: autocast), which is faster only where the CPU does
 (AVX512-BF16, AMX). The reward is the last number of the response on TRL's side, the grader `maths` on ours.
 
-`--learning`: the reward of both sides after the same number of steps, in bf16. It uses batches of 8 prompts
-and a larger learning rate than `--llm`, so that a few steps suffice. A round is a seed.
+`--learning`: the reward of both sides after the same number of steps, in bf16, with `last_number` as the
+reward of both. Batches of 8 prompts and a larger learning rate than with `--llm`, so that a few steps
+suffice. Each round has another seed.
 
 `--trl-python` names the interpreter of an environment with TRL, where it is not installed here.
 `--correction` measures, instead of TRL, what share of the step the correction takes, there and in a
@@ -70,6 +71,12 @@ class Clock(list):
     def steps(self) -> dict[str, list[float]]:
         pairs = list(zip(self.times, self.times[1:], strict=False))[self.warm_up :]
         return {"wall": [b[0] - a[0] for a, b in pairs], "cpu": [b[1] - a[1] for a, b in pairs]}
+
+
+def last_number(response: str, ground_truth: str) -> float:
+    """1.0 if the response's last number is the ground truth, else 0.0."""
+    numbers = re.findall(r"-?\d+", response)
+    return float(bool(numbers) and numbers[-1] == ground_truth)
 
 
 def memory(key: str) -> float:
@@ -158,17 +165,13 @@ def run_trl(job: dict[str, Any], steps: int, *, is_grpo: bool, is_bf16: bool) ->
 
     clock, lengths, means = Clock(job["warm_up"]), [], []
 
-    def answer(completion: Any) -> str:
-        """A response in plain text; of a conversation, the last number of the reply."""
-        if isinstance(completion, str):
-            return completion
-        numbers = re.findall(r"-?\d+", completion[-1]["content"])
-        return numbers[-1] if numbers else ""
-
     def exact(
         completions: list[Any], ground_truth: list[str], completion_ids: list[Any], **_: Any
     ) -> list[float]:
-        scores = [float(answer(a) == b) for a, b in zip(completions, ground_truth, strict=True)]
+        scores = [
+            float(a == b) if isinstance(a, str) else last_number(a[-1]["content"], b)
+            for a, b in zip(completions, ground_truth, strict=True)
+        ]
         lengths.append(statistics.fmean(map(len, completion_ids)))
         means.append(statistics.fmean(scores))
         return scores
@@ -242,7 +245,7 @@ def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: 
         preset, overrides = "smollm2-135m-sums", [f"data.train_files={where / 'train.parquet'}"]
         prompts, micro_batch, warm_up = 8 if is_learning else 16, 32, 1
         overrides += [f"data.train_batch_size={prompts}", f"trainer.seed={seed}"]
-        overrides += ["actor.lr=2e-5"] if is_learning else []
+        overrides += ["actor.lr=2e-5", f"reward.name={__file__}:last_number"] if is_learning else []
     else:
         preset, prompts, micro_batch, warm_up = "rloo-seq-is", 128, 128 * SAMPLES, 3
     spec = load_spec([preset], [], overrides).spec

@@ -1,4 +1,4 @@
-"""From sampled tokens to `Rollouts`, the same for every engine."""
+"""Converts sampled tokens to `Rollouts`; shared by all engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _Item = TypeVar("_Item")
 
 
 def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, policy_version: int) -> Rollouts:
-    """Prompts and what was sampled from them as one batch.
+    """Combines prompts and their sampled responses into one batch.
 
     Args:
         prompts: N prompts.
         sampled: B = N·n responses, siblings adjacent.
         n: responses per prompt.
         tokenizer: decodes responses.
-        policy_version: optimizer updates behind the sampling weights.
+        policy_version: number of optimizer updates in the sampling weights.
 
     Raises:
-        RunFailure: a sampled token is not among those that the engine says it was sampled from.
+        RunFailure: a sampled token is not among the tokens that the engine reports as kept.
     """
     responses, lengths = sampled.tokens, sampled.lengths
     device = responses.device
@@ -64,10 +64,10 @@ def assemble(prompts: Prompts, sampled: Sampled, *, n: int, tokenizer: Any, poli
 
 
 def synced(policy_version: int | None) -> int:
-    """The version of an engine's weights; None: its last sync did not finish.
+    """Returns the version of an engine's weights.
 
     Raises:
-        RunFailure: it did not.
+        RunFailure: it is None, because the last weight sync did not finish.
     """
     if policy_version is None:
         raise RunFailure("the last weight sync to the rollout engine failed: its weights are a mixture")
@@ -75,19 +75,19 @@ def synced(policy_version: int | None) -> int:
 
 
 def positions(attention_mask: Tensor) -> Tensor:
-    """(B, L) int64, 0 at the first real token."""
+    """(B, L) int64 position ids, 0 at the first token that is not padding."""
     return (attention_mask.cumsum(dim=1) - 1).clamp_(min=0)
 
 
 def sample_ids(group_ids: Tensor, n: int) -> Tensor:
-    """(N·n,) int64: each response's place in the whole batch over all ranks, from its prompt's (N,)."""
+    """(N·n,) int64: index of each response in the whole batch over all ranks, from `group_ids` (N,)."""
     return group_ids.repeat_interleave(n) * n + torch.arange(n, device=group_ids.device).repeat(
         len(group_ids)
     )
 
 
 def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and what the model's generation config adds.
+    """Ids of all tokens that end a response: those of the tokenizer and of the model's generation config.
 
     Raises:
         UsageError: there is none.
@@ -105,7 +105,9 @@ def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 
 
 def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
-    """The token with which the chat template ends a reply, if none of those after it ends a response.
+    """First special token that the chat template writes after a reply, if no special token there is an end.
+
+    None if one of them ends a response, or if the template does not show how a reply ends.
 
     Args:
         tokenizer: with a chat template, or without one.
@@ -117,7 +119,7 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template that takes no replies says nothing about their end
+    except Exception:  # the template accepts no replies
         return None
     after = tokenizer(text.rpartition(reply)[2], add_special_tokens=False)["input_ids"]
     known = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}

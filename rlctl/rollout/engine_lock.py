@@ -1,4 +1,4 @@
-"""One rollout engine, two threads: the one that samples ahead, and the trainer's, which goes first."""
+"""Lock for an engine used by two threads: the trainer's has priority over the one that samples ahead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlctl.rollout.protocol import Policy, RolloutEngine, Sampling
 
 
 class EngineLock:
-    """Who may use an engine. A thread that waits as the trainer is let in before any other."""
+    """Mutual exclusion for an engine. A waiting trainer thread acquires it before any other thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,7 +21,7 @@ class EngineLock:
 
     @contextlib.contextmanager
     def held(self, *, first: bool) -> Iterator[None]:
-        """Hold the engine; `first`: before those who are not."""
+        """Holds the engine; `first`: with priority over threads that wait without it."""
         with self._changed:
             self._num_trainers += first
             self._changed.wait_for(lambda: not self._is_taken and (first or not self._num_trainers))
@@ -36,14 +36,14 @@ class EngineLock:
 
 
 class Parked(Protocol):
-    """What lies on the device only while the engine does not."""
+    """State that is on the device only while the engine is not."""
 
     def park(self) -> None:
-        """Leave the device."""
+        """Moves the state off the device."""
         ...
 
     def unpark(self) -> None:
-        """Return to it."""
+        """Moves the state back to the device."""
         ...
 
 
@@ -51,10 +51,10 @@ class LockedRollout:
     """A `RolloutEngine` shared by threads.
 
     Args:
-        engine: used by one of them at a time.
-        lock: the same for every thread's view of the engine.
-        first: whether this is the trainer's, which waits for one batch at most.
-        parked: what gives way while the engine is awake; None: nothing does.
+        engine: used by one thread at a time.
+        lock: shared by all wrappers of the engine.
+        first: whether this is the trainer's wrapper, which waits for at most one batch.
+        parked: moved off the device while the engine is in use; None: nothing.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class LockedRollout:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engine and trainer are never on the device together."""
+        """Whether engine and trainer are never on the device at the same time."""
         return self._parked is not None
 
     @property
     def description(self) -> str:
-        """Of the engine, for the record of a run; one that has none is named after its class."""
+        """The engine's description for the record of a run; its class name if it has none."""
         return str(getattr(self._engine, "description", type(self._engine).__name__))
 
     @property
     def notes(self) -> list[str]:
-        """What the engine has to say to the user, if anything."""
+        """The engine's messages to the user, if any."""
         return list(getattr(self._engine, "notes", []))
 
     def generate(
@@ -89,8 +89,10 @@ class LockedRollout:
             )
 
     def finish(self) -> None:
-        """This rank asks for nothing more until every rank has said so: where ranks share an engine, it
-        answers the others' requests until then. Called wherever ranks may ask unequally often.
+        """Declares that this rank has no further requests for now.
+
+        If ranks share an engine, processes the other ranks' requests until every rank has finished. Must be
+        called wherever ranks may make different numbers of requests.
         """
         if finish := getattr(self._engine, "finish", None):
             with self._lock.held(first=self._first):
@@ -98,7 +100,7 @@ class LockedRollout:
                 finish()
 
     def release(self, *, weights_follow: bool) -> None:
-        """What is sampled for this step is there: an engine that frees memory does so now."""
+        """Frees the engine's memory, if it supports that, after the last sampling of a step."""
         if release := getattr(self._engine, "release", None):
             with self._lock.held(first=self._first):
                 release(weights_follow=weights_follow)

@@ -1,10 +1,10 @@
-"""The rollout engines by name: how one is made, and what it can do.
+"""Rollout engines by name: factories and capabilities.
 
     @ROLLOUT_ENGINES.register(label="…", capabilities=EngineCapabilities(…))
     def my_engine(context: EngineContext) -> RolloutEngine: …
 
-An engine of the user's own is named `path/to/file.py:function`, see docs/how-to/extend.md. No torch: the spec
-reads names and capabilities; what an engine needs is imported when it is made.
+A user-defined engine is named `path/to/file.py:function`, see docs/how-to/extend.md. Does not import torch,
+because the spec reads names and capabilities; an engine's dependencies are imported when it is built.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a rollout engine is made from, on one rank.
+    """Inputs from which a rollout engine is built, on one rank.
 
     Attributes:
-        spec: of the run.
+        spec: spec of the run.
         model_path: directory or hub id of the policy.
-        model: the policy, not yet wrapped by the training engine; an engine that keeps it copies it. Under
-            ZeRO-3 its weights are cut up among the ranks (`ds_shape` is the whole one's) unless the engine
-            starts with the policy.
-        tokenizer: of the policy.
-        device: where the tensors of `Rollouts` belong.
-        rank, world_size: this process among the run's; rank 0 is the main one.
-        agree: gives every rank the first text among theirs that is not empty (a collective).
+        model: the policy, not yet wrapped by the training engine; an engine that keeps it must copy it. Under
+            ZeRO-3 its weights are partitioned among the ranks (`ds_shape` is the full shape) unless the
+            engine starts with the policy.
+        tokenizer: tokenizer of the policy.
+        device: device of the tensors of `Rollouts`.
+        rank, world_size: rank of this process and number of ranks; rank 0 is the main one.
+        agree: returns on every rank the first text among all ranks' that is not empty (a collective).
         run_dir: directory of the run.
-        params: `rollout.engine_params`, validated by the engine's parameters; None: it has none.
+        params: `rollout.engine_params`, validated by the engine's parameter class; None: it has none.
     """
 
     spec: RunSpec
@@ -67,11 +67,11 @@ class EngineContext:
 
 
 def build_rollout(context: EngineContext) -> RolloutEngine:
-    """The engine that the spec names; its `params` are filled in here.
+    """Builds the engine that the spec names, with its validated `params`.
 
     Raises:
-        EnvironmentFailure, UsageError: the engine cannot be had here, or refuses the model.
-        RunFailure: what the factory returns is not a rollout engine.
+        EnvironmentFailure, UsageError: the engine is not available here, or does not support the model.
+        RunFailure: the factory does not return a rollout engine.
     """
     from rlctl.spec.parts import params_of
 
@@ -119,7 +119,7 @@ def hf(context: EngineContext) -> RolloutEngine:
         frees_memory=True,
         forms_batches=True,
         tensor_parallel=True,
-        min_temperature=0.01,  # it raises lower ones to this, with a warning in its log
+        min_temperature=0.01,  # vLLM raises lower ones to this, with a warning in its log
         reports_kept="top_k",
     ),
 )
@@ -173,7 +173,7 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
     broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
     needs_broadcast = server.weight_transfer == "broadcast"
     by_ray, is_main = server.is_placed_by_ray, context.rank == 0
-    # Every node's first rank starts servers there; other nodes see no files of this one.
+    # The first rank of every node starts servers there, because other nodes cannot read files of this node.
     on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
     node, local_rank = divmod(context.rank, spec.trainer.n_gpus_per_node)
     published = adapters = replicas = broadcast = None
@@ -224,10 +224,10 @@ def _on_servers(context: EngineContext) -> RolloutEngine:
 
 
 def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextManager[list[RayHost]]:
-    """Places for servers in a Ray cluster.
+    """Hosts for servers in a Ray cluster.
 
     Raises:
-        UsageError: its other machines would not see new weights.
+        UsageError: the other machines of the cluster could not read new weights.
     """
     import torch
 
@@ -246,10 +246,10 @@ def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextMan
 
 
 def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, is_needed: bool) -> bool:
-    """Whether servers that run already, with these backends of vLLM's weight transfer, take a broadcast.
+    """Whether running servers, with these backends of vLLM's weight transfer, can receive a broadcast.
 
     Raises:
-        EnvironmentFailure: they do not, and weights are to be broadcast.
+        EnvironmentFailure: they cannot, and a broadcast is required.
     """
     from rlctl.rollout.completions import vllm_missing
     from rlctl.rollout.weight_broadcast import transfer_backend
@@ -270,10 +270,10 @@ def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, i
 
 
 def replica_settings(spec: RunSpec) -> ReplicaSettings:
-    """What a vLLM server of this run is started with.
+    """Settings with which the vLLM servers of this run are started.
 
     Raises:
-        UsageError: there are not enough GPUs beside the trainer's.
+        UsageError: there are not enough GPUs in addition to the trainer's.
     """
     import torch
 
@@ -312,7 +312,7 @@ def replica_settings(spec: RunSpec) -> ReplicaSettings:
 
 
 def _engine_kwargs(spec: RunSpec) -> dict[str, Any]:
-    """vLLM's own arguments, and with exact sampling how many log-probs it may be asked for."""
+    """vLLM's own arguments; with exact sampling also the maximum number of log-probs per token."""
     from rlctl.rollout.completions import listed_tokens
 
     rollout = spec.rollout
@@ -321,7 +321,7 @@ def _engine_kwargs(spec: RunSpec) -> dict[str, Any]:
 
 
 def _address(spec: RunSpec) -> str:
-    """Where servers of this node listen: on this machine alone, or where ranks of other nodes reach it."""
+    """Address at which this node's servers listen: loopback, or one that ranks on other nodes can reach."""
     from rlctl.rollout.weight_broadcast import own_address
 
     main = os.environ.get("MASTER_ADDR", LOOPBACK)
@@ -332,7 +332,7 @@ def _address(spec: RunSpec) -> str:
 
 
 def _max_lora_rank(spec: RunSpec) -> int:
-    """What an engine is built for: the smallest rank vLLM knows that holds the adapter's; 0: merged."""
+    """LoRA rank an engine is built for: the smallest supported one ≥ the adapter's; 0: merged weights."""
     if not spec.syncs_adapter:
         return 0
     return min(rank for rank in VLLM_LORA_RANKS if rank >= spec.model.lora_rank)

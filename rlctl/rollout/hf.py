@@ -21,7 +21,7 @@ from rlctl.rollout.weights import ExpectedWeights
 _Value = TypeVar("_Value")
 RolloutDtype = Literal["fp32", "bf16", "int8"]
 
-#: `int8` is no dtype of its own: weights rounded to 8 bits, arithmetic in the model's dtype.
+#: `int8` has no torch dtype: weights are rounded to 8 bits, arithmetic uses the model's dtype.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -36,18 +36,18 @@ class HFRollout:
         max_num_seqs: int | None = None,
         dtype: RolloutDtype | None = None,
     ) -> None:
-        """Copy `model`; the original is never touched again, so that the trainer may own it.
+        """Copies `model`; the original is not used afterwards, so that the trainer may own it.
 
         Args:
             model: a causal language model, not yet wrapped by a training engine.
-            tokenizer: decodes responses; names padding and end of sequence.
-            device: where the copy lives, and every tensor that `generate` returns.
-            max_num_seqs: sequences generated at once; None: all of the batch.
-            dtype: precision of the copy; None: the model's own. `int8` samples as an engine with
-                weight-only quantisation does, see `_round_to_int8`.
+            tokenizer: decodes responses; defines padding and end of sequence.
+            device: device of the copy and of every tensor that `generate` returns.
+            max_num_seqs: sequences generated at once; None: the whole batch.
+            dtype: precision of the copy; None: that of the model. `int8` samples like an engine with
+                weight-only quantisation, see `_round_to_int8`.
 
         Raises:
-            UsageError: neither model nor tokenizer names an end-of-sequence token.
+            UsageError: neither model nor tokenizer defines an end-of-sequence token.
         """
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
         self._is_int8 = dtype == "int8"
@@ -58,13 +58,13 @@ class HFRollout:
         self._max_num_seqs = max_num_seqs
         self._eos_ids = end_ids(tokenizer, model.generation_config)
         self._pad_id = self._eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        # `generate` fills gaps from the model's own generation config (Qwen's has a top_p and a
-        # repetition penalty): leave it nothing to find.
+        # An empty config, because `generate` takes missing settings from the model's generation config
+        # (Qwen's has a top_p and a repetition penalty).
         self._model.generation_config = GenerationConfig()
         self._shares_prompts = can_share_prefix(self._model)
         self._weights: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._expected = ExpectedWeights(self._model)
-        self._policy_version: int | None = 0  # None while, or after, a sync that did not finish
+        self._policy_version: int | None = 0  # None during a sync and after a failed one
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
@@ -93,7 +93,7 @@ class HFRollout:
 
     @torch.no_grad()
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
-        """See `RolloutEngine.sync_weights`: all weights, merged; of tied ones one name is enough."""
+        """See `RolloutEngine.sync_weights`: all weights, merged; one name of tied weights is enough."""
         self._policy_version = None
         for names, tensor in self._expected.checked(policy.weights()):
             self._weights[names[0]].copy_(tensor)  # casts and moves; tied names are one tensor
@@ -108,12 +108,12 @@ class HFRollout:
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor, sampling: Sampling
     ) -> Sampled:
-        """Responses of one chunk; T ends with its longest row."""
+        """Samples the responses of one chunk; T is its longest response."""
         prompt_length = prompt_ids.shape[1]
         sampler = RecordingSampler(uniforms, prompt_length, sampling, self._eos_ids)
         config = GenerationConfig(
             max_new_tokens=sampling.max_response_length,
-            do_sample=False,  # the sampler has already chosen
+            do_sample=False,  # the sampler has already chosen the token
             eos_token_id=self._eos_ids,
             pad_token_id=self._pad_id,
         )
@@ -137,7 +137,7 @@ class HFRollout:
 
     @torch.no_grad()
     def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
-        """Keys and values of the prompts (B, P) without their last token, or None; `generate` continues."""
+        """Cache of the prompts (B, P) without their last token, continued by `generate`; None: not shared."""
         if not self._shares_prompts:
             return None
         ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
@@ -145,11 +145,11 @@ class HFRollout:
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
-    """Change `model` in place to the precision an engine of this dtype has."""
+    """Converts `model` in place to the precision of an engine of this dtype."""
     if dtype == "int8":
         _round_to_int8(model)
         return
-    # Parameters only, as `from_pretrained` does: rotary frequencies rounded to bfloat16 would be another
+    # Parameters only, as `from_pretrained` does: rounding rotary frequencies to bfloat16 would change the
     # model.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_DTYPES[dtype])
@@ -157,11 +157,11 @@ def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
 
 @torch.no_grad()
 def _round_to_int8(model: nn.Module) -> None:
-    """Round the weight of every linear layer, output head included, to 8 bits per output row.
+    """Rounds the weight of every linear layer, including the output head, to 8 bits per output row.
 
     Row i becomes s_i·round(w_i / s_i) with s_i = max|w_i| / 127: symmetric, 255 levels, computed in
-    float32 and stored in the layer's dtype, which is what a weight-only int8 kernel multiplies by.
-    Norms and embeddings stay as they are, but for an embedding that is the head's own weight.
+    float32 and stored in the layer's dtype, as a weight-only int8 kernel uses it.
+    Norms and embeddings are unchanged, except for an embedding that is tied to the head.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""A server in a process of its own on this machine. No torch: an actor of Ray needs nothing else."""
+"""A server in a separate process on this machine. Imports no torch, because Ray actors do not need it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from rlctl.errors import UsageError
 from rlctl.processes import PARENT
 
-#: Seconds that a server has to end by itself.
+#: Seconds to wait after each signal for a server to end.
 _STOP_S = 20
-#: Of the trainer's own process group; an engine has one of its own.
+#: Variables of the trainer's process group, not passed on because an engine has a separate one.
 _OF_RANKS = (
     "RANK",
     "LOCAL_RANK",
@@ -28,12 +28,12 @@ _OF_RANKS = (
 
 
 class LocalServer:
-    """A server on this machine, in a process group of its own.
+    """A server on this machine, in a separate process group.
 
     Args:
-        arguments: of Python.
-        environment: beside this process's, from which what describes a rank is left out.
-        log: its output is added to it.
+        arguments: arguments of Python.
+        environment: variables added to those of this process, from which variables of ranks are removed.
+        log: file to which the server's output is appended.
     """
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
@@ -46,7 +46,7 @@ class LocalServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the trainer, which ends them when it is done
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which then stops them
             )
 
     def poll(self) -> int | None:
@@ -54,7 +54,7 @@ class LocalServer:
         return self._process.poll()
 
     def end(self) -> None:
-        """Ask it and everything it started to end, then make them."""
+        """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
         process = self._process
         for sign, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
             with contextlib.suppress(ProcessLookupError):
@@ -66,7 +66,10 @@ class LocalServer:
 
 
 def _is_of_ranks(name: str) -> bool:
-    """With torchrun's own, an engine would wait for a store that the launcher does not keep for it."""
+    """Whether a variable describes a rank.
+
+    With torchrun's variables, an engine would wait for a store that the launcher does not provide for it.
+    """
     return name in _OF_RANKS or name.startswith("TORCHELASTIC_")
 
 
@@ -79,10 +82,10 @@ def _group_lives(group: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port on which nothing listens at this address of this machine.
+    """A free port at this address of this machine.
 
     Raises:
-        UsageError: it is no address of this machine.
+        UsageError: `host` is not an address of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

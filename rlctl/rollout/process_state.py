@@ -1,4 +1,4 @@
-"""A guest in this process: an engine whose library changes process-wide state keeps that to itself.
+"""Isolates the process-wide state that an engine's library changes.
 
 vLLM's workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times
 slower), the precision of matrix products and environment variables, and replace `torch.set_num_threads`.
@@ -17,10 +17,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a library may change for everybody in the process.
+    """Process-wide state that a library may change.
 
     Attributes:
-        set_num_threads: torch's function, which itself may be replaced.
+        set_num_threads: torch's function, which a library may replace.
         stream: CUDA's current stream; None without CUDA.
     """
 
@@ -34,7 +34,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """As it is."""
+        """Captures the current state."""
         return cls(
             num_threads=torch.get_num_threads(),
             set_num_threads=torch.set_num_threads,
@@ -46,10 +46,10 @@ class ProcessState:
         )
 
     def apply(self, set_num_threads: Callable[[int], None]) -> None:
-        """Make it so, and touch nothing that is so already.
+        """Restores this state; sets only what differs.
 
         Args:
-            set_num_threads: torch's own, which sets them.
+            set_num_threads: torch's original function.
         """
         if torch.get_num_threads() != self.num_threads:
             set_num_threads(self.num_threads)
@@ -58,7 +58,7 @@ class ProcessState:
             torch.set_float32_matmul_precision(self.matmul_precision)
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
-        if torch.get_default_device() != self.device:  # an explicit CPU would slow every call of torch
+        if torch.get_default_device() != self.device:  # setting the CPU would slow every torch call
             torch.set_default_device(None if self.device.type == "cpu" else self.device)
         if self.stream is not None and torch.cuda.current_stream() != self.stream:
             torch.cuda.set_stream(self.stream)
@@ -70,7 +70,7 @@ class ProcessState:
 
 
 class Guest:
-    """Lets an engine run with the state that it left behind, and the rest of the process with its own."""
+    """Runs an engine with the state that it last had, separate from that of the rest of the process."""
 
     def __init__(self) -> None:
         self._theirs: ProcessState | None = None
@@ -78,7 +78,7 @@ class Guest:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While inside, the engine's state; afterwards that from before, whatever happens inside."""
+        """Applies the engine's state inside the block and restores the previous one, even on errors."""
         ours = ProcessState.now()
         if self._theirs is not None:
             self._theirs.apply(self._set_num_threads)

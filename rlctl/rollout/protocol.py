@@ -1,4 +1,4 @@
-"""What the trainer asks of whatever samples responses."""
+"""Interfaces between the trainer and rollout engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution responses are drawn from.
+    """The distribution that responses are sampled from.
 
     Attributes:
-        max_response_length: tokens sampled at most, end of sequence included.
+        max_response_length: maximum number of sampled tokens, including end of sequence.
         temperature: divides the logits, > 0.
-        top_p: keep the likeliest tokens that make up this mass; 1: all.
-        top_k: keep the k likeliest tokens; -1: all.
-        min_p: drop tokens below this share of the likeliest one's probability; 0: none.
-        greedy: take the likeliest token instead of drawing one. The log-probs reported are still
+        top_p: keep the most likely tokens that make up this probability mass; 1: all.
+        top_k: keep the k most likely tokens; -1: all.
+        min_p: drop tokens whose probability is below this fraction of the highest one; 0: none.
+        greedy: take the most likely token instead of sampling one. The log-probs reported are still
             those of the distribution described above.
-        with_kept: also report the tokens that top_k, top_p and min_p left, see `KeptTokens`.
+        with_kept: also report the tokens that top_k, top_p and min_p keep, see `KeptTokens`.
     """
 
     max_response_length: int
@@ -40,15 +40,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What an engine sampled, before it becomes `Rollouts`: B responses of up to T tokens.
+    """Output of an engine before it is converted to `Rollouts`: B responses of up to T tokens.
 
     Attributes:
-        tokens: (B, T) int64; after its length a row may hold anything.
-        log_probs: (B, T) float32 of these tokens under the distribution sampled from.
-        lengths: (B,) int64 tokens the policy sampled, end of sequence included; the engine knows, nobody
-            searches the tokens for an end.
-        finish_reason: (B,) int8, places in `rlctl.batch.FINISH_REASONS`.
-        kept: what each token was drawn from, where `Sampling.with_kept` asks for it.
+        tokens: (B, T) int64; values after a row's length are arbitrary.
+        log_probs: (B, T) float32 of these tokens under the sampling distribution.
+        lengths: (B,) int64 number of tokens the policy sampled, including end of sequence; reported by the
+            engine, never inferred from the tokens.
+        finish_reason: (B,) int8, indices into `rlctl.batch.FINISH_REASONS`.
+        kept: the tokens that each token was sampled from, if `Sampling.with_kept`.
     """
 
     tokens: Tensor
@@ -64,71 +64,71 @@ class ResponseSampler(Protocol):
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, n: int, step_seed: int, num_groups_total: int
     ) -> Rollouts:
-        """Sample n responses per prompt; those of prompt i are rows i·n … i·n + n − 1.
+        """Samples n responses per prompt; those of prompt i are rows i·n … i·n + n − 1.
 
-        The same `step_seed` gives the same responses, however the batch is spread over ranks: what a
-        row draws depends on its prompt's `group_ids` and its place among its siblings only.
+        The same `step_seed` gives the same responses for any distribution of the batch over ranks: a row's
+        random numbers depend only on its prompt's `group_ids` and its index among its siblings.
 
         Args:
             prompts: this rank's share, N prompts.
-            sampling: the distribution to draw from.
+            sampling: the distribution to sample from.
             n: responses per prompt.
             step_seed: see `step_seed`.
             num_groups_total: prompts in the batch over all ranks; every group id is below it.
 
         Raises:
-            RunFailure: the last weight sync did not finish, so the weights are a mixture.
+            RunFailure: the last weight sync did not finish, so old and new weights are mixed.
         """
         ...
 
 
 class SavedAdapter(Protocol):
-    """A LoRA adapter's values at one moment."""
+    """A snapshot of a LoRA adapter."""
 
     def save(self, directory: Path) -> None:
-        """Write it in PEFT's format."""
+        """Writes it in PEFT's format."""
         ...
 
 
 class Policy(Protocol):
-    """What an engine may ask of the policy under training.
+    """Interface through which an engine reads the policy under training.
 
-    Every rank must ask for the same things in the same order, and take all that comes: weights may
-    be cut up among the ranks.
+    Every rank must make the same calls in the same order and consume the iterators completely, because
+    weights may be partitioned among the ranks.
     """
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every weight in full, by the names of the model's `state_dict()`.
+        """Yields every weight in full, by its name in the model's `state_dict()`.
 
         Args:
-            merged: with what adapters have learnt added in; otherwise the frozen ones below them.
+            merged: with the adapters merged in; otherwise the frozen base weights.
         """
         ...
 
     def adapter(self) -> SavedAdapter:
-        """What adapters have learnt, apart."""
+        """The adapter's weights, separate from the base."""
         ...
 
 
 class RolloutEngine(ResponseSampler, Protocol):
-    """Samples responses from its own copy of the policy, which training keeps up to date."""
+    """Samples responses from its own copy of the policy, which the trainer keeps up to date."""
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
-        """Take over what the policy has learnt: all weights, or its adapter alone.
+        """Updates the engine's copy from the policy: all weights, or its adapter only.
 
         Raises:
-            RunFailure: a parameter is missing, unknown or of another shape (all are named), or the
-                engine did not take them.
+            RunFailure: a parameter is missing, unknown or of another shape (the message lists all), or the
+                engine did not accept them.
             UsageError: the engine cannot run this adapter.
         """
         ...
 
     def close(self) -> None:
-        """End the engine and give its memory back."""
+        """Stops the engine and frees its memory."""
         ...
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:
-    """An unrelated 63-bit seed for every step of every purpose of a run."""
+    """An independent 63-bit seed for every step and purpose of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Handing weights to engines in other processes: a Hugging Face directory per version, on shared memory."""
+"""Weights for engines in other processes: one Hugging Face directory per version, in shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weights import ExpectedWeights
 
-#: Weights are written in files of about this size, so that no more than that is held twice.
+#: Weights are written in files of about this size, so that at most this much is held in memory twice.
 SHARD_BYTES = 2 * 2**30
 
 
@@ -23,12 +23,12 @@ class PublishedWeights(VersionedDir):
     """Writes each version of the policy's weights as a model that engines can load.
 
     Args:
-        model: the policy, for its config and the names of its weights.
-        tokenizer: written beside the weights.
-        parent: where to write; None: shared memory of this machine.
+        model: the policy, which provides the config and the names of the weights.
+        tokenizer: written alongside the weights.
+        parent: directory to write to; None: shared memory of this machine.
 
     Attributes:
-        expected: a complete set of the policy's weights.
+        expected: names and shapes of the policy's weights.
 
     Raises:
         UsageError: `parent` cannot be written to.
@@ -44,10 +44,10 @@ class PublishedWeights(VersionedDir):
                 part.tie_word_embeddings = False
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Path:
-        """Write a version; the one before the last is removed.
+        """Writes a version; the last two are kept.
 
         Raises:
-            RunFailure: a weight is missing, unknown or of another shape, or there is no room.
+            RunFailure: a weight is missing, unknown or of another shape, or there is not enough space.
         """
 
         def fill(directory: Path) -> None:
@@ -57,10 +57,10 @@ class PublishedWeights(VersionedDir):
         return self.publish(f"v{policy_version}", fill)
 
     def write_config(self) -> Path:
-        """Write the model without weights, for engines that get those otherwise.
+        """Writes the model without weights, for engines that receive those in another way.
 
         Raises:
-            RunFailure: there is no room.
+            RunFailure: there is not enough space.
         """
         return self.publish("config", self._write_config)
 
@@ -73,7 +73,7 @@ class PublishedWeights(VersionedDir):
         shard: dict[str, Tensor] = {}
         size = 0
         for names, tensor in self.expected.in_files(named_tensors):
-            for name in names:  # tied weights under each name: safetensors shares no memory
+            for name in names:  # tied weights under each name: safetensors cannot share memory
                 shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
                 size += shard[name].nbytes
             if size >= SHARD_BYTES:
@@ -90,7 +90,7 @@ def _save(shard: dict[str, Tensor], directory: Path, shards: list[list[str]]) ->
 
 
 def _name_shards(directory: Path, shards: list[list[str]]) -> None:
-    """As transformers names them: one file, or several and an index."""
+    """Renames the files as transformers does: one file, or several and an index."""
     if len(shards) == 1:
         (directory / "0.safetensors").rename(directory / "model.safetensors")
         return

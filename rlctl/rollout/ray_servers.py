@@ -1,4 +1,4 @@
-"""vLLM servers on the machines of a Ray cluster: one actor each, which starts the server beside itself."""
+"""vLLM servers on the machines of a Ray cluster: one actor per server starts it on the actor's machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from rlctl.errors import EnvironmentFailure
 from rlctl.rollout.local_server import LocalServer, free_port
 
-#: Seconds for an answer of an actor, and bytes of the end of a server's output that it brings.
+#: Seconds to wait for an actor's response, and bytes of a server's last output that the response contains.
 _ANSWER_S, _LOG_BYTES = 60.0, 8192
 _INSTALL = 'pip install "rlctl[ray]", and set RAY_ADDRESS; or rollout.server.placement: nodes'
 
 
 class _Actor:
-    """Runs on the machine that Ray has chosen."""
+    """Starts a server on the machine that Ray has chosen."""
 
     def __init__(self) -> None:
         from ray.util import get_node_ip_address
@@ -29,30 +29,30 @@ class _Actor:
         self._server: LocalServer | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where a server can listen here."""
+        """Address and free port at which a server can listen."""
         return self._host, free_port(self._host)
 
     def start(self, arguments: list[str], environment: dict[str, str], files: dict[str, bytes]) -> None:
-        """Start the server; `files` are those of its model, whose directory is the argument ""."""
+        """Starts the server; `files` are those of its model, whose directory replaces the argument ""."""
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         arguments = [argument or str(self._directory) for argument in arguments]
         self._server = LocalServer(arguments, environment, self._directory / "log")
 
     def poll(self) -> tuple[int | None, bytes]:
-        """Exit code, and the end of the output."""
+        """Exit code (None: running) and the end of the output."""
         log = self._directory / "log"
         output = log.read_bytes()[-_LOG_BYTES:] if log.exists() else b""
         return (self._server.poll() if self._server else None), output
 
     def end(self) -> None:
-        """End the server."""
+        """Stops the server."""
         if self._server:
             self._server.end()
 
 
 class RayHost:
-    """See `ServerHost`; what Ray reports of a lost machine or actor is an `OSError`."""
+    """See `ServerHost`; a machine or actor that Ray reports as lost raises `OSError`."""
 
     def __init__(self, actor: Any, seconds: float) -> None:
         self._actor = actor
@@ -84,7 +84,7 @@ class RayServer:
         self._host, self._log = host, log
 
     def poll(self) -> int | None:
-        """See `ServerProcess.poll`; the end of its output is in the log afterwards."""
+        """See `ServerProcess.poll`; also writes the end of the output to the log."""
         code, output = self._host._ask("poll")
         self._log.write_bytes(output)
         return None if code is None else int(code)
@@ -97,12 +97,12 @@ class RayServer:
 
 @contextmanager
 def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Iterator[list[RayHost]]:
-    """Places for servers in the cluster that `RAY_ADDRESS` names, spread over its machines.
+    """Reserves hosts for servers in the cluster that `RAY_ADDRESS` names, spread over its machines.
 
     Args:
-        count: servers.
-        gpus: of each; 0: they compute on CPUs.
-        trainer_gpus: of this machine that are taken, which Ray does not know.
+        count: number of servers.
+        gpus: GPUs per server; 0: servers run on CPUs.
+        trainer_gpus: GPUs of this machine that the trainer uses; reserved, because Ray does not know of them.
         seconds: how long to wait for free resources.
 
     Raises:

@@ -1,7 +1,7 @@
-"""vLLM servers of a run: started, watched, restarted when they end unexpectedly, and stopped.
+"""Starts, monitors, restarts and stops the vLLM servers of a run.
 
-On this machine, or where Ray places them. `vllm serve` itself runs in each process; nothing of it is imported
-here.
+The servers run on this machine, or where Ray places them. Each process runs `vllm serve`; this module does
+not import vLLM.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 from rlctl.rollout.local_server import LocalServer, free_port
 
 MODEL_NAME = "policy"
-#: Of Python: runs `vllm serve` with the arguments that follow.
+#: Arguments of Python that run `vllm serve` with the arguments that follow.
 SERVE = ("-P", "-m", "rlctl.rollout.vllm_serve", "serve")
 _WATCH_S = 0.5
-#: Seconds between two questions whether a server answers, and for its answer.
+#: Seconds between two health checks of a server, and timeout of a check.
 _PROBE_S = 5.0
 _LOG_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What every replica is started with.
+    """Settings with which every replica is started.
 
     Attributes:
-        dtype: vLLM's name of it.
-        max_model_len: tokens of prompt and response together, at most.
-        max_num_seqs: sequences generated at once; None: as vLLM chooses.
+        dtype: vLLM's name of the dtype.
+        max_model_len: maximum number of tokens of prompt and response together.
+        max_num_seqs: sequences generated at once; None: vLLM's default.
         tensor_parallel_size: GPUs of one replica.
-        gpu_memory_utilization: share of their memory.
-        first_gpu: GPUs before this one belong to the trainer; None: there are none.
-        host: address of this machine at which every rank reaches them.
+        gpu_memory_utilization: fraction of the GPUs' memory that a replica uses.
+        first_gpu: first GPU of the replicas; lower ones belong to the trainer. None: there are no GPUs.
+        host: address of this machine at which every rank reaches the replicas.
         trust_remote_code: run Python code shipped with the model.
-        max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
-        transfer_backend: what brings its weights, see `rlctl.rollout.weight_broadcast`; it starts without
-            any. "": they come as files.
-        start_timeout: seconds until a replica must answer.
-        answer_timeout: seconds after which one that no longer answers is ended, and started again.
-        max_restarts: of all replicas together.
-        more_arguments: further ones of `vllm serve`, after all others.
+        max_lora_rank: highest rank of the adapters to apply, one of `VLLM_LORA_RANKS`; 0: no adapters.
+        transfer_backend: backend of the weight broadcast, see `rlctl.rollout.weight_broadcast`; the replica
+            starts with dummy weights. "": weights are read from files.
+        start_timeout: seconds within which a replica must respond after its start.
+        answer_timeout: seconds after which a replica that does not respond is stopped and restarted.
+        max_restarts: limit for all replicas together.
+        more_arguments: additional arguments of `vllm serve`, after all others.
     """
 
     dtype: str
@@ -69,17 +69,17 @@ class ReplicaSettings:
     more_arguments: tuple[str, ...] = ()
 
     def arguments(self, model: Path | str) -> list[str]:
-        """Of `vllm serve`, host and port apart."""
+        """Arguments of `vllm serve`, except host and port."""
         arguments = [str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype]
         arguments += ["--max-model-len", str(self.max_model_len)]
         if self.max_num_seqs:
             arguments += ["--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         arguments += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
-        # Not the model's own top_p and penalties; log-probs of the distribution sampled from.
+        # Ignores the model's own top_p and penalties; reports log-probs of the sampling distribution.
         arguments += ["--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE]
         if self.first_gpu is None:
-            # In the engine's own process: another one for the worker would only cost its start.
+            # The worker runs in the engine's process: a separate one would only delay the start.
             arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         if self.max_lora_rank:
             arguments += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
@@ -94,19 +94,19 @@ class ReplicaSettings:
 
 
 class ServerProcess(Protocol):
-    """A server, wherever it runs."""
+    """A server process on this or another machine."""
 
     def poll(self) -> int | None:
-        """Its exit code; None: it runs."""
+        """Exit code; None: running."""
         ...
 
     def end(self) -> None:
-        """End it and everything it started."""
+        """Ends the process and everything it started."""
         ...
 
 
 class ServerHost(Protocol):
-    """Another machine, or a part of it, with room for one server."""
+    """Another machine, or a part of it, with resources for one server."""
 
     host: str
     port: int
@@ -114,17 +114,17 @@ class ServerHost(Protocol):
     def start(
         self, arguments: list[str], environment: dict[str, str], model: Path, log: Path
     ) -> ServerProcess:
-        """Start Python with these arguments.
+        """Starts Python with these arguments.
 
         Args:
-            arguments: of Python.
-            environment: beside that of the host.
-            model: an argument, a directory of small files that are brought along; or, with weights, one that
-                the host sees.
-            log: gets the end of the server's output.
+            arguments: arguments of Python.
+            environment: variables added to those of the host.
+            model: directory that is one of the arguments; its files are copied to the host unless it contains
+                weights: then the host must be able to read it.
+            log: file for the end of the server's output.
 
         Raises:
-            OSError: the host is gone.
+            OSError: the host is lost.
         """
         ...
 
@@ -137,7 +137,7 @@ class _Replica:
     log: Path
     process: ServerProcess | None = None
     is_ready: threading.Event = field(default_factory=threading.Event)
-    heard: float = 0.0  # when it last answered, and when it is asked again, on the monotonic clock
+    heard: float = 0.0  # monotonic time of the last response, and of the next health check
     ask_at: float = 0.0
 
     @property
@@ -146,24 +146,24 @@ class _Replica:
         return f"http://{host}:{self.port}"
 
     def last_words(self) -> str:
-        """The end of its log, where an error stands."""
+        """The last lines of its log, preferably those that contain an error."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         telling = [line for line in lines if "Error" in line] or lines
         return " ".join(" ".join(telling[-_LOG_LINES:]).split())[-600:]
 
 
 class Replicas:
-    """Servers on this machine, each watched by one thread.
+    """Servers on this machine or on `hosts`, all monitored by one thread.
 
     Args:
-        count: servers.
-        settings: of each.
-        model: names the directory to load, whenever one starts: the newest weights.
-        log_dir: their output goes to `engine-<i>.log` in it.
-        hosts: of each; None: this machine.
+        count: number of servers on this machine; with `hosts`, one server per host.
+        settings: settings of each server.
+        model: returns the directory that a starting server loads: the newest weights.
+        log_dir: directory of the servers' logs, `engine-<i>.log`.
+        hosts: host of each server; None: this machine.
 
     Raises:
-        UsageError: `settings.host` is no address of this machine.
+        UsageError: `settings.host` is not an address of this machine.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Replicas:
 
     @property
     def urls(self) -> list[str]:
-        """Where they answer; the same for as long as they are."""
+        """URLs of the servers; restarts do not change them."""
         return [replica.url for replica in self._replicas]
 
     @property
@@ -198,13 +198,13 @@ class Replicas:
         return self._watcher.ident is not None
 
     def start(self) -> None:
-        """Start all of them and wait until they answer.
+        """Starts all servers and waits until they respond.
 
         Raises:
-            EnvironmentFailure: one does not start; carries the end of its log.
-            UsageError: one cannot run adapters of this model.
+            EnvironmentFailure: a server does not start; contains the end of its log.
+            UsageError: vLLM cannot run adapters of this model.
         """
-        self._watcher.start()  # starts them: a process must not outlive the thread that made it
+        self._watcher.start()  # starts them, because a server ends with the thread that started it
         deadline = time.monotonic() + self._settings.start_timeout
         for replica in self._replicas:
             while not replica.is_ready.wait(_WATCH_S):
@@ -220,16 +220,17 @@ class Replicas:
                     )
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did.
+        """Raises the failure of the monitoring thread, if there is one.
 
         Raises:
-            RunFailure: a server died once too often; carries the end of its log.
+            RunFailure: a server cannot be started, or failed with no restart left; contains the end of its
+                log.
         """
         if self._failure:
             raise self._failure
 
     def close(self) -> None:
-        """End all servers; twice is fine."""
+        """Stops all servers; may be called more than once."""
         self._is_closing.set()
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join()
@@ -241,7 +242,7 @@ class Replicas:
             while not self._is_closing.wait(_WATCH_S) and not self._failure:
                 for replica in self._replicas:
                     self._look(replica)
-        except OSError as error:  # no memory or no process left to start one
+        except OSError as error:  # out of memory or processes
             self._failure = RunFailure(f"a vLLM server cannot be started: {error}")
         finally:
             for replica in self._replicas:
@@ -266,7 +267,7 @@ class Replicas:
         else:
             what = f"ended with code {code}"
         replica.is_ready.clear()
-        replica.process.end()  # or what is left of its group
+        replica.process.end()  # or the remaining processes of its group
         if not was_ready or not self._restarts_left:
             words = f"vLLM server {replica.index} {what}: {replica.last_words()}"
             self._failure = RunFailure(words, where=str(replica.log))
@@ -277,7 +278,7 @@ class Replicas:
     def _launch(self, replica: _Replica) -> None:
         settings, model = self._settings, self._model()
         arguments = [*SERVE, *settings.arguments(model), "--host", replica.host, "--port", str(replica.port)]
-        # Weight sync is an endpoint of vLLM's development mode: whoever reaches the port can use it.
+        # Weight sync is an endpoint of vLLM's development mode: anyone who can reach the port can use it.
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if settings.max_lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -1,8 +1,8 @@
-"""Drawing tokens inside `generate` from random numbers fixed beforehand, and keeping their log-probs.
+"""Samples tokens inside `generate` from precomputed random numbers and records their log-probs.
 
-Each token is found by inverse CDF: the first whose cumulative probability exceeds a uniform number
-that belongs to (sample, position). So the draw depends neither on torch's global random state nor on
-which other rows share the batch.
+Each token is sampled by inverse CDF: the first whose cumulative probability exceeds the uniform number of
+this (sample, position). The result depends neither on torch's global random state nor on the other rows of
+the batch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _UNITS = float(2**44)
 
 
 class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
-    """The last logits processor: chooses the token, records its log-prob, forces it under argmax.
+    """The last logits processor: samples the token, records its log-prob, and makes it the argmax.
 
     Attributes:
         log_probs: (B, T) float32, log-prob of each chosen token under the processed distribution;
             columns not generated stay 0. Never holds more than one step's (B, V).
-        lengths: (B,) int64, tokens chosen for each row up to its end, the end included.
-        stopped: (B,) bool, the row has chosen an end of sequence.
+        lengths: (B,) int64, number of tokens of each row up to and including its end of sequence.
+        stopped: (B,) bool, the row has reached an end of sequence.
     """
 
     def __init__(
         self, uniforms: Tensor, prompt_length: int, sampling: Sampling, end_ids: Sequence[int]
     ) -> None:
-        """Take (B, T) float64 `uniforms` in [0, 1); `prompt_length` counts padding."""
+        """Takes (B, T) float64 `uniforms` in [0, 1); `prompt_length` includes padding."""
         self.log_probs = torch.zeros(uniforms.shape, dtype=torch.float32, device=uniforms.device)
         self.lengths = torch.zeros(len(uniforms), dtype=torch.int64, device=uniforms.device)
         self.stopped = torch.zeros(len(uniforms), dtype=torch.bool, device=uniforms.device)
@@ -50,10 +50,10 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self._greedy = sampling.greedy
         self._with_kept = sampling.with_kept
         self._sizes = torch.zeros(uniforms.shape, dtype=torch.int32, device=uniforms.device)
-        self._sets: list[Tensor] = []  # of each step, (2, kept): flattened places in (B, T), tokens
+        self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Replace (B, V) `scores` in place by zero at the chosen token and -inf elsewhere."""
+        """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
         position = input_ids.shape[1] - self._prompt_length
         if self._with_kept:
             self._keep(position, scores)
@@ -68,7 +68,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
 
     def _keep(self, position: int, scores: Tensor) -> None:
-        """What rows that have not ended draw from; nothing of a row whose scores are all finite."""
+        """Records the tokens that unfinished rows sample from; none for rows whose scores are all finite."""
         kept = scores > -torch.inf
         kept &= ~(self.stopped | kept.all(-1))[:, None]
         self._sizes[:, position] = kept.sum(-1)
@@ -76,7 +76,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self._sets.append(torch.stack([rows * self._sizes.shape[1] + position, tokens]).int())
 
     def kept(self, length: int) -> KeptTokens | None:
-        """What each of the first `length` tokens was drawn from, if that was asked for."""
+        """The tokens that each of the first `length` tokens was sampled from; None unless `with_kept`."""
         if not self._with_kept:
             return None
         places, tokens = torch.cat(self._sets, dim=1)
@@ -86,8 +86,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF sampling, (B, V) normalised log-probs and (B, 1) uniforms in [0, 1) → (B, 1) int64.
 
-    The CDF is summed in integers: exact whatever the order (a parallel sum of floats need not even be
-    monotone), so a token of probability zero is never drawn. A row of NaN draws an arbitrary token.
+    The CDF is summed in integers, which is exact in any order (a parallel sum of floats need not even be
+    monotone), so a token of probability zero is never sampled. A row of NaN gives an arbitrary token.
     """
     cdf = log_probs.exp().mul_(_UNITS).to(torch.int64).cumsum_(dim=-1)
     total = cdf[:, -1:]
@@ -96,11 +96,11 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length: int) -> Tensor:
-    """(B, length) float64: the random numbers of these samples, out of those of the whole batch.
+    """(B, length) float64: the rows of these samples in the random numbers of the whole batch.
 
     Args:
-        step_seed: seeds the whole batch's draws.
-        sample_ids: (B,) int64, each sample's place in the whole batch, over all ranks.
+        step_seed: seed of the whole batch's random numbers.
+        sample_ids: (B,) int64, index of each sample in the whole batch, over all ranks.
         num_samples: samples in the whole batch.
         length: response tokens.
     """
@@ -110,7 +110,7 @@ def global_uniforms(step_seed: int, sample_ids: Tensor, num_samples: int, length
 
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:
-    """Transformers' own processors for `sampling`, in its order, then `sampler`."""
+    """transformers' processors for `sampling`, in transformers' order, then `sampler`."""
     chain = LogitsProcessorList()
     if sampling.temperature != 1.0:
         chain.append(TemperatureLogitsWarper(sampling.temperature))

@@ -1,8 +1,8 @@
-"""One model over the GPUs of several ranks: they bring their requests together and answer them together.
+"""Tensor parallelism over the GPUs of several ranks, which process their requests together.
 
-vLLM's `external_launcher` gives every rank a whole engine with its shards of the weights. The engines of a
-group stay in step if each gets the same requests in the same order. Ranks may ask unequally often, so they
-meet in rounds until none of them has a request left:
+vLLM's `external_launcher` gives every rank an engine with its shards of the weights. The engines of a group
+stay synchronised if each receives the same requests in the same order. Ranks may make different numbers of
+calls, so they work in rounds until no rank has a request left:
 
     rank 0   ask      ask      finish ┄┄┄ returns
     rank 1   ask      finish ┄┄┄┄┄┄┄┄┄┄┄┄ returns
@@ -25,45 +25,45 @@ _Value = TypeVar("_Value")
 
 #: A prompt's tokens, and vLLM's sampling parameters by name.
 Asked = tuple[list[int], dict[str, Any]]
-#: Has the engine of this rank answer requests: vLLM's outputs, in their order.
+#: Runs requests on this rank's engine and returns vLLM's outputs in their order.
 Answer = Callable[[list[Asked]], list[Any]]
 
 
 class TensorParallelGroup:
-    """Consecutive ranks whose engines are one; every rank of the run makes its own at the same time.
+    """Consecutive ranks that share one model; every rank of the run creates its group at the same time.
 
     Args:
-        size: ranks of a group; it divides their number.
+        size: ranks per group; divides the number of ranks.
     """
 
     def __init__(self, size: int) -> None:
         all_ranks, own = list(range(dist.get_world_size())), dist.get_rank()
-        # Every rank makes every group. Lists of tokens are exchanged through host memory.
+        # `new_group` must be called for every group on every rank. gloo exchanges token lists in host memory.
         parts = [all_ranks[first : first + size] for first in all_ranks[::size]]
         groups = [dist.new_group(part, backend="gloo") for part in parts]
         self._group, self._rank, self._size = groups[own // size], own % size, size
 
     def ask(self, asked: list[Asked], answer: Answer, version: int | None) -> list[Any]:
-        """One round; the outputs of this rank's requests.
+        """Runs one round and returns the outputs of this rank's requests.
 
         Args:
-            asked: what this rank wants to know.
+            asked: the requests of this rank.
             answer: called on all ranks with the requests of all.
-            version: of the weights of this rank's shards.
+            version: weight version of this rank's shards.
 
         Raises:
-            RunFailure: on every rank; shards of different versions, or ranks that sampled different tokens.
-            RuntimeError: torch's, where another rank has ended.
+            RunFailure: on every rank: shards have different versions, or ranks sampled different tokens.
+            RuntimeError: from torch, if another rank has ended.
         """
         return self._round(asked, answer, version) or []
 
     def finish(self, answer: Answer, version: int | None) -> None:
-        """Answer the others' requests until none of them has any left; see `ask`."""
+        """Processes the other ranks' requests until no rank has any left; see `ask`."""
         while self._round(None, answer, version) is not None:
             pass
 
     def _round(self, asked: list[Asked] | None, answer: Answer, version: int | None) -> list[Any] | None:
-        """The outputs of this rank's requests; None: no rank asked."""
+        """The outputs of this rank's requests; None: all ranks have finished."""
         versions, everyones = zip(*self._exchange((version, asked)), strict=True)
         if len(set(versions)) > 1:
             what = f"the ranks of one engine hold weights of different versions: {versions}"
@@ -72,7 +72,7 @@ class TensorParallelGroup:
             return None
         parts = [theirs or [] for theirs in everyones]
         outputs = answer([request for part in parts for request in part])
-        # An error above ends this rank, and then the others: one that still computes cannot be told.
+        # An error above ends this rank, and then the others: ranks that still compute cannot be notified.
         if len(set(self._exchange(_digest(outputs)))) > 1:
             what = "the ranks of one engine sampled different tokens for the same requests"
             raise RunFailure(what, where=_KEY, fix="set it to 1, or set rollout.mode: server")
@@ -80,14 +80,14 @@ class TensorParallelGroup:
         return outputs[first : first + len(parts[self._rank])]
 
     def _exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's value, in the order of ranks."""
+        """The values of all ranks of the group, in the order of ranks."""
         values = [value] * self._size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
 
 def _digest(outputs: list[Any]) -> str:
-    """Of all sampled tokens, in order."""
+    """Hash of all sampled tokens, in order."""
     found = hashlib.sha256()
     for output in outputs:
         for response in output.outputs:

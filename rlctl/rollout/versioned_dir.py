@@ -1,4 +1,4 @@
-"""Directories that engines read, one per version, each whole or not there."""
+"""Directories that engines read: one per version, published atomically."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rlctl.leftovers import SHARED_MEMORY
 
 
 class VersionedDir:
-    """Where each version of something is written, the last two kept.
+    """Writes each version to a directory and keeps the last two.
 
-    A directory appears under its name only when it is complete, so an engine that starts again may
-    load the newest at any time.
+    A directory appears under its name only when it is complete, so a restarted engine can load the newest one
+    at any time.
 
     Args:
-        parent: where to write; None: shared memory of this machine.
+        parent: directory to write to; None: shared memory of this machine.
 
     Raises:
         UsageError: `parent` cannot be written to.
@@ -35,7 +35,7 @@ class VersionedDir:
         parent = parent or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            leftovers.clear(parent)  # in shared memory they would stay until a reboot
+            leftovers.clear(parent)  # those in shared memory would stay until a reboot
             self._root, handle = leftovers.own_directory("weights", parent)
             self._held = contextlib.ExitStack()
             self._held.callback(os.close, handle)
@@ -49,14 +49,14 @@ class VersionedDir:
         self._before: Path | None = None
 
     def publish(self, name: str, fill: Callable[[Path], None]) -> Path:
-        """Write a version; the one before the last is removed.
+        """Writes a version; the last two are kept.
 
         Args:
-            name: of its directory; one that is there already is replaced.
-            fill: writes the files into the directory it is given.
+            name: name of its directory; an existing one is replaced.
+            fill: writes the files into the given directory.
 
         Raises:
-            RunFailure: there is no room.
+            RunFailure: there is not enough space.
         """
         target, part = self._root / name, self._root / "part"
         shutil.rmtree(part, ignore_errors=True)
@@ -66,7 +66,7 @@ class VersionedDir:
             readable_as_umask_says(part)  # engines on other nodes may run as another user
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
-        except (OSError, SafetensorError) as error:  # a full disk is either, by who notices
+        except (OSError, SafetensorError) as error:  # a full disk can raise either one
             reason = getattr(error, "strerror", None) or error
             raise RunFailure(
                 f"weights for the rollout engines cannot be written: {reason}",
@@ -80,7 +80,7 @@ class VersionedDir:
         return target
 
     def latest(self) -> Path:
-        """The last complete version.
+        """Directory of the last complete version.
 
         Raises:
             ValueError: nothing was written yet.
@@ -90,6 +90,6 @@ class VersionedDir:
         return self._newest
 
     def close(self) -> None:
-        """Remove everything written."""
+        """Removes everything written."""
         shutil.rmtree(self._root, ignore_errors=True)
         self._held.close()

@@ -1,4 +1,4 @@
-"""Rollouts with vLLM, in this process. The only importer of `vllm`."""
+"""Rollouts with vLLM in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlctl.rollout.weights import ExpectedWeights
 
 VLLMDtype = Literal["fp32", "bf16"]
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-#: GiB of keys and values on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise.
+#: Size of the key-value cache on a CPU in GiB, unless VLLM_CPU_KVCACHE_SPACE is set.
 CPU_CACHE_GIB = "2"
 CPU_WORKER = "rlctl.rollout.vllm_cpu.NamedCPUWorker"
 
@@ -56,38 +56,38 @@ class VLLMRollout(CompletionRollout):
         device: torch.device | str = "cpu",
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the model into an engine of its own.
+        """Loads the model into a new engine.
 
         Args:
             model_path: directory or hub id.
             tokenizer: decodes responses.
-            dtype: of weights and arithmetic.
-            max_model_len: tokens of prompt and response together, at most.
-            max_num_seqs: sequences generated at once, if the cache holds them; None: as vLLM chooses.
-            seed: of the engine; each response has a seed of its own.
+            dtype: dtype of weights and arithmetic.
+            max_model_len: maximum number of tokens of prompt and response together.
+            max_num_seqs: sequences generated at once, if the cache can hold them; None: vLLM's default.
+            seed: seed of the engine; each response has a separate seed.
             revision: branch, tag or commit of a model on the hub; None: the main one.
             trust_remote_code: run Python code shipped with the model.
-            reads_weights: from `model_path`; otherwise they are brought before anything can be sampled.
-            reads_images: the model does, beside text; its config of text is another then.
-            max_lora_rank: of the adapters it is to apply, one of `VLLM_LORA_RANKS`; 0: none.
-            tensor_parallel_size: ranks whose GPUs share the model; above 1 all ranks of torch's process group
-                make such an engine, and from then on bring weights, release and finish together.
-            gpu_memory_utilization: share of the GPU's memory for weights and cache.
-            sleeps: give the GPU's memory back until something is sampled, see `release`.
-            device: where the tensors lie that `generate` returns.
-            engine_kwargs: further arguments of vLLM's `LLM`; they win over those above.
+            reads_weights: read weights from `model_path`; otherwise a sync must provide them before sampling.
+            reads_images: the model reads images as well as text; its text config is then a separate one.
+            max_lora_rank: highest rank of the adapters to apply, one of `VLLM_LORA_RANKS`; 0: no adapters.
+            tensor_parallel_size: number of ranks whose GPUs share the model; above 1, all ranks of torch's
+                process group create such an engine, and later sync weights, release and finish together.
+            gpu_memory_utilization: fraction of the GPU's memory for weights and cache.
+            sleeps: free the GPU's memory between sampling phases, see `release`.
+            device: device of the tensors that `generate` returns.
+            engine_kwargs: additional arguments of vLLM's `LLM`, which override those above.
 
         Raises:
             EnvironmentFailure: vLLM is not installed, or does not start on this machine.
-            UsageError: vLLM refuses the model.
+            UsageError: vLLM rejects the model.
         """
         _settle_environment()
         self._guest = Guest()
         try:
             with self._guest.running(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of vLLM about torch
+                warnings.simplefilter("ignore")  # vLLM's warnings about torch
                 from vllm import LLM
-        except Exception as error:  # its import touches drivers, operators and other packages
+        except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
         self._sleeps = sleeps and torch.cuda.is_available()
         try:
@@ -100,7 +100,7 @@ class VLLMRollout(CompletionRollout):
                 "revision": revision,
                 "tokenizer_revision": revision,
                 "trust_remote_code": trust_remote_code,
-                # The model's own generation config may hold a top_p or a repetition penalty (Qwen's does).
+                # The model's generation config may contain a top_p or a repetition penalty (Qwen's does).
                 "generation_config": "vllm",
                 "logprobs_mode": LOGPROBS_MODE,
                 "enforce_eager": not torch.cuda.is_available(),
@@ -117,7 +117,7 @@ class VLLMRollout(CompletionRollout):
             raise _not_started(model_path, error) from error
         config = _generation_config(model_path, revision, trust_remote_code)
         super().__init__(tokenizer, config, policy_version=0 if reads_weights else None, device=device)
-        self._adapter: Any = None  # what requests are to be answered with, for vLLM
+        self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
         self.release(weights_follow=not reads_weights)
 
@@ -145,7 +145,7 @@ class VLLMRollout(CompletionRollout):
         return [_completion(response) for output in outputs for response in output.outputs]
 
     def finish(self) -> None:
-        """Under tensor parallelism, take part until no rank of the group has a request left."""
+        """Under tensor parallelism, processes requests until no rank of the group has any left."""
         if self._group:
             self._group.finish(self._answer, self._policy_version)
 
@@ -165,37 +165,37 @@ class VLLMRollout(CompletionRollout):
         return outputs
 
     def release(self, *, weights_follow: bool) -> None:
-        """Give the GPU's memory back, where the engine sleeps; the next call brings back what it needs.
+        """Frees the GPU's memory if the engine sleeps; the next call restores what it needs.
 
         Args:
-            weights_follow: all weights are brought before anything is sampled, so they are dropped; otherwise
+            weights_follow: all weights are synced before the next sampling, so they are discarded; otherwise
                 they are copied to the host and back.
         """
         if not self._sleeps or self._asleep:
             return
         if weights_follow:
-            self._policy_version = None  # nothing can be sampled until they are here
+            self._policy_version = None  # sampling is an error until they are synced
         with self._guest.running():
             self._llm.sleep(level=2 if weights_follow else 1)
         self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
-        """Bring back those of these parts that sleep; what is awake must not be woken again."""
+        """Wakes those of `parts` that are asleep; a part that is awake must not be woken again."""
         if tags := sorted(self._asleep.intersection(parts)):
-            torch.cuda.empty_cache()  # what torch keeps of the trainer's step; not every vLLM does it
+            torch.cuda.empty_cache()  # memory cached in the trainer's step; not every vLLM does it
             self._llm.wake_up(tags=tags)
             self._asleep -= set(tags)
 
 
 class TrainedVLLMRollout(VLLMRollout):
-    """A `RolloutEngine` on vLLM's offline engine: the trainer brings the weights.
+    """A `RolloutEngine` on vLLM's offline engine: the trainer provides the weights.
 
     Args:
-        model_path, tokenizer: as of `VLLMRollout`.
-        expected: a complete set of the policy's weights.
-        max_lora_rank: above 0 the engine applies the policy's adapter itself: it gets the frozen base
+        model_path, tokenizer: as for `VLLMRollout`.
+        expected: names and shapes of the policy's weights.
+        max_lora_rank: above 0, the engine applies the policy's adapter itself: it receives the frozen base
             once, and A and B at every sync.
-        options: further ones of `VLLMRollout`.
+        options: further arguments of `VLLMRollout`.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class TrainedVLLMRollout(VLLMRollout):
             self._adapters.close()
 
     def release(self, *, weights_follow: bool) -> None:
-        """See `VLLMRollout.release`; below an adapter the base stays, and is brought only once."""
+        """See `VLLMRollout.release`; with an adapter, the base is kept, because it is synced only once."""
         super().release(weights_follow=weights_follow and not (self._adapters and self._adapter))
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
@@ -227,7 +227,7 @@ class TrainedVLLMRollout(VLLMRollout):
         try:
             with self._guest.running():
                 self._wake("weights")
-                if self._adapter is None:  # the base below an adapter stays as it is
+                if self._adapter is None:  # the base of an adapter does not change
                     self._reload(policy.weights(merged=self._adapters is None))
                 if self._adapters is not None:
                     self._adopt(policy.adapter(), self._adapters)
@@ -247,9 +247,9 @@ class TrainedVLLMRollout(VLLMRollout):
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:
-        """The adapter in place of the one before.
+        """Replaces the previous adapter.
 
-        Each has a number and a path of its own: vLLM's caches go by them.
+        Each adapter has a unique number and path, because vLLM's caches use them as keys.
         """
         from vllm.lora.request import LoRARequest
 
@@ -261,7 +261,7 @@ class TrainedVLLMRollout(VLLMRollout):
             engine.remove_lora(before.lora_int_id)
         try:
             engine.add_lora(self._adapter)
-        except ValueError as error:  # layers of which vLLM knows no adapted kind
+        except ValueError as error:  # layers for which vLLM has no LoRA implementation
             raise UsageError(
                 f"vLLM cannot run the adapter: {one_line(error)}",
                 where="model.target_modules",
@@ -270,30 +270,30 @@ class TrainedVLLMRollout(VLLMRollout):
 
 
 def _trained(*, reads_images: bool) -> dict[str, Any]:
-    """What an engine needs whose weights come from the trainer."""
+    """vLLM's arguments for an engine that gets its weights from the trainer."""
     settings: dict[str, Any] = {"load_format": "dummy"}
-    if torch.distributed.is_initialized():  # by the trainer: an engine per rank, among its processes
+    if torch.distributed.is_initialized():  # by the trainer: one engine per rank, in its process
         settings["distributed_executor_backend"] = "external_launcher"
     if not torch.cuda.is_available():
-        # On a CPU an output head tied to the embedding is repacked at the start and keeps those weights
-        # through every reload. Two tensors of the same values are the same model.
+        # On a CPU, vLLM repacks an output head that is tied to the embedding at the start, and keeps those
+        # weights through every reload. Two separate tensors of the same values give the same model.
         settings["hf_overrides"] = {"tie_word_embeddings": False}
         if reads_images:
             settings["hf_overrides"]["text_config"] = {"tie_word_embeddings": False}
-    if reads_images:  # without the tower there are no weights of its own to bring
+    if reads_images:  # without the vision tower, whose weights are not synced
         settings["language_model_only"] = True
     return settings
 
 
 def _shared(size: int) -> dict[str, Any]:
-    """What an engine needs whose model is spread over the GPUs of several ranks."""
+    """vLLM's arguments for an engine with a model spread over the GPUs of several ranks."""
     settings = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
     return settings | ({} if torch.cuda.is_available() else {"worker_cls": CPU_WORKER})
 
 
 def _settle_environment() -> None:
-    """What vLLM reads when it is imported."""
-    # In this process its scheduler is deterministic, and an error here is an error there.
+    """Sets the environment variables that vLLM reads on import."""
+    # Within this process vLLM's scheduler is deterministic, and its errors are raised here.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -313,7 +313,7 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
 
     try:
         return GenerationConfig.from_pretrained(model_path, revision=revision or "main")
-    except OSError:  # none is shipped: transformers would make it from the model's own
+    except OSError:  # the model has none: derived from its config, as transformers does
         config = AutoConfig.from_pretrained(
             model_path, revision=revision or "main", trust_remote_code=trust_remote_code
         )
@@ -323,7 +323,7 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
 def _not_started(model_path: str, error: Exception) -> RlctlError:
     if "does not support LoRA" in str(error):
         return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
-    if isinstance(error, ValueError):  # pydantic's errors too: what it says of the model or the options
+    if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(
         f"vLLM does not start: {one_line(error)}",

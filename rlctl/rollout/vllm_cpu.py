@@ -1,4 +1,4 @@
-"""Of vLLM on CPUs: a worker whose shared memory has a name of its own. vLLM imports it by name."""
+"""A vLLM worker for CPUs with uniquely named shared memory. vLLM imports it by name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from rlctl.spec.machine import SHARED_MEMORY
 
 
 class NamedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped
-    """Ranks of a tensor-parallel engine exchange numbers through files in `/dev/shm`. Under torchrun vLLM
-    names them alike in every run: two runs would collide, and so would a run with what a killed one left.
+    """A CPU worker whose files in `/dev/shm` have a unique name.
+
+    Ranks of a tensor-parallel engine exchange data through these files. Under torchrun vLLM uses the same
+    names in every run, so that two runs would collide, or a run with the leftovers of a killed one.
     """
 
     def init_device(self) -> None:
-        """Join the engine; a collective of all ranks of the run."""
+        """Joins the engine; a collective of all ranks of the run."""
         names = [uuid.uuid4().hex]
         dist.broadcast_object_list(names)
-        # torch's process group is there already: only the name is read from this address.
+        # torch's process group already exists: vLLM uses only the name in this address.
         self.distributed_init_method = f"env://:{names[0]}"
         super().init_device()
-        for path in SHARED_MEMORY.glob(f"*{names[0]}*"):  # open on all ranks: nothing needs the name
+        for path in SHARED_MEMORY.glob(f"*{names[0]}*"):  # open on all ranks, so names are not needed
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""vLLM's weight transfer for workers on CPUs: what its NCCL engine does, over gloo.
+"""vLLM's weight transfer for workers on CPUs: the protocol of its NCCL engine, over gloo.
 
 Imported by a worker of `vllm serve` through `--worker-extension-cls`, and by nothing else.
 """
@@ -18,13 +18,13 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc] 
     """Receives chunks, each as one broadcast of bytes."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the trainer's group."""
+        """Joins the trainer's group."""
         own, parallel = init_info, self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + own.rank_offset
         self.group = join_gloo(own.master_address, own.master_port, rank, own.world_size)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one chunk and load it."""
+        """Receives one chunk and loads it."""
         info = self.parse_update_info(update_info)
         (dtype,) = {getattr(torch, name) for name in info.dtype_names}
         counts = [torch.Size(shape).numel() for shape in info.shapes]
@@ -34,12 +34,12 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc] 
         self.model.load_weights((name, part.view(shape)) for name, part, shape in parts)
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leaves the group."""
         self.group = None
 
 
 class GlooReceiver:
-    """Of a worker: nothing more than that this module is imported where it is built."""
+    """An empty worker extension: naming it makes vLLM import this module in the worker."""
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)

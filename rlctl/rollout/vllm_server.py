@@ -1,4 +1,4 @@
-"""Rollouts from vLLM servers, over HTTP; on this machine or on others."""
+"""Rollouts from vLLM servers over HTTP, on this machine or others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rlctl.rollout.replicas import MODEL_NAME, Replicas
 from rlctl.rollout.versioned_dir import VersionedDir
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 
-#: Requests one rank has open at once; each is a prompt with all its responses. The client's work per
-#: request grows with their number.
+#: Maximum number of open requests per rank; each is a prompt with all its responses. The client's work per
+#: request grows with this number.
 CONNECTIONS = 128
 _SYNC_S = 600.0
 _RETRY_S = 1.0
@@ -37,12 +37,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class PublishedPaths:
-    """The newest version, and where it lies: directories that every server sees.
+    """The newest weight version and its directories, which every server can read.
 
     Attributes:
-        weights: a model; under LoRA the frozen base. "": the weights were broadcast.
-        adapter: what LoRA has learnt beside it; "": the weights are all there is.
-        tag: what each server answers when asked for the version of its weights; never the same twice.
+        weights: directory of a model, with LoRA of the frozen base; "": the weights were broadcast.
+        adapter: directory of the LoRA adapter; "": there is none.
+        tag: unique version string that each server reports for its weights.
     """
 
     weights: str = ""
@@ -51,40 +51,42 @@ class PublishedPaths:
 
     @property
     def model(self) -> str:
-        """What requests name: an adapter is served under its own path, so that no two are confused."""
+        """Model name for requests; an adapter is served under its path, so that versions are not confused."""
         return self.adapter or MODEL_NAME
 
 
 class _WeightsLost(Exception):
-    """A server started again, without the weights that were broadcast."""
+    """A server was restarted without the weights that were broadcast."""
 
 
 class VLLMServerRollout(CompletionRollout):
-    """A `RolloutEngine` on vLLM servers; a rank's requests go round all of them.
+    """A `RolloutEngine` on vLLM servers; each rank sends its requests round-robin to all of them.
 
-    With adapters they get the base once, and A and B after each update.
+    With adapters, servers receive the base once, and A and B after each update.
 
     Args:
-        urls: where the servers answer.
+        urls: URLs of the servers.
         tokenizer: decodes responses.
         generation_config: of the model.
-        device: where the tensors lie that `generate` returns.
-        rank: this process among the run's.
-        agree: gives every rank the first text among theirs that is not empty.
-        published: writes weights where the servers read them; None on all ranks but the main one.
-        adapters: the same for adapters; None without them, and on all ranks but the main one.
+        device: device of the tensors that `generate` returns.
+        rank: rank of this process.
+        agree: returns on every rank the first text among all ranks' that is not empty.
+        published: writes weights where the servers can read them; None on ranks that are neither the main one
+            nor start servers.
+        adapters: the same for adapters; None without adapters, and on all ranks but the main one.
         takes_adapter: whether servers apply the adapter themselves.
-        broadcast: sends weights without files; None: as files, and on all ranks but the main one.
-        needs_broadcast: end the run where weights cannot be broadcast; otherwise they are written as files.
-        starts_empty: servers start without weights, and with a loader that reads none.
-        held: closed when the servers have ended.
-        replicas: the servers of this process, if it has any; they start with the first weights.
-        start_timeout: seconds to wait for a server that went away.
-        answer_timeout: seconds after which one that listens must have answered; None: whoever started the
-            servers sees to that.
+        broadcast: sends weights without files; None: weights are sent as files. None on all ranks but the
+            main one.
+        needs_broadcast: fail if weights cannot be broadcast; otherwise they are then written as files.
+        starts_empty: servers start with dummy weights and a loader that reads no files.
+        held: closed after the servers have stopped.
+        replicas: the servers that this process starts, if any; they start with the first weights.
+        start_timeout: seconds to wait for a server that cannot be reached.
+        answer_timeout: seconds within which a listening server must respond; None: not checked here, because
+            the process that started the servers does.
 
     Attributes:
-        notes: what the user is to be told.
+        notes: messages to the user.
     """
 
     def __init__(
@@ -117,24 +119,24 @@ class VLLMServerRollout(CompletionRollout):
         self._broadcast, self._needs_broadcast, self._starts_empty = broadcast, needs_broadcast, starts_empty
         self._held = held or contextlib.ExitStack()
         self.notes: list[str] = []
-        self._lost: set[str] = set()  # servers without the weights that were broadcast last
+        self._lost: set[str] = set()  # servers that do not have the last broadcast weights
 
     @property
     def description(self) -> str:
-        """How many servers, and how they get weights, for the record of a run."""
+        """Number of servers and kind of weight transfer, for the record of a run."""
         return f"{len(self._urls)} vLLM servers, weights by {'broadcast' if self._broadcast else 'files'}"
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
 
         Raises:
-            RunFailure: on every rank; a server refused the weights, or cannot be reached.
-            UsageError: a server does not take the adapter.
+            RunFailure: on every rank: a server rejected the weights, or cannot be reached.
+            UsageError: a server does not accept the adapter.
         """
         self._policy_version = None
-        self._agree("")  # every rank has its batch: servers are all ranks', and sample for some of them still
+        self._agree("")  # waits until all ranks have their batches: the shared servers may still be sampling
         adapter = policy.adapter() if self._takes_adapter else None
-        weights = None  # the base below an adapter stays as it is
+        weights = None  # the base of an adapter does not change
         if adapter is None or not self._newest.weights:
             weights = policy.weights(merged=adapter is None)
         if self._starts_empty and not self._newest.tag:
@@ -145,7 +147,7 @@ class VLLMServerRollout(CompletionRollout):
                 newest = self._publish(self._published, weights, adapter, policy_version)
             except RlctlError as error:
                 failure = error
-        for _ in weights or ():  # gathering is a collective, even for ranks that keep nothing
+        for _ in weights or ():  # gathering is a collective, also on ranks that discard the weights
             pass
         others = self._agree(str(failure or ""))
         if failure:
@@ -157,10 +159,10 @@ class VLLMServerRollout(CompletionRollout):
         self._policy_version = policy_version
 
     def _start_servers(self) -> None:
-        """Start this node's servers, which get their weights afterwards (a collective).
+        """Starts this node's servers, which receive their weights afterwards (a collective).
 
         Raises:
-            RunFailure: on every rank; a server does not start.
+            RunFailure: on every rank: a server does not start.
         """
         failure = None
         if self._replicas and self._published:
@@ -176,7 +178,7 @@ class VLLMServerRollout(CompletionRollout):
             raise RunFailure(others)
 
     def close(self) -> None:
-        """End the servers started here, and remove the weights handed over."""
+        """Stops the servers started here and removes the published weights."""
         if self._broadcast:
             self._broadcast.close()
         if self._replicas:
@@ -190,7 +192,7 @@ class VLLMServerRollout(CompletionRollout):
         return asyncio.run(self._complete_all(requests, sampling))
 
     async def _complete_all(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
-        turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when it is long
+        turn = asyncio.Semaphore(CONNECTIONS)  # the client's own queue is slow when long
         answers: dict[int, httpx.Response] = {}
         async with self._client(timeout=None) as client:
 
@@ -221,10 +223,10 @@ class VLLMServerRollout(CompletionRollout):
         ]
 
     def _places(self, indices: Iterable[int]) -> dict[int, str]:
-        """Request → the server that is asked; prompts go round those with the newest weights.
+        """Maps each request to a server, round-robin over those with the newest weights.
 
         Raises:
-            RunFailure: none has them.
+            RunFailure: no server has them.
         """
         urls = [url for url in self._urls if url not in self._lost]
         if not urls:
@@ -237,7 +239,7 @@ class VLLMServerRollout(CompletionRollout):
         return {index: urls[(self._rank + index) % len(urls)] for index in indices}
 
     async def _with_newest(self, client: httpx.AsyncClient, urls: set[str]) -> set[str]:
-        """Those with the newest weights; others get them, or are asked no more until the next sync."""
+        """The servers with the newest weights; the others are updated, or not used until the next sync."""
         found = set()
         for url in urls - self._lost:
             if await self._tag(client, url) == self._newest.tag:
@@ -262,7 +264,7 @@ class VLLMServerRollout(CompletionRollout):
         adapter: SavedAdapter | None,
         policy_version: int,
     ) -> PublishedPaths:
-        """Bring a version to every server; returns where it lies."""
+        """Sends a weight version to every server; returns its directories."""
         newest = replace(self._newest, tag=f"{policy_version}-{uuid.uuid4().hex[:12]}")
         starts = self._replicas if self._replicas and not self._replicas.is_started else None
         if weights is not None and self._broadcast and self._forms_group(self._broadcast):
@@ -271,18 +273,18 @@ class VLLMServerRollout(CompletionRollout):
         if weights is not None:
             newest = replace(newest, weights=str(published.write(weights, policy_version)))
         if adapter and self._adapters:
-            name = f"adapter-{next(self._adapter_numbers)}"  # never the same: caches go by the name
+            name = f"adapter-{next(self._adapter_numbers)}"  # unique: caches use it as a key
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
         if starts:
-            starts.start()  # each loads the newest weights when it starts
+            starts.start()  # each server loads the newest weights on start
         asyncio.run(self._load_everywhere(newest, with_weights=not (weights is None or starts)))
         return newest
 
     def _forms_group(self, broadcast: WeightBroadcast) -> bool:
-        """Whether every server is in the group; where none can be formed, weights are files from now on.
+        """Whether every server is in the group; if none can be formed, weights are sent as files from now on.
 
         Raises:
-            RunFailure: it cannot be formed, and weights are to be broadcast.
+            RunFailure: the group cannot be formed, and a broadcast is required.
         """
         try:
             if not (broadcast.is_connected and asyncio.run(self._have_newest())):
@@ -295,7 +297,7 @@ class VLLMServerRollout(CompletionRollout):
         return self._broadcast is not None
 
     async def _have_newest(self) -> bool:
-        """Whether no server started again since the last sync, which takes it out of the group."""
+        """Whether no server was restarted since the last sync; a restart removes it from the group."""
         async with self._client(timeout=_SYNC_S) as client:
             tags = await self._unless_silent(self._tag(client, url) for url in self._urls)
         return set(tags) == {self._newest.tag}
@@ -307,10 +309,10 @@ class VLLMServerRollout(CompletionRollout):
             )
 
     async def _unless_silent(self, work: Iterable[Awaitable[_Result]]) -> list[_Result]:
-        """The results, as long as every server says now and then that it is there.
+        """Returns the results; meanwhile checks regularly that every server responds.
 
         Raises:
-            RunFailure: one listens and does not answer.
+            RunFailure: a server listens but does not respond.
         """
         together = asyncio.ensure_future(_gathered(work))
         patience = self._answer_timeout or math.inf
@@ -331,7 +333,7 @@ class VLLMServerRollout(CompletionRollout):
         has_last = bool(last) and await self._has(client, url, last)
         if has_last and newest.adapter == last:
             return
-        # A server that lost the last adapter was started again, and maybe not with our base.
+        # A server without the last adapter was restarted, possibly without the current base.
         if with_weights or (last and not has_last):
             if self._starts_empty:
                 overrides = {"overrides": {"load_config": {"load_format": "auto"}}}
@@ -355,12 +357,12 @@ class VLLMServerRollout(CompletionRollout):
             named = {"lora_name": adapter, "lora_path": adapter}
             await self._post(client, url, "/v1/load_lora_adapter", named)
         except RunFailure as error:
-            if await self._has(client, url, adapter):  # another rank's request has renewed it meanwhile
+            if await self._has(client, url, adapter):  # loaded by another rank in the meantime
                 return
             raise UsageError(f"the adapter was not taken: {error.what}", where=url, fix=MERGE_LORA) from error
 
     async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response | None:
-        """Sample; a server that was away may have come back with other weights. None: it has lost them."""
+        """Samples; a server that could not be reached may return with other weights. None: it lost them."""
 
         async def renew() -> None:
             if self._newest.weights or await self._tag(client, url) != self._newest.tag:
@@ -387,7 +389,7 @@ class VLLMServerRollout(CompletionRollout):
         body: dict[str, Any] | None = None,
         renew: Callable[[], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """Ask a server; one that went away is waited for, renewed and asked again."""
+        """Sends a request; on failure waits for the server, renews its weights and retries."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 response = await client.request(method, url + path, json=body)
@@ -423,7 +425,7 @@ class VLLMServerRollout(CompletionRollout):
     @staticmethod
     def _client(timeout: float | None) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
-        # A proxy of the environment is for the world outside, not for engines.
+        # trust_env=False: proxies of the environment are for external hosts, not for engines.
         return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30), limits=limits, trust_env=False)
 
 
@@ -432,10 +434,10 @@ async def _gathered(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
 
 
 async def _until_silent(url: str, patience: float) -> None:
-    """Ask a server every few seconds how it is. One that cannot be connected to is waited for elsewhere.
+    """Checks a server's health every few seconds. `_send` handles servers that refuse connections.
 
     Raises:
-        RunFailure: it has not answered for `patience` seconds.
+        RunFailure: the server has not responded for `patience` seconds.
     """
     interval = min(_PROBE_S, patience / 4)
     async with httpx.AsyncClient(timeout=interval, trust_env=False) as client:
@@ -444,7 +446,7 @@ async def _until_silent(url: str, patience: float) -> None:
             await asyncio.sleep(interval)
             try:
                 if (await client.get(f"{url}/health")).is_success:
-                    note_progress()  # responses may take longer than a run may stand still
+                    note_progress()  # sampling may take longer than the watchdog's limit
             except (httpx.ReadTimeout, httpx.WriteTimeout):
                 continue
             except httpx.HTTPError:

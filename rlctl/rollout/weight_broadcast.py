@@ -1,4 +1,4 @@
-"""New weights to vLLM servers by broadcast, through vLLM's weight-transfer API: NCCL on GPUs, gloo on CPUs.
+"""Broadcast of weights to vLLM servers through vLLM's weight-transfer API: NCCL on GPUs, gloo on CPUs.
 
 The main rank and every worker of every server form one group. An update is a session on each server: start,
 one request and one broadcast per chunk of weights, finish.
@@ -25,39 +25,39 @@ from rlctl.rollout.completions import one_line
 from rlctl.rollout.process_state import Guest
 from rlctl.rollout.weights import ExpectedWeights
 
-#: Weights of about this size go out at once; the main rank holds them twice meanwhile.
+#: Weights are sent in chunks of about this size; the main rank temporarily holds a chunk twice.
 CHUNK_BYTES = 2**29
-#: Seconds until the group must be there, and until every server must have loaded a chunk.
+#: Seconds within which the group must be formed, and within which every server must load a chunk.
 _CONNECT_S, _LOAD_S = 120.0, 600.0
-#: The same for a broadcast over gloo alone.
+#: Timeout of a broadcast over gloo, in seconds.
 _GLOO_S = 60.0
 _Result = TypeVar("_Result")
 
 
 def transfer_backend(device: torch.device) -> str:
-    """vLLM's name of the backend that moves weights between devices of this kind."""
+    """vLLM's name of the backend that transfers weights between devices of this type."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 class _Group(Protocol):
-    """The main rank's end of the group; it is rank 0."""
+    """The group as used by the main rank, which is its rank 0."""
 
     def broadcast(self, data: Tensor) -> None:
-        """Send (N,) uint8 to every worker; returns when it is sent."""
+        """Sends (N,) uint8 to every worker; returns when it is sent."""
         ...
 
     def abort(self) -> None:
-        """Leave, whatever the others do."""
+        """Leaves the group without waiting for the other ranks."""
         ...
 
 
 class WeightBroadcast:
-    """The sender of weights, on the main rank.
+    """Sends weights to all servers, from the main rank.
 
     Args:
-        urls: of all servers.
-        expected: a complete set of the policy's weights.
-        device: of the main rank.
+        urls: URLs of all servers.
+        expected: names and shapes of the policy's weights.
+        device: device of the main rank.
     """
 
     def __init__(self, urls: list[str], expected: ExpectedWeights, device: torch.device) -> None:
@@ -70,10 +70,10 @@ class WeightBroadcast:
         return self._group is not None
 
     def connect(self) -> None:
-        """Form the group, anew where there was one: workers of servers that started again join too.
+        """Forms the group; replaces an existing one, so that workers of restarted servers join.
 
         Raises:
-            RunFailure: a server takes no part, or the group cannot be formed; nothing was sent.
+            RunFailure: a server does not join, or the group cannot be formed; nothing was sent.
         """
         self.close()
         sizes = [int(_ask("GET", url, "/get_world_size")["world_size"]) for url in self._urls]
@@ -83,7 +83,7 @@ class WeightBroadcast:
         world_size = 1 + sum(sizes)
         opens = _open_nccl if self._device.type == "cuda" else _open_gloo
         opened: Future[_Group] = _in_background(opens, host, port, world_size, self._device)
-        # Each request for an update is one packed broadcast, whatever its size.
+        # Each update request is one packed broadcast of any size.
         common = {"master_address": host, "master_port": port, "world_size": world_size, "packed": True}
         common |= {"packed_buffer_size_bytes": 2**62, "packed_num_buffers": 1}
         joined = [
@@ -94,11 +94,11 @@ class WeightBroadcast:
         self._group = opened.result()
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights into every server.
+        """Loads new weights into every server.
 
         Raises:
-            RunFailure: a weight is missing, unknown or of another shape, or a server did not take it. What
-                servers hold then is a mixture, and the group is gone.
+            RunFailure: a weight is missing, unknown or of another shape, or a server did not accept it. The
+                servers then have a mixture of old and new weights, and the group is closed.
         """
         assert self._group is not None
         try:
@@ -113,11 +113,11 @@ class WeightBroadcast:
             _all_done(sent, _LOAD_S, _TAKES_LONG)
             self._ask_all("/finish_weight_update", {})
         except BaseException:
-            self.close()  # a broadcast that somebody misses never ends
+            self.close()  # a broadcast that a rank misses never ends
             raise
 
     def close(self) -> None:
-        """Leave the group; twice is fine."""
+        """Leaves the group; may be called more than once."""
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -132,7 +132,7 @@ _TAKES_LONG = "a vLLM server does not take new weights"
 def _chunks(
     weights: Iterator[tuple[tuple[str, ...], Tensor]], device: torch.device
 ) -> Iterator[tuple[list[str], Tensor, list[list[int]]]]:
-    """Names, their values one after the other in one (N,) tensor, shapes; one dtype per chunk."""
+    """Yields chunks: names, values concatenated to one (N,) tensor, shapes; one dtype per chunk."""
     names: list[str] = []
     values: list[Tensor] = []
     shapes: list[list[int]] = []
@@ -141,7 +141,7 @@ def _chunks(
         if names and (size >= CHUNK_BYTES or tensor.dtype != values[0].dtype):
             yield names, torch.cat(values), shapes
             names, values, shapes, size = [], [], [], 0
-        # A copy: a gathered weight is gone when the next one comes.
+        # A copy, because a gathered weight is freed when the next one is gathered.
         value = tensor.detach().to(device, copy=True).reshape(-1)
         for name in all_names:  # tied weights under each name, as in files
             names.append(name)
@@ -157,7 +157,7 @@ class _NcclGroup:
         self._communicator, self._device = communicator, device
 
     def broadcast(self, data: Tensor) -> None:
-        with torch.cuda.device(self._device):  # of this thread
+        with torch.cuda.device(self._device):  # set per thread
             stream = torch.cuda.current_stream()
             self._communicator.broadcast(data, src=0, stream=stream)
             stream.synchronize()
@@ -173,12 +173,13 @@ def _open_nccl(host: str, port: int, world_size: int, device: torch.device) -> _
 
         where = {"master_address": host, "master_port": port, "world_size": world_size}
         communicator = trainer_init(where)
-    if communicator.disabled:  # its broadcasts would do nothing
+    if communicator.disabled:  # its broadcasts would have no effect
         raise RunFailure("vLLM cannot load NCCL in the trainer's process")
     return _NcclGroup(communicator, device)
 
 
-#: gloo ends no broadcast that somebody misses before its time is over, and a group is freed only then.
+#: Groups that were left. gloo ends a broadcast that a rank misses only at its timeout, and freeing the group
+#: would wait for that.
 _LEFT: list[Any] = []
 
 
@@ -199,8 +200,8 @@ def _open_gloo(host: str, port: int, world_size: int, device: torch.device) -> _
 
 
 def join_gloo(host: str, port: int, rank: int, world_size: int) -> Any:
-    """A gloo group beside torch's default one; rank 0 listens at the port."""
-    listener = socket.create_server((host, port)).detach() if rank == 0 else None  # at this address alone
+    """A gloo group separate from torch's default one; rank 0 listens at the port."""
+    listener = socket.create_server((host, port)).detach() if rank == 0 else None  # at this address only
     store = TCPStore(
         host,
         port,
@@ -214,7 +215,7 @@ def join_gloo(host: str, port: int, rank: int, world_size: int) -> Any:
 
 
 def _offsets(sizes: list[int]) -> Iterator[int]:
-    """Rank in the group of each server's first worker; the trainer is rank 0."""
+    """Yields the group rank of each server's first worker; the trainer is rank 0."""
     offset = 1
     for size in sizes:
         yield offset
@@ -222,13 +223,13 @@ def _offsets(sizes: list[int]) -> Iterator[int]:
 
 
 def own_address(urls: list[str]) -> str:
-    """This machine's address as the servers see it: where one is on another machine, not the loopback's."""
+    """This machine's address as seen by the servers; loopback only if all servers are on this machine."""
     found = "127.0.0.1"
     for url in urls:
         parts = urlsplit(url)
         with contextlib.suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as route:  # connected: a route is chosen, no more
+            with socket.socket(family, socket.SOCK_DGRAM) as route:  # connecting only selects a route
                 route.connect(address)
                 own = str(route.getsockname()[0])
             if not own.startswith("127.") and own != "::1":
@@ -253,7 +254,7 @@ def _ask(method: str, url: str, path: str, body: dict[str, Any] | None = None) -
 
 
 def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
-    """Run in a thread that may stay behind: one that waits for a server that died never ends."""
+    """Runs a function in a daemon thread, because one that waits for a dead server never ends."""
     future: Future[_Result] = Future()
 
     def run() -> None:
@@ -267,14 +268,14 @@ def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[
 
 
 def _all_done(futures: list[Future[Any]], seconds: float, words: str) -> None:
-    """Wait for all of them.
+    """Waits for all futures.
 
     Raises:
-        RunFailure: the first that fails, or too much time has passed.
+        RunFailure: one of them failed, or `seconds` have passed.
     """
     done, waiting = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
     failures = [error for future in done if (error := future.exception())]
-    # What a server says tells more than that its end of the group was closed.
+    # A server's error message is more informative than that of its closed connection in the group.
     for error in sorted(failures, key=lambda error: not isinstance(error, RunFailure)):
         if isinstance(error, RunFailure):
             raise error

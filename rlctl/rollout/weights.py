@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to a rollout engine: all there, known, and of the right shape."""
+"""Checks that weights sent from the trainer to a rollout engine are complete and have the right shapes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rlctl.errors import RunFailure
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """A `Policy` without adapters: its weights and nothing else.
+    """A `Policy` without adapters.
 
     Attributes:
-        named_tensors: all of them, by the names of the model's `state_dict()`.
+        named_tensors: all weights, by their names in the model's `state_dict()`.
     """
 
     named_tensors: Iterable[tuple[str, Tensor]]
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `Policy.weights`; they are the same, merged or not."""
+        """See `Policy.weights`; `merged` has no effect."""
         del merged
         return iter(self.named_tensors)
 
     def adapter(self) -> NoReturn:
-        """There is none.
+        """Not supported.
 
         Raises:
             ValueError: always.
@@ -37,7 +37,7 @@ class PlainWeights:
 
 
 def _as_saved(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """What turns a weight of a model into what `save_pretrained` would write of it."""
+    """Returns a function that converts a weight of the model to the form `save_pretrained` would write."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
@@ -45,18 +45,18 @@ def _as_saved(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     if not isinstance(model, PreTrainedModel):
         return lambda weight: weight
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # not read from files
+    if conversions is None:  # the model was not loaded from files
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not conversions or any(len(each.target_patterns) > 1 for each in conversions):
-        return lambda weight: weight  # a weight of the files is made of several of the model's: none is alone
+        return lambda weight: weight  # a file's weight combines several of the model's: not one by one
     return partial(revert_weight_conversion, model)
 
 
 class ExpectedWeights:
-    """What a complete set of a model's weights holds; tied names are one weight.
+    """Names and shapes of a complete set of a model's weights; tied names are one weight.
 
     Args:
-        model: a Hugging Face model, not yet wrapped by a training engine; its weights may be cut up.
+        model: a Hugging Face model, not yet wrapped by a training engine; its weights may be partitioned.
     """
 
     def __init__(self, model: Any) -> None:
@@ -64,7 +64,7 @@ class ExpectedWeights:
         names: dict[int, list[str]] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), []).append(name)
-        # `ds_shape`: DeepSpeed's, of a weight that is cut up among the ranks.
+        # `ds_shape`: DeepSpeed's full shape of a weight that is partitioned among the ranks.
         self._shapes = {name: tuple(getattr(part, "ds_shape", part.shape)) for name, part in state.items()}
         self._names = {name: tuple(names[id(tensor)]) for name, tensor in state.items()}
         self._needed = [name for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
@@ -73,9 +73,9 @@ class ExpectedWeights:
     def in_files(
         self, named_tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """As `checked`, by the names and in the parts of the model's files, which is what engines load.
+        """Like `checked`, but with the names and tensors of the model's files, which engines load.
 
-        transformers may hold a model otherwise than its files do: experts in one tensor, modules renamed.
+        In memory, transformers may represent a model differently: experts in one tensor, modules renamed.
         """
         for names, tensor in self.checked(named_tensors):
             first, *tied = [self._as_saved({name: tensor}) for name in names]
@@ -85,11 +85,11 @@ class ExpectedWeights:
     def checked(
         self, named_tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Each weight with all its names, as it comes; what is wrong is said at the end, all at once.
+        """Yields each correct weight with all its names; raises one error for all others at the end.
 
         Raises:
-            RunFailure: a weight is missing, unknown or of another shape. By then the others have been
-                passed on: an engine that took them is a mixture.
+            RunFailure: a weight is missing, unknown or of another shape. The correct ones have been yielded
+                by then, so an engine that loaded them has a mixture of old and new weights.
         """
         covered: set[str] = set()
         wrong: list[str] = []

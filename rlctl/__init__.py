@@ -1,6 +1,6 @@
 """rlctl: reinforcement-learning post-training of language models.
 
-The Python API. Nothing heavy is imported before it is used; `import rlctl` loads no torch.
+The Python API. Heavy packages are imported at their first use; `import rlctl` does not import torch.
 
     import rlctl
 
@@ -27,9 +27,9 @@ _HOMES = dict.fromkeys(__all__, "rlctl.api") | {
 
 
 class _Package(ModuleType):
-    """`train`, `evaluate` and `diagnose` are functions here, and packages below: the functions win.
+    """Keeps `train`, `evaluate` and `diagnose` functions, although subpackages have the same names.
 
-    Importing `rlctl.train.loop` would otherwise put the package `train` in the function's place.
+    Importing `rlctl.train.loop` would otherwise replace the function `rlctl.train` by the package.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

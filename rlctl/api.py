@@ -1,4 +1,4 @@
-"""The functions of `import rlctl`: what the command line does, for programs and notebooks."""
+"""Functions of `import rlctl`: the main commands of the command line, for programs and notebooks."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def load_spec(
 def train(
     spec: RunSpec, *, resume: str | Path | None = None, callbacks: Sequence[Callback] = ()
 ) -> RunRecord:
-    """Train to the end, in this process for one rank; returns the run's record.
+    """Train to the end and return the run's record; a single rank runs in this process.
 
-    With several ranks (`trainer.n_gpus_per_node` above 1) they are started as processes of their own; to have
-    callbacks then, start the script itself with torchrun.
+    Several ranks (`trainer.n_gpus_per_node` above 1) are started as separate processes. To use callbacks with
+    several ranks, start the script with torchrun.
 
     Args:
-        spec: of `load_spec`.
+        spec: the run, from `load_spec`.
         resume: a run directory to continue from its last checkpoint.
         callbacks: called on rank 0 after each step; an exception ends the run.
 
     Raises:
-        RlctlError: whatever keeps the run from starting or going on.
+        RlctlError: the run cannot start or cannot continue.
     """
     from rlctl.engine.launch import under_torchrun
     from rlctl.train.start import Announce, start_run
@@ -90,8 +90,8 @@ class EvaluationRecord:
     """An evaluation on disk.
 
     Attributes:
-        path: its directory: results, samples, page.
-        results: the content of its results file.
+        path: its directory, with results, samples and page.
+        results: content of the results file.
     """
 
     path: Path
@@ -101,11 +101,11 @@ class EvaluationRecord:
 def evaluate(
     model_or_run: str | Path | RunRecord, data: str | Sequence[str] = (), **options: Any
 ) -> EvaluationRecord:
-    """Sample answers, grade them, and say how good they are; what is stored is not sampled again.
+    """Sample responses, grade them and compute scores; stored responses are not sampled again.
 
     Args:
         model_or_run: a run, a model directory or a hub id.
-        data: benchmarks by name, and files; empty: the run's own validation files.
+        data: names of benchmarks, and files; empty: the run's validation files.
         options: fields of `rlctl.evaluate.request.EvaluateRequest`: n, ks, temperature, engine …
 
     Raises:
@@ -123,16 +123,16 @@ def evaluate(
 
 
 def diagnose(log: str | Path | RunRecord, *, rules: Iterable[str] = ()) -> Diagnosis:
-    """What a run's logged metrics say is wrong, and which spec change to try.
+    """Find faults in a run from its logged metrics, with spec changes to try.
 
-    `verdict` of the result is `critical`, `warning`, `no warnings` or `too little to judge`.
+    The result's `verdict` is `critical`, `warning`, `no warnings` or `too little to judge`.
 
     Args:
         log: a run directory, or a log of any framework that `rlctl diagnose` reads.
-        rules: rules of your own, as `path/to/file.py:function`.
+        rules: user-defined rules in addition, as `path/to/file.py:function`.
 
     Raises:
-        UsageError: there is no such log, nothing in it can be read, or a rule cannot be imported.
+        UsageError: the log does not exist, contains nothing readable, or a rule cannot be imported.
     """
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.rules import all_rules, examine, metrics_read
@@ -147,11 +147,11 @@ def grade(
     """Score responses as training does, in child processes with a deadline.
 
     Args:
-        grader: `maths`, `exact`, `multiple_choice`, `countdown`, one of an installed package, or
+        grader: `maths`, `exact`, `multiple_choice`, `countdown`, a grader of an installed package, or
             `file.py:function`.
-        responses: of a model.
-        ground_truths: one for each.
-        deadline_s: seconds one grading may take.
+        responses: responses of a model.
+        ground_truths: one per response.
+        deadline_s: seconds that grading one response may take.
 
     Returns:
         A score per response; None where it could not be graded, which is not a score of 0.
@@ -176,7 +176,7 @@ def grade(
 
 @dataclass(frozen=True, slots=True)
 class CorrectedBatch:
-    """What rollout correction does to one mini-batch.
+    """Result of rollout correction for one mini-batch.
 
     Attributes:
         weights: (B, T) float32, detached: multiply the token losses by them. 0.0 where rejected; 1.0 where a
@@ -202,8 +202,8 @@ def correct(
     """Importance weights and rejection between the sampling and the trained policy, for any trainer.
 
     Call it once per optimizer step, with the whole mini-batch of this rank: normalisation and metrics are
-    those of the mini-batch. With torch.distributed initialised they are summed over all ranks, and every
-    rank must call it.
+    computed over the mini-batch. If torch.distributed is initialised, they are computed over all ranks, and
+    every rank must call it.
 
         corrected = rlctl.correct(old_log_probs, rollout_log_probs, mask, rollout_is="sequence")
         loss = (corrected.weights * token_loss * mask).sum() / mask.sum()
@@ -211,9 +211,9 @@ def correct(
     Args:
         log_probs: (B, T) float32, log π_train of the sampled tokens: π_old, or π_θ detached.
         rollout_log_probs: (B, T) float32, log π_rollout of the same tokens at the same temperature.
-        response_mask: (B, T) bool, tokens the policy sampled; what is False is never read.
+        response_mask: (B, T) bool, tokens that the policy sampled; other positions are never read.
         advantages: (B, T), for criteria that depend on their sign (`off_policy`).
-        age: (B,), optimizer updates since the weights that sampled each response, for `age`.
+        age: (B,), optimizer updates since the weights that sampled each response, for the criterion `age`.
         rollout_correction: keys of `algorithm.rollout_correction`: rollout_is, rollout_is_threshold,
             rollout_rs, rollout_rs_threshold, dialect …; their defaults are those of a spec.
 
@@ -245,7 +245,7 @@ def correct(
 
 
 def _as_text(value: object) -> str:
-    """A value as `key=value` has it."""
+    """Formats a value for `key=value`."""
     if isinstance(value, str | os.PathLike):
         return str(value)
     return json.dumps(value)

@@ -1,6 +1,6 @@
-"""Errors as data: what went wrong, where, and what to write instead.
+"""Error classes with structured messages: what is wrong, where, and what to write instead.
 
-Library code raises; only `rlctl.cli.app` prints and exits.
+Library code raises errors; only `rlctl.cli.app` prints them and exits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import errno
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-#: How torch says that the host's memory did not suffice.
+#: Substrings of torch's errors about exhausted host memory.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
 
 
@@ -18,7 +18,7 @@ class RlctlError(Exception):
 
     Args:
         what: one sentence saying what is wrong.
-        where: file, line, row or key it is wrong at, if known.
+        where: file, line, row or key of the error, if known.
         fix: what to write or run instead, if known.
     """
 
@@ -31,14 +31,14 @@ class RlctlError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        """One line for logs; the CLI lays the parts out itself."""
+        """One line for logs; the CLI prints the parts separately."""
         where = f"{self.where}: " if self.where else ""
         fix = f" ({self.fix})" if self.fix else ""
         return f"{where}{self.what}{fix}"
 
 
 class RunFailure(RlctlError):
-    """The work was sound but could not be finished (exit 1)."""
+    """A valid request failed at run time (exit 1)."""
 
     exit_code = 1
 
@@ -56,12 +56,12 @@ class EnvironmentFailure(RlctlError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type's name where it has none."""
+    """The first line of an error's text; the name of its type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def memory_failure(error: BaseException) -> RunFailure | None:
-    """`error` in words if it says that memory, of the host or a GPU, did not suffice; else None."""
+    """Converts an out-of-memory error of the host or a GPU to a failure with a fix; None for other errors."""
     first = first_line(error)
     of_gpu = type(error).__name__ == "OutOfMemoryError"
     of_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -77,10 +77,10 @@ def memory_failure(error: BaseException) -> RunFailure | None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a spec.
+    """One error or warning about a spec.
 
     Attributes:
-        severity: `error` stops the run; `warning` is shown and the run goes on.
+        severity: `error` stops the run; `warning` is reported and the run continues.
         key: dotted key, e.g. `actor.lr`; empty where a whole file or argument is wrong.
         what: one sentence.
         where: `file:line`, `command line` or None for a default.

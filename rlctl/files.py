@@ -1,4 +1,4 @@
-"""Files that survive a crash: readers see the old one or the whole new one, never half of it. The cache."""
+"""Atomic replacement of files, so that readers never see partial content, and cache directories."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from platformdirs import user_cache_path
 from rlctl.errors import EnvironmentFailure, RunFailure
 
 _MANIFEST = "manifest.json"
-#: Files of a cache entry above this size are compared by their size alone each time the entry is used.
+#: Files of a cache entry above this size in bytes are verified only by their size when the entry is used.
 _HASHED = 16 << 20
 _LOCK_TIMEOUT_MINUTES = 30
 
 
 def cache_root() -> Path:
-    """Where rlctl keeps what it can make again: `$RLCTL_CACHE`, else the user's cache directory."""
+    """Directory for files that rlctl can recreate: `$RLCTL_CACHE`, else the user's cache directory."""
     override = os.environ.get("RLCTL_CACHE")
     return Path(override).expanduser() if override else user_cache_path("rlctl")
 
 
 def cached_directory(entry: Path, build: Callable[[Path], None], *, what: str) -> Path:
-    """A directory of the cache, built once.
+    """A directory of the cache, built if it is missing or has changed since it was built.
 
-    It appears by one rename, complete, or not at all. A lock makes a second process wait for the first; its
-    holder removes what a killed builder left. A directory that has changed since it was built is built again.
+    It is renamed into place when complete. A lock makes other processes wait for the builder; the holder of
+    the lock removes leftovers of a killed builder.
 
     Args:
-        entry: its path.
+        entry: path of the directory.
         build: fills an empty directory.
-        what: it holds, for errors.
+        what: description of the content, for errors.
 
     Raises:
         EnvironmentFailure: the cache cannot be written.
@@ -58,7 +58,7 @@ def cached_directory(entry: Path, build: Callable[[Path], None], *, what: str) -
 
 
 def _build(entry: Path, build: Callable[[Path], None]) -> None:
-    """Build in a directory beside `entry`, then rename. The caller holds the lock."""
+    """Build in a temporary sibling of `entry`, then rename it. The caller holds the lock."""
     for leftover in (entry, *entry.parent.glob(f"{entry.name}.building-*")):
         shutil.rmtree(leftover, ignore_errors=True)
     building = entry.with_name(f"{entry.name}.building-{os.getpid()}")
@@ -74,7 +74,7 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
 
 
 def _is_complete(entry: Path) -> bool:
-    """Whether every file is there and unchanged since it was written."""
+    """Whether every file exists and is unchanged since the entry was built."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         return all(_fingerprint(entry / name) == seen for name, seen in manifest.items())
@@ -88,7 +88,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def cache_failure(what: str, place: Path, error: OSError) -> EnvironmentFailure:
-    """`what` that could not be written to the cache at `place`."""
+    """The error for a failed write to the cache at `place`; `what` describes it."""
     return EnvironmentFailure(
         f"{what}: {error.strerror or error}",
         where=str(place),
@@ -103,7 +103,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,7 +112,7 @@ def sync(path: Path) -> None:
 
 
 def readable_as_umask_says(directory: Path) -> None:
-    """Give every file below it the mode of a new one: some libraries write files that others cannot read."""
+    """Give every file below a directory the mode of a new file; some libraries write unreadable ones."""
     probe = directory / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -124,12 +124,12 @@ def readable_as_umask_says(directory: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is synced and takes the name, on failure it goes.
+    """Yield a temporary sibling of `path`; on success it is synced and renamed to `path`, else deleted.
 
     Raises:
-        OSError: as the file system gives it.
+        OSError: from the file system.
     """
-    # The suffix goes last, so that a leftover of a killed process never matches *.parquet or *.json.
+    # `.tmp` comes last, so that a leftover of a killed process never matches *.parquet or *.json.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -141,6 +141,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` (UTF-8) in one go."""
+    """Replace the file at `path` atomically by `text` (UTF-8)."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Pages of one file that may show hostile text: escaped templates, data without markup, hashed scripts.
+"""Self-contained HTML pages that may show untrusted text.
 
-Logs, models and data sets may hold anything. Templates escape it, no character in the JSON block can end the
-block, scripts insert it as text, and the page's policy runs its own scripts only and loads nothing.
+Text from logs, models and data sets is untrusted. Templates escape it, the JSON block contains no markup
+characters, scripts insert it as text, and the content security policy allows only the page's own scripts and
+no loading.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ def render(
     folders: Sequence[Path] = (),
     **values: object,
 ) -> str:
-    """A page: a template that extends `html_page.html.j2`. Text is escaped; `Markup` is not.
+    """Renders a template that extends `html_page.html.j2`. Text is escaped; `Markup` is not.
 
     Args:
-        template: the file.
+        template: file of the template.
         title: of the page.
-        style: beside that of all pages, `html_page.css`.
+        style: CSS in addition to `html_page.css`, which all pages use.
         scripts: run in this order, after the page.
-        data: what the scripts find as JSON in the element `data`; None: there is none.
-        free_styles: let scripts make styles of their own, as a plotting library does.
-        folders: where templates that this one includes or extends lie.
-        **values: of the template.
+        data: content of the JSON element `data`, which scripts read; None: no such element.
+        free_styles: allow scripts to create inline styles, as a plotting library does.
+        folders: further directories of templates that this one includes or extends.
+        **values: variables of the template.
 
     Raises:
-        jinja2.UndefinedError: the template asks for a value that is not given.
+        jinja2.UndefinedError: the template uses a variable that is not given.
         ValueError: a number in `data` is not finite.
     """
     places = [template.parent, *folders, _HERE]
@@ -67,7 +68,7 @@ def render(
 
 
 def json_block(value: object) -> Markup:
-    """JSON that no HTML parser sees markup in: ASCII, and `<`, `>`, `&` by their numbers.
+    """ASCII JSON without HTML markup: `<`, `>` and `&` are written as Unicode escapes.
 
     Raises:
         ValueError: a number is not finite.
@@ -79,5 +80,5 @@ def json_block(value: object) -> Markup:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline script or style (SHA-256, base64)."""
+    """Hash of an inline script or style for a content security policy (SHA-256, base64)."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

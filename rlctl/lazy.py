@@ -1,7 +1,8 @@
-"""Modules that are imported when they are first used: torch, and others that take long.
+"""Lazy import of modules that load slowly, such as torch.
 
 The parts in `rlctl.registry` are registered where they are defined, and the spec, `--help` and the docs read
-their names and formulas. `from rlctl.lazy import torch` lets them do so without the seconds that torch takes.
+their names and formulas. With `from rlctl.lazy import torch` they do so without importing torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["LazyModule", "torch"]
 
 
 class LazyModule:
-    """Imports the module at the first attribute asked of it."""
+    """Imports the module at the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name

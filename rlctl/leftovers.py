@@ -1,9 +1,10 @@
-"""What killed processes leave in /tmp and /dev/shm, removed by the next start.
+"""Removal of files that killed processes left in /tmp and /dev/shm, at the next start.
 
-A directory made here names its host and process, and is locked while that process lives, so that one of
-another container, which counts its processes on its own, is left alone too. Shared memory that libraries make
-(`psm_…` of Python's multiprocessing, which engines use) names nobody: a process notes which segments it and
-its children hold in such a directory. Only those are removed, and only where no process holds them.
+A directory created here has host and process id in its name, and is locked while the process lives. The lock
+protects directories of other containers, where process ids have a different meaning. Names of shared memory
+segments that libraries create (`psm_…` of Python's multiprocessing, which engines use) do not identify a
+process, so a process records the segments that it and its children hold in such a directory. Only recorded
+segments are removed, and only if no process holds them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _SEGMENTS = "shared-memory"
 
 
 def own_directory(kind: str, parent: Path | None = None) -> tuple[Path, int]:
-    """A new directory `rlctl-<kind>-<host>-<pid>-…` and the descriptor that holds its lock.
+    """Creates a directory `rlctl-<kind>-<host>-<pid>-…`; returns it and the descriptor that holds its lock.
 
     Args:
         kind: letters only.
-        parent: where; None: the directory for temporary files.
+        parent: parent directory; None: the directory for temporary files.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     prefix = f"rlctl-{kind}-{socket.gethostname()}-{os.getpid()}-"
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -42,7 +43,7 @@ def own_directory(kind: str, parent: Path | None = None) -> tuple[Path, int]:
 
 @contextmanager
 def temporary_directory(kind: str) -> Iterator[Path]:
-    """`own_directory`, removed at the end; if the process is killed, by the next start."""
+    """Yields an `own_directory`, which is removed at the end; if the process is killed, by the next start."""
     path, handle = own_directory(kind)
     try:
         yield path
@@ -52,10 +53,10 @@ def temporary_directory(kind: str) -> Iterator[Path]:
 
 
 def clear(parent: Path | None = None) -> None:
-    """Remove what processes of this host and user left that were killed.
+    """Remove directories and shared memory of killed processes of this host and user.
 
     Args:
-        parent: where; None: the directory for temporary files, and shared memory.
+        parent: directory to search; None: the directory for temporary files, and shared memory.
     """
     import psutil
 
@@ -70,7 +71,7 @@ def clear(parent: Path | None = None) -> None:
 
 
 def note_segments(directory: Path) -> None:
-    """Write down in `directory` which shared memory this process and its children hold."""
+    """Record in `directory` the shared memory segments that this process and its children hold."""
     import psutil
 
     process = psutil.Process()
@@ -83,7 +84,7 @@ def note_segments(directory: Path) -> None:
 
 
 def _free(names: list[str]) -> None:
-    """Remove these segments where no process that can be looked at holds them."""
+    """Remove those of the segments that belong to this user and that no inspectable process holds."""
     segments = (SHARED_MEMORY / Path(name).name for name in names)
     ours = [path for path in segments if path.is_file() and path.stat().st_uid == os.getuid()]
     if ours:
@@ -96,7 +97,7 @@ def _free(names: list[str]) -> None:
 
 
 def _held(pid: int) -> set[str]:
-    """Names of the shared memory that a process has mapped or open."""
+    """Names of the shared memory segments that a process has mapped or opened."""
     place, names = Path(f"/proc/{pid}"), []
     with contextlib.suppress(OSError):
         names += [line.split(maxsplit=5)[-1] for line in (place / "maps").read_text().splitlines()]
@@ -105,7 +106,7 @@ def _held(pid: int) -> set[str]:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds it, be it one of another container."""
+    """Whether a process, possibly of another container, holds the directory's lock."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Markdown that may show hostile text: nothing in a text of others becomes markup."""
+"""Markdown output with untrusted text, which never becomes markup."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable, Sequence
 
 from rlctl.user_code import visible
 
-#: Everything that could begin markup, HTML included.
+#: Characters that can begin markup, including HTML.
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#+!|~&$@])")
 
 
 def plain(text: str) -> str:
-    """One line that shows the text as it is."""
+    """Escapes untrusted text, so that Markdown shows it literally on one line."""
     return _MARKUP.sub(r"\\\1", " ".join(visible(text).split()))
 
 
 def prose(text: str) -> str:
-    """The same of a text of ours, in which `code` stays code."""
+    """Escapes text of rlctl like `plain`, except that `code` in backticks stays code."""
     parts = re.split(r"(`[^`]+`)", " ".join(visible(text).split()))
     return "".join(part if place % 2 else _MARKUP.sub(r"\\\1", part) for place, part in enumerate(parts))
 
 
 def code(text: str) -> str:
-    """One line of code, which the text cannot end."""
+    """Inline code on one line, which the text cannot terminate."""
     text = " ".join(visible(text).split())
     fence = "`" * (_longest_fence(text) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
@@ -31,7 +31,7 @@ def code(text: str) -> str:
 
 
 def block(text: str, language: str = "") -> str:
-    """A block of code, which the text cannot end."""
+    """A code block, which the text cannot terminate."""
     fence = "`" * max(3, _longest_fence(text) + 1)
     return f"{fence}{language}\n{visible(text).rstrip()}\n{fence}"
 
@@ -41,8 +41,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
 
     Args:
         headings: of the columns.
-        rows: cells, which are Markdown.
-        right: the headings of columns that are aligned right.
+        rows: cells as Markdown.
+        right: headings of the columns that are aligned right.
     """
     rules = ["---:" if heading in right else "---" for heading in headings]
     cells = ([re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row] for row in rows)

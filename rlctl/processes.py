@@ -1,4 +1,4 @@
-"""Other processes: what a command prints, and ending with the parent."""
+"""Output of commands, progress of waiting processes, and child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import subprocess
 import sys
 
 _PR_SET_PDEATHSIG = 1
-#: Environment variable in which a process names itself to one that it starts, for `end_with_parent`.
+#: Environment variable with a parent's process id, for child processes that call `end_with_parent`.
 PARENT = "RLCTL_PARENT"
 _progress = [0]
 
 
 def note_progress() -> None:
-    """Something that this process waits for goes on, though its own threads stand still: not a hang."""
+    """Record progress of work that this process only waits for, so that it is not taken for a hang."""
     _progress[0] += 1
 
 
 def progress() -> int:
-    """How often `note_progress` was called."""
+    """Number of calls of `note_progress`."""
     return _progress[0]
 
 
 def command_output(*command: str, timeout_s: float = 10.0) -> str:
-    """A command's standard output, stripped; empty if it is missing, fails or takes longer."""
+    """A command's standard output, stripped; empty if the command is missing, fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -38,8 +38,8 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
 
     Args:
         number: the signal.
-        parent: process id of the parent, as the parent itself says it: a child whose parent has ended already
-            is told another one. Then the signal is sent at once.
+        parent: process id that the parent reported. If `os.getppid()` differs, the parent has already ended,
+            and the signal is sent at once.
     """
     if sys.platform != "linux":
         return

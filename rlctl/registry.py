@@ -1,17 +1,17 @@
-"""The parts of a run that have a name: losses, estimators, corrections, graders, engines, trackers, rules.
+"""Registries of named parts: losses, estimators, corrections, graders, engines, trackers, diagnosis rules.
 
 A part is registered where it is defined:
 
     @POLICY_LOSSES.register(label="REINFORCE", formula="−w · A · log π_θ", source="Williams 1992")
     def reinforce(…): …
 
-The spec validates names against the registry; the JSON Schema, the dry run, the docs' tables and the tests
-of every part read it too. Beside the built-in parts a name can be
+The spec validates names against the registry; the JSON Schema, the dry run, the tables of the docs and the
+tests of every part use it too. In addition to the built-in parts, a name can be
 
 - an entry point of an installed package, in the registry's group, e.g. `rlctl.policy_losses`;
-- `path/to/file.py:function`, a function of the user's, decorated as above or not.
+- `path/to/file.py:function`, a user's function, with or without the decorator.
 
-No torch: modules that define parts import it through `rlctl.lazy`.
+This module does not import torch; modules that define parts import it through `rlctl.lazy`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ class Part:
     """One registered part.
 
     Attributes:
-        name: what the spec calls it.
-        function: what it does; its signature is the registry's.
-        label: a few words for people.
+        name: name in the spec.
+        function: the implementation; the registry defines its signature.
+        label: short description for users.
         formula: what it computes, in the notation of docs/reference/algorithms.md.
         source: the paper or the code that the formula comes from.
-        needs: what it reads of the batch beyond what every batch has.
-        options: dotted spec keys that it reads; the spec warns where others are set.
-        params: its own parameters, validated and handed to it; None: it has none.
-        capabilities: of a rollout engine, what it can do.
-        unit: of a correction weight or rejection criterion: one value per `token`, or per `sequence`.
-        thresholds: typical ones of a weight or criterion, as a spec has them; `--what-if` and the tests of
-            every part try them.
-        of_batch: of a loss, what it must know of the whole mini-batch before it is computed:
-            (`rlctl.algos.losses.WholeBatch`, `LossRule`) → what the loss then finds in `LossRule.of_batch`.
-        unbiased: on-policy its expected gradient is that of the expected reward; of a correction weight, off
-            policy and without a bound (tested by enumeration).
-        needs_advantage: of a loss, a token of advantage 0 has no gradient (tested): rows of such tokens go
-            through the model without a backward pass.
-        experimental: not yet proven on real runs.
-        answer_of: of a grader: response → what it answers, as text that is equal for equal answers.
+        needs: inputs that it reads beyond those that every batch has.
+        options: dotted spec keys that it reads; the spec warns about other such keys that are set.
+        params: class of its parameters, which are validated and passed to it; None: it has none.
+        capabilities: for a rollout engine, its `EngineCapabilities`.
+        unit: for a correction weight or rejection criterion: one value per `token`, or per `sequence`.
+        thresholds: for a weight or criterion, typical thresholds as written in a spec; `--what-if` and the
+            tests of every part use them.
+        of_batch: for a loss that needs statistics of the whole mini-batch, a function
+            (`rlctl.algos.losses.WholeBatch`, `LossRule`) → value of `LossRule.of_batch` for the loss.
+        unbiased: its expected on-policy gradient is that of the expected reward; for a correction weight, the
+            off-policy gradient without a bound (tested by enumeration).
+        needs_advantage: for a loss, tokens with advantage 0 have no gradient (tested), so rows with only such
+            tokens need no backward pass.
+        experimental: not yet validated on real runs.
+        answer_of: for a grader: response → its answer as text that is equal for equal answers.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Part:
     answer_of: Callable[[str], str | None] | None = None
 
     def example_params(self) -> BaseModel | None:
-        """Its parameters' defaults, and the first example of each that must be given; None: it has none."""
+        """Parameters with their defaults, or the first example for required ones; None: it has none."""
         if self.params is None:
             return None
         fields = self.params.model_fields.items()
@@ -90,20 +90,21 @@ class Part:
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
-    """Name → function of one kind of part; `part` gives the rest.
+    """Mapping name → function for one kind of part; `part` returns the full record.
 
-    Iterating gives the built-in parts and those of installed packages, not the user's files.
+    Iteration yields built-in parts and those of installed packages, but not those of users' files.
 
     Args:
-        kind: what a part is, for messages: `policy loss`.
-        key: the spec key that names one, for messages.
-        module: where the built-in parts are defined: modules, or packages of which every module is read;
+        kind: kind of part, for messages, e.g. `policy loss`.
+        key: the spec key that names a part, for messages.
+        module: modules that define the built-in parts, or packages of which every module is imported;
             separated by spaces.
-        plural: of `kind`, where it is irregular.
-        takes: names of the arguments that every part gets; empty: parts differ.
+        plural: of `kind`, if it is irregular.
+        takes: names of the arguments that every part takes, separated by spaces; empty: not the same for all.
     """
 
-    _prefix = ""  # of the user's file that is being imported: all registries', it may define parts of several
+    # Set while a user's file is imported; shared by all registries, as a file may define parts of several.
+    _prefix = ""
 
     def __init__(self, kind: str, *, key: str, module: str, plural: str = "", takes: str = "") -> None:
         self.kind, self.key, self.module, self.takes = kind, key, module, takes
@@ -131,7 +132,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         experimental: bool = False,
         answer_of: Callable[[str], str | None] | None = None,
     ) -> Callable[[Function], Function]:
-        """Decorator that registers a function; arguments as in `Part`, the name is the function's own.
+        """Decorator that registers a function; arguments as in `Part`, the default name is the function's.
 
         Raises:
             ValueError: the name is taken.
@@ -179,7 +180,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         return self._parts[name]
 
     def parts(self) -> list[Part]:
-        """Every part that iterating names."""
+        """All parts that iteration yields."""
         return [self.part(name) for name in self]
 
     def stable(self) -> list[str]:

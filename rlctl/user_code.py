@@ -1,6 +1,6 @@
-"""The user's own functions, `path/to/file.py:function`: imported by path, with errors that name the line.
+"""Import of users' functions by path, `path/to/file.py:function`, with errors that name the line.
 
-Grading processes import this: no Pydantic, no torch.
+Grading processes import this module, so it imports neither Pydantic nor torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_file_function(name: str) -> bool:
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """Import the user's `path/to/file.py:function`, the path as seen from the working directory.
+    """Import the user's `path/to/file.py:function`; a relative path starts at the working directory.
 
     Args:
         name: of that form.
@@ -45,9 +45,9 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def search_beside(folder: Path) -> None:
-    """Let modules of a directory be imported, after the standard library and before installed packages.
+    """Add a directory to the import path, after the standard library and before installed packages.
 
-    A file of the user's named like a module of the standard library does not replace it.
+    A user's file with the name of a module of the standard library does not replace that module.
     """
     library = Path(sysconfig.get_path("stdlib"))
     standard = {str(library), str(library / "lib-dynload"), sysconfig.get_path("platstdlib")}
@@ -57,9 +57,9 @@ def search_beside(folder: Path) -> None:
 
 
 def visible(text: str) -> str:
-    """The text with control characters as escapes (`\\x1b`), so that it cannot steer a terminal.
+    """Escapes control characters (`\\x1b`), so that the text cannot control a terminal.
 
-    Line breaks and tabs stay.
+    Line breaks and tabs are kept.
     """
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
@@ -84,7 +84,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """`file:line` of the innermost line of the user's file that the error came through."""
+    """`file:line` of the innermost traceback frame in the user's file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

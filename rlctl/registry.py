@@ -47,7 +47,7 @@ class Part:
         label: short description for users.
         formula: what it computes, in the notation of docs/reference/algorithms.md.
         source: the paper or the code that the formula comes from.
-        needs: inputs that it reads beyond those that every batch has.
+        needs: inputs that it reads beyond those in every batch; for a grader, its requirements in words.
         options: dotted spec keys that it reads; the spec warns about other such keys that are set.
         params: class of its parameters, which are validated and passed to it; None: it has none.
         capabilities: for a rollout engine, its `EngineCapabilities`.

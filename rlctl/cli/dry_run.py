@@ -1,4 +1,4 @@
-"""`rlctl train --dry-run`: print what would run."""
+"""`rlctl train --dry-run`: prints the resolved spec and its consequences without starting the run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
 
     Args:
         loaded: the checked spec.
-        show_all: every value; otherwise only those that are not defaults.
-        machine: name of one to plan for; None: this one.
+        show_all: print all values instead of those that are not defaults.
+        machine: name of the machine to plan for; None: this one.
 
     Returns:
-        The exit code: 2 if a file that the run needs is missing or cannot be used, or the machine has too
-        little of something, else 0.
+        The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the
+        machine does not suffice, else 0.
 
     Raises:
         UsageError: no machine of this name is known.
@@ -54,7 +54,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     _print_values(loaded, console, show_all=show_all)
     unusable = [_as_example(problem, loaded) for problem in check_inputs(loaded.spec)]
     unusable += placement.problems()
-    if machine is None:  # disks are cleared and changed: refused at the start only
+    if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
         unusable += [replace(problem, severity="warning") for problem in check_disk(loaded.spec)]
     if machine and placement.machine.gpus:  # the warnings of the spec are about this machine
         unusable += [problem for problem in slow_on_a_gpu(loaded.spec) if problem not in loaded.warnings]
@@ -66,7 +66,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
 
 
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
-    """A path that a preset names is an example: only a warning until the run starts."""
+    """Turns a problem with a path that a preset sets, which is an example, into a warning."""
     origin = loaded.origins.get(problem.key)
     if not origin or origin.layer != "preset":
         return problem
@@ -75,7 +75,7 @@ def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
 
 
 def show(value: object) -> str:
-    """A value as it would be written in YAML."""
+    """Formats a value as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -89,7 +89,7 @@ def show(value: object) -> str:
 
 
 def show_bytes(num_bytes: float | None) -> str:
-    """`1.5 GiB`, `20.0 MiB`; `unknown` for None."""
+    """Formats bytes, e.g. `1.5 GiB` or `20.0 MiB`; `unknown` for None."""
     if num_bytes is None:
         return "unknown"
     gib = num_bytes / 2**30
@@ -97,7 +97,7 @@ def show_bytes(num_bytes: float | None) -> str:
 
 
 def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> None:
-    """Values and their origins, by section; defaults only with `show_all`, dimmed."""
+    """Prints values and their origins by section; defaults only with `show_all`, dimmed."""
     defaults = [key for key in known_leaves() if loaded.origins[key].layer == "default"]
     title = "every value" if show_all else "values that are not defaults"
     _print_title(f"Spec: {title}, and where they come from", console)
@@ -111,7 +111,7 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
             console.print(Text(f"  {section}", "bold"))
         style = "dim" if key in defaults else ""
         text = f"{show(value_of(loaded.spec, key)):<22} {loaded.origins[key]}"
-        if console.is_terminal and 4 + 30 + len(text) > console.width:  # the origin below its value
+        if console.is_terminal and 4 + 30 + len(text) > console.width:  # print the origin below its value
             text = f"{show(value_of(loaded.spec, key))}\n{loaded.origins[key]}"
         _print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
     if not show_all:
@@ -121,7 +121,7 @@ def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> No
 
 
 def _print_indented(text: Text, indent: int, console: Console, head: Text | None = None) -> None:
-    """Print `head` and `text` in one line; on a terminal `text` wraps below its own beginning."""
+    """Prints `head` and `text` on one line; on a terminal, wrapped lines of `text` align with its start."""
     line = Text.assemble(" " * indent, head or "")
     if console.is_terminal:
         grid = Table.grid()
@@ -133,7 +133,7 @@ def _print_indented(text: Text, indent: int, console: Console, head: Text | None
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:
-    """Thresholds as intervals of ρ."""
+    """Prints thresholds as intervals of ρ."""
     _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
         _print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
@@ -144,7 +144,7 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
-    """What each term grades, and what it needs."""
+    """Prints what each reward term grades and what it needs."""
     _print_title("Reward", console)
     for term in spec.reward.all_terms:
         shown = "your function; imported when the run starts"
@@ -157,7 +157,7 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:
-    """From prompts to optimizer steps, one line per cut."""
+    """Prints the batch arithmetic from prompts to optimizer steps, one line per division."""
     _print_title("Batch", console)
     batch = BatchArithmetic(spec)
     ranks = _count(batch.ranks, "rank")
@@ -188,7 +188,7 @@ def _print_batch(spec: RunSpec, console: Console) -> None:
 
 
 def _print_servers(placement: Placement, console: Console) -> None:
-    """What samples in other processes, and how it gets new weights."""
+    """Prints where rollout servers run and how they receive new weights."""
     spec = placement.spec
     if not spec.has_rollout_servers:
         return
@@ -216,7 +216,7 @@ def _print_servers(placement: Placement, console: Console) -> None:
 
 
 def _print_memory(placement: Placement, console: Console) -> None:
-    """The estimate, part by part."""
+    """Prints the memory estimate per GPU, part by part."""
     _print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
     size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
@@ -235,7 +235,7 @@ def _print_memory(placement: Placement, console: Console) -> None:
 
 
 def _print_host(placement: Placement, console: Console) -> None:
-    """The host's memory, part by part."""
+    """Prints the host memory estimate, part by part."""
     machine = placement.machine
     _print_title(f"Host memory per node ({machine.name}: {show_bytes(machine.host_bytes)})", console)
     for part in placement.host_parts:
@@ -249,7 +249,7 @@ def _print_host(placement: Placement, console: Console) -> None:
 
 
 def _print_stages(placement: Placement, console: Console) -> None:
-    """The way of a run over its machine: peaks, what is moved, and seconds of a step by phase."""
+    """Prints peak memory, transfers and seconds per step of each stage of the run."""
     machine = placement.machine
     of = f"{machine.nodes} × {machine.gpus} × {machine.gpu}"
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)

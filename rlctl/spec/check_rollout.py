@@ -16,9 +16,9 @@ from rlctl.spec.run_spec import RunSpec
 
 @reads("rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.exact_sampling", "rollout.name")
 def distribution_is_complete(spec: RunSpec) -> Problems:
-    """Truncated sampling biases ρ by the mass cut off, as the trainer's log-probs are over the full vocabulary.
+    """Truncated sampling biases ρ, because the trainer's log-probs are over the full vocabulary.
 
-    `exact_sampling` restricts them to the tokens that the engine kept; the engine must be able to report these.
+    `exact_sampling` restricts them to the tokens that the engine kept, so the engine must report these.
     """
     rollout, can = spec.rollout, spec.rollout_engine.reports_kept
     truncated = {

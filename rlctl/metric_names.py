@@ -211,7 +211,7 @@ def _critic() -> Iterator[Metric]:
     yield metric("vf_loss", "reward²", f"value loss, ½ (V − return)² clipped, {steps}")
     yield metric("vf_clipfrac", "fraction", "share of response tokens where the value clip binds")
     yield metric("vpred_mean", "reward", "mean over response tokens of the values being trained")
-    yield metric("vf_explained_var", "1", "1 − Var(return − V) / Var(return), values of before the updates")
+    yield metric("vf_explained_var", "1", "1 − Var(return − V) / Var(return); V: values before the updates")
     yield metric("grad_norm", "1", f"the critic's gradient norm before clipping, {steps}")
     yield metric("lr", "1", "the critic's learning rate at the batch's last optimizer step")
     skipped = "the critic's optimizer steps not made because loss or gradient was not finite"
@@ -242,7 +242,7 @@ def _rewards() -> Iterator[Metric]:
     yield Metric("reward/error_fraction", "fraction", "samples the grader failed on / samples")
     ended = "responses whose grading hit the time or memory limit or crashed; they are scored 0"
     yield Metric("reward/num_timeouts", "samples", ended)
-    several = "logged where rewards are several"
+    several = "logged if there are several rewards"
     yield Metric("reward/<term>/mean", "reward", f"mean score of one reward before its weight; {several}")
     failed = "samples that this reward failed on"
     yield Metric("reward/<term>/num_errors", "samples", f"{failed}; {several}")
@@ -314,7 +314,7 @@ def _guardrails() -> Iterator[Metric]:
     yield Metric("guardrails/alarms", "1", f"{beyond}, plus {tail}")
     done = "updates scaled or withheld, plus 1 for a batch with tightened bounds, plus 1 for ending the run"
     yield Metric("guardrails/interventions", "1", done)
-    yield Metric("guardrails/updates", "updates", "updates the batch was to make, each of them checked")
+    yield Metric("guardrails/updates", "updates", "planned updates of the batch, each of them checked")
     yield Metric("guardrails/skipped", "updates", "updates the guardrails withheld")
     yield Metric("guardrails/lr_scale", "1", "factor with which the next batch's learning rate starts")
     limit = "limit of that factor: below 1 while a critical level is forecast and `on_forecast` acts"

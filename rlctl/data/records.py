@@ -14,7 +14,10 @@ from rlctl.data.schema import OTHER, Message
 
 Values = Mapping[str, Any]
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "bard", "bing", "model"), "assistant"),
+}
 
 
 class RowError(ValueError):

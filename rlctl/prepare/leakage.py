@@ -40,8 +40,8 @@ KINDS: tuple[Kind, ...] = ("exact", "masked", "ngram")
 Found = dict[tuple[str, Kind], list[int]]
 
 TEST = "the test split"
-#: An n-gram that occurs in a file more often than this count and this share of its questions is ignored: it
-#: belongs to the prompt, not to a question.
+#: An n-gram in more questions of a file than this count and this share of them is ignored: it belongs to the
+#: prompt, not to a question.
 COMMON_QUESTIONS, COMMON_SHARE = 10, 0.01
 HASHED_AT_ONCE = 1024
 #: Up to this many rows are compared in this process.
@@ -118,6 +118,17 @@ class Reference:
         return [frozenset(ways) for ways in found]
 
 
+def _once_per_question(keys: WordKeys, chosen: NDArray[np.bool_]) -> Hashes:
+    """Hashes of the n-grams of the chosen questions; an n-gram repeated within a question counts once."""
+    is_chosen = chosen[keys.ngram_of]
+    questions, hashes = keys.ngram_of[is_chosen], keys.ngrams[is_chosen]
+    order = np.lexsort((hashes, questions))
+    questions, hashes = questions[order], hashes[order]
+    is_first = np.ones(len(hashes), dtype=bool)
+    is_first[1:] = (questions[1:] != questions[:-1]) | (hashes[1:] != hashes[:-1])
+    return hashes[is_first]
+
+
 def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
     """Sorted hashes of a file's questions, of the questions with masked numbers, and of the rare n-grams."""
     seen: set[int] = set()
@@ -130,7 +141,7 @@ def _hashes(questions: Iterator[str]) -> dict[Kind, Hashes]:
                 seen.add(key)
                 is_new[place] = True
         masked.append(keys.masked[is_new & keys.is_masked])
-        ngrams.append(keys.ngrams[is_new[keys.ngram_of]])
+        ngrams.append(_once_per_question(keys, is_new))
     most = max(COMMON_QUESTIONS, int(COMMON_SHARE * len(seen)))
     all_ngrams = np.concatenate(ngrams)
     ngrams.clear()  # frees most of the memory

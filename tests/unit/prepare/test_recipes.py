@@ -218,7 +218,15 @@ def test_messages_with_the_names_of_sharegpt():
     ]
 
 
-@pytest.mark.parametrize("turn", [{"role": "assistant", "content": "2"}, {"from": "gpt", "value": "2"}])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "2"},
+        {"from": "gpt", "value": "2"},
+        {"from": "chatgpt", "value": "2"},
+        {"from": "bot", "value": "2"},
+    ],
+)
 def test_a_prompt_never_holds_the_reply_to_it(turn):
     recipe = Recipe("generic", prompt_key="messages").resolve()
     record = {"messages": [{"role": "user", "content": "1+1?"}, turn], "answer": "2"}
